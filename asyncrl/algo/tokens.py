@@ -1,0 +1,63 @@
+"""The columns that every estimator and loss works on.
+
+Axes in names:  T action tokens, S sequences (rollouts), laid out by sequence: all tokens of sequence 0, then of 1, ...
+There is no padding and no mask: prompt, tool and user tokens are not here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Action tokens of one micro-batch or one whole batch."""
+
+    sequence_T: Tensor
+    """int64, 0..S-1, non-decreasing: which sequence a token belongs to."""
+    num_sequences: int
+    """S; sequences without an action token left are counted, but own no entry in `sequence_T`."""
+    behaviour_logprobs_T: Tensor
+    """float32: ln mu, by the generator when it sampled the token."""
+    advantages_T: Tensor
+    """float32: return minus baseline."""
+    proximal_logprobs_T: Tensor | None = None
+    """float32: ln pi at the start of the update; None until computed (then the behaviour column stands in)."""
+    reference_logprobs_T: Tensor | None = None
+    """float32: ln pi_ref, only with a KL penalty."""
+    weights_T: Tensor | None = None
+    """float32: constant importance weights behaviour -> proximal, from the correction; None is 1."""
+    lag_T: Tensor | None = None
+    """int64: version being trained minus version of the token, in optimizer steps."""
+
+    def __post_init__(self) -> None:
+        size = self.sequence_T.shape
+        for name in (
+            "behaviour_logprobs_T",
+            "advantages_T",
+            "proximal_logprobs_T",
+            "reference_logprobs_T",
+            "weights_T",
+            "lag_T",
+        ):
+            column = getattr(self, name)
+            if column is not None and column.shape != size:
+                raise ShapeError(f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry per action token")
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.sequence_T.numel()
+
+    @property
+    def anchor_logprobs_T(self) -> Tensor:
+        """Denominator of the ratio: proximal where there is one, else behaviour."""
+        return self.behaviour_logprobs_T if self.proximal_logprobs_T is None else self.proximal_logprobs_T
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """int64 [S]: action tokens of each sequence, 0 for an empty one."""
+        return torch.bincount(self.sequence_T, minlength=self.num_sequences)

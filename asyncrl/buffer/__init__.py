@@ -1,0 +1,1 @@
+"""The data plane: the distributed buffer and the store it lives in."""

@@ -1,0 +1,148 @@
+"""The distributed buffer: what generators and the learner may ask of it.
+
+Every call is idempotent: after a lost reply the same call is simply made again. The protocol and why it
+loses nothing and repeats nothing is in `docs/architecture.md`; the memory implementation is its shortest
+complete statement, `functions.lua` the one that runs inside the store.
+
+Life of a ticket id:   issued -> leased -> ready -> taken -> done
+                                  |  ^
+                                  v  |        lease ran out, given back, failed, rejected
+                                reissue
+
+A *take* is a numbered, hash-chained assignment of ready groups to the learner. An optimizer step needs one
+take, or more when filters reject groups and the step is refilled.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.types import Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Tickets handed to one generator."""
+
+    version: int
+    """The learner's version at the time of the lease."""
+    tickets: tuple[Ticket, ...]
+    closed: bool
+    """True when the run is over: stop leasing and leave."""
+
+
+class PutOutcome(StrEnum):
+    """What became of a group that was offered."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"
+    """Already stored, taken or done: the generator forgets it."""
+    FULL = "full"
+    """Over the byte cap: the generator keeps the group, leases nothing, and tries again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Groups assigned to the learner under `number`; `chain` is the hash after it."""
+
+    number: int
+    ids: tuple[int, ...]
+    chain: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Where every issued id is. `issued` = sum of the others, always."""
+
+    issued: int
+    leased: int
+    reissue: int
+    ready: int
+    taken: int
+    done: int
+    payload_bytes: int
+    counters: dict[str, int]
+    """put, duplicate, full, lease_expired, failed, dead, rejected_frames, returned."""
+
+    @property
+    def missing(self) -> int:
+        """Ids that are nowhere (> 0) or in two places (< 0): 0 in a correct buffer."""
+        return self.issued - self.leased - self.reissue - self.ready - self.taken - self.done
+
+
+class GeneratorBuffer(Protocol):
+    """The side that a generator may see."""
+
+    def lease(self, holder: str, count: int) -> Lease:
+        """Up to `count` tickets under the credit limit: expired leases first, then given-back ids, then new ones."""
+        ...
+
+    def renew(self, holder: str, ids: Iterable[int]) -> None:
+        """Extend the leases of `ids` by the lease time; ids that `holder` no longer holds are ignored."""
+        ...
+
+    def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
+        """Hand over a whole group."""
+        ...
+
+    def give_back(self, holder: str, ids: Iterable[int]) -> None:
+        """Return tickets unused (leaving, dirty weights); not a failure."""
+        ...
+
+    def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
+        """Return a ticket whose sampling or reward failed; True when that was its last attempt.
+
+        On the last attempt `tombstone` (an encoded dead `Group`) takes the group's place, so that the
+        learner meets it in order, counts it as dead and goes on.
+        """
+        ...
+
+
+class LearnerBuffer(Protocol):
+    """The side that the learner may see. Raises BufferFenced and BufferGap."""
+
+    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+        """Fence older learners and make the store agree with the checkpoint's ledger: the ledger wins."""
+        ...
+
+    def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
+        """Assign the next `count` groups by the anchored window, all or none (None: not enough are ready).
+
+        The number and the chain come from `ledger`; asking again for a number that is assigned returns
+        the same ids. The caller enters the take into its ledger.
+        """
+        ...
+
+    def frames(self, ids: Sequence[int]) -> list[bytes]:
+        """The stored frames of taken ids, in their order."""
+        ...
+
+    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+        """Move an undecodable frame to the dead letters and issue its id again; returns the shortened take."""
+        ...
+
+    def commit(self, number: int, chain: str) -> int:
+        """Forget all groups of takes up to `number`; only after a checkpoint holds them. Returns how many."""
+        ...
+
+    def set_version(self, version: int, *, limit: int) -> None:
+        """Announce the version being trained and the highest id that may be issued; both only grow."""
+        ...
+
+    def revoke(self, holder: str) -> int:
+        """Issue again at once everything that a dead generator held. Returns how many."""
+        ...
+
+    def close(self) -> None:
+        """Tell the generators that the run is over."""
+        ...
+
+    def audit(self) -> Audit:
+        """Count every id once."""
+        ...
+
+
+class Buffer(GeneratorBuffer, LearnerBuffer, Protocol):
+    """Both sides: what the implementations provide and the contract test drives."""

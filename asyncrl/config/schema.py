@@ -1,0 +1,393 @@
+"""The whole configuration of a run, one frozen model per part.
+
+Units are in names (`_s` seconds, `_tokens`, `_groups`, `_gib`). A field belongs to the part that reads it, and
+that part is handed its model, never the root. Derived quantities are properties, so a config cannot contradict
+itself. No torch, no vLLM here: reading a config must stay fast.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Part(BaseModel):
+    """Base of every part: frozen, unknown keys are errors, attribute docstrings are descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunConfig(Part):
+    """Which run this is and where it lives."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Names the run directory and the keys in the store."""
+    root: Path = Path("runs")
+    """Directory that holds the run directories."""
+    seed: int = 0
+    """Fixes the order of prompts and the initialisation of everything the learner draws."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory: config, logs, metrics, samples, checkpoints."""
+        return self.root / self.name
+
+
+class ModelConfig(Part):
+    """The policy."""
+
+    path: str
+    """A Hugging Face directory or hub name."""
+    revision: str | None = None
+    """Hub revision; pin it for repeatable runs."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights in generators and of the learner's compute."""
+    chat_template: bool = False
+    """True: prompts are rendered as chat messages with the tokenizer's template."""
+    trust_remote_code: bool = False
+
+
+class DataConfig(Part):
+    """Where prompts come from."""
+
+    train: str
+    """JSONL or parquet file, directory or name of a Hugging Face dataset."""
+    eval: str | None = None
+    """Held-out prompts; same formats."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    template: str | None = None
+    """Text with {column} placeholders that makes the prompt instead of `prompt_field`."""
+    system: str | None = None
+    """System message, with `model.chat_template` only."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    eval_split: str = "test"
+    shuffle: bool = True
+    """New order each epoch, fixed by `run.seed`."""
+
+
+class RewardFunctionConfig(Part):
+    """One reward function."""
+
+    function: str
+    """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
+    weight: float = 1.0
+    name: str | None = None
+    """Name of the part in metrics; default: the function's."""
+
+    @property
+    def part(self) -> str:
+        """The name under which the part is reported."""
+        return self.name or self.function.rsplit(":", 1)[-1]
+
+
+class RewardConfig(Part):
+    """How rollouts are scored."""
+
+    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)]
+    timeout_s: PositiveFloat = 10.0
+    """A call that takes longer is killed; the ticket is given back."""
+    workers: Positive = 1
+    """Reward processes per generator."""
+    attempts: Positive = 3
+    """A ticket that fails this often is counted dead; it never scores 0."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [function.part for function in self.functions]
+        if len(set(names)) != len(names):
+            raise ValueError(f"reward parts need different names, got {names}; set `name` on one of them")
+        return self
+
+
+class BatchConfig(Part):
+    """What one optimizer step trains on."""
+
+    groups: Positive = 32
+    """Groups per optimizer step batch (B)."""
+    group_size: Positive = 8
+    """Rollouts per group (G)."""
+    minibatches: Positive = 1
+    """Optimizer steps per batch of groups; the policy version counts batches."""
+    epochs: Positive = 1
+    """Passes over each batch."""
+
+    @property
+    def sequences(self) -> int:
+        """Rollouts per batch."""
+        return self.groups * self.group_size
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.groups % self.minibatches:
+            raise ValueError(
+                f"groups ({self.groups}) must divide into minibatches ({self.minibatches}); "
+                f"use one of {[n for n in range(1, self.groups + 1) if self.groups % n == 0]}"
+            )
+        return self
+
+
+class SamplingConfig(Part):
+    """How rollouts are sampled for training."""
+
+    temperature: PositiveFloat = 1.0
+    max_prompt_tokens: Positive = 512
+    """Longer prompts are refused at start, with their row."""
+    max_response_tokens: Positive = 512
+    stop: tuple[str, ...] = ()
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @model_validator(mode="after")
+    def _not_truncated(self) -> Self:
+        if self.top_p != 1.0 or self.top_k not in (-1, 0) or self.min_p != 0.0:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the behaviour distribution, which the "
+                "learner cannot correct for; training needs top_p=1.0, top_k=-1, min_p=0.0 (shape it with `temperature`)"
+            )
+        return self
+
+
+class StalenessConfig(Part):
+    """How old a token may be when it is trained."""
+
+    max_lag: Annotated[int, Field(ge=0)] = 4
+    """L: optimizer steps between sampling and training; 0 is synchronous on-policy training."""
+    window_groups: Positive | None = None
+    """W: younger groups may overtake the oldest unfinished one within this window; default 0.3 (L + 1) B."""
+    policy: Literal["mask", "drop", "correct_only"] = "mask"
+    """Tokens older than L: out of the loss, the whole group rejected, or only corrected by importance weights."""
+
+
+class Choice(Part):
+    """A registered or user-supplied function with its keyword arguments beside its name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    name: str
+    """A registered name or `package.module:function`."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Keyword arguments of the function."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class KLConfig(Part):
+    """Penalty towards the frozen reference model."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """0 switches the reference model off."""
+    estimator: Choice = Choice(name="k3")
+    placement: Literal["loss", "reward"] = "loss"
+
+
+class AlgorithmConfig(Part):
+    """Four independent choices, plus KL, entropy, filters and reward shaping."""
+
+    advantage: Choice = Choice(name="grpo")
+    policy_loss: Choice = Choice(name="ppo_clip")
+    correction: Choice = Choice(name="truncate")
+    """Behaviour to proximal: importance weights of stale tokens."""
+    proximal: Literal["recompute", "behaviour"] = "recompute"
+    """Decoupled (weights at the start of the update) or bypass (the behaviour policy itself)."""
+    aggregation: Choice = Choice(name="token-mean")
+    kl: KLConfig = KLConfig()
+    entropy_coefficient: float = 0.0
+    filters: tuple[Choice, ...] = ()
+    """Group filters, e.g. `zero_variance` (dynamic sampling); what they reject is refilled."""
+    max_refills: Positive = 10
+    """Refills of one optimizer step before the run stops with an explanation."""
+    shaping: tuple[Choice, ...] = ()
+    """Reward shaping, e.g. `soft_overlong`."""
+    mask_truncated: bool = False
+    """Overlong filtering: rollouts cut off at the length limit leave the loss (not the baseline)."""
+
+
+class OptimizerConfig(Part):
+    """AdamW."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class LearnerConfig(Part):
+    """The learner's processes."""
+
+    steps: Positive = 100
+    """Batches to train on in the whole run."""
+    ranks: Positive = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    tokens_per_microbatch: Positive = 16384
+    """Token budget of one packed forward and backward."""
+    logprob_chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at the same time."""
+    gradient_checkpointing: bool = False
+    threads: Positive | None = None
+    """CPU threads per rank; default: cores shared out by the supervisor."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class GeneratorConfig(Part):
+    """The generators."""
+
+    count: Positive = 2
+    """Started by `asyncrl up`; more may join at any time."""
+    tensor_parallel: Positive = 1
+    max_running: Positive = 256
+    """Sequences in flight per generator; tickets are leased to fill it."""
+    gpu_memory_utilization: Share = 0.85
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache per generator on CPU."""
+    enforce_eager: bool = False
+    threads: Positive | None = None
+    recompute_kv: bool = False
+    """True: running requests are prefilled again after every weight update."""
+    lease_s: PositiveFloat = 60.0
+    """A lease that is not renewed this long is issued again."""
+
+
+class WeightsConfig(Part):
+    """Learner to generators."""
+
+    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
+    """auto: nccl where both sides have GPUs, else gloo."""
+    deadline_s: PositiveFloat = 60.0
+    """A transfer that takes longer is cut off; the sender is killed and respawned."""
+    bucket_mib: Positive = 256
+    """Parameters are sent in buckets of this size."""
+    probe_tokens: Annotated[int, Field(ge=2)] = 32
+    probe_limit: PositiveFloat = 0.05
+    """Largest allowed log-probability difference, generator against learner, on the probe."""
+
+
+class StoreConfig(Part):
+    """The Redis-compatible store."""
+
+    url: str | None = None
+    """redis://, rediss:// or unix://; default: a server started for this run."""
+    password_env: str = "ASYNCRL_STORE_PASSWORD"
+    """Environment variable with the password of `url`."""
+    fsync: Literal["always", "everysec", "no"] = "everysec"
+    """Of a server started for this run; exactness does not rest on it."""
+    max_gib: PositiveFloat = 4.0
+    """Cap on stored groups; generators wait when it is reached."""
+
+
+class ControlConfig(Part):
+    """The ZMQ control plane."""
+
+    bind: str | None = None
+    """tcp://HOST:PORT for generators on other hosts; default: a socket file in the run directory."""
+    heartbeat_s: PositiveFloat = 1.0
+    timeout_s: PositiveFloat = 15.0
+    """A generator silent this long is counted dead; its tickets are issued again."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts of one process within ten minutes before the run stops."""
+
+
+class EvalConfig(Part):
+    """Held-out evaluation by the generators while training goes on."""
+
+    every: Positive = 10
+    """Optimizer steps between evaluations; needs `data.eval`."""
+    prompts: Positive = 128
+    samples: Positive = 1
+    """Per prompt; more than one reports pass@k and mean@k."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+
+
+class CheckpointConfig(Part):
+    """Saving and resuming."""
+
+    every: Positive = 50
+    """Steps between checkpoints; one is always made at the end."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept; groups are forgotten by the store when the oldest kept one holds them."""
+
+
+class TelemetryConfig(Part):
+    """Seeing it. JSONL is always written."""
+
+    wandb: Literal["off", "online", "offline"] = "off"
+    wandb_project: str = "asyncrl"
+    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    """Rollouts written to samples.jsonl each step."""
+
+
+class Config(Part):
+    """One run."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    batch: BatchConfig = BatchConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    weights: WeightsConfig = WeightsConfig()
+    store: StoreConfig = StoreConfig()
+    control: ControlConfig = ControlConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def window_groups(self) -> int:
+        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1."""
+        lag, groups = self.staleness.max_lag, self.batch.groups
+        return self.staleness.window_groups or max(1, math.floor(0.3 * (lag + 1) * groups))
+
+    @property
+    def lag_bound(self) -> int:
+        """No group is older than this when it is trained: L + ceil((W - 1) / B) optimizer steps."""
+        return self.staleness.max_lag + math.ceil((self.window_groups - 1) / self.batch.groups)
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if self.batch.group_size == 1 and self.algorithm.advantage.name in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"batch.group_size is 1, but advantage `{self.algorithm.advantage.name}` compares rollouts of one group; "
+                "use group_size >= 2 or another advantage"
+            )
+        if self.eval.samples > 1 and self.eval.temperature == 0:
+            raise ValueError(
+                f"eval.samples is {self.eval.samples} at eval.temperature 0: all samples would be the same; set a temperature"
+            )
+        if self.data.system is not None and not self.model.chat_template:
+            raise ValueError("data.system is set, but model.chat_template is false; set it to true or drop the system message")
+        if self.sampling.max_tokens > self.learner.tokens_per_microbatch:
+            raise ValueError(
+                f"learner.tokens_per_microbatch ({self.learner.tokens_per_microbatch}) is smaller than the longest sequence "
+                f"(sampling.max_prompt_tokens + max_response_tokens = {self.sampling.max_tokens}); raise it"
+            )
+        return self
+
+
+GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "lite_ppo"})
+"""Advantages that need at least two rollouts of a prompt."""

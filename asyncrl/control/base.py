@@ -1,0 +1,127 @@
+"""The control plane: who is there, which weights they hold, who shall change. No payloads, no clocks compared.
+
+A generator says hello, is welcomed or refused, then sends a heartbeat every `heartbeat_s`. The learner answers with
+orders: adopt a version, stop. The learner's side is a thread that owns the membership and the senders; the
+generator's side is an asyncio task.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """generator -> learner: wants to join."""
+
+    generator_id: str
+    incarnation: str
+    """Random per process: a restarted generator is a new member."""
+    release: str
+    config_hash: str
+    version: int
+    """Of the weights it loaded from disk; 0 for the initial model."""
+    tensor_parallel: int = 1
+    pid: int = 0
+    host: str = ""
+    transports: tuple[str, ...] = ("gloo", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """generator -> learner: alive and making progress."""
+
+    generator_id: str
+    incarnation: str
+    version: int
+    state: str
+    """starting | sampling | waiting_tickets | waiting_weights | updating | dirty | leaving"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s, groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """generator -> learner: going away in good order."""
+
+    generator_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """learner -> generator."""
+
+    version: int
+    """The newest published version; an order for it follows when it is newer than the generator's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """learner -> generator: must not join, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """learner -> generator: the run is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """One generator as the dashboard and `asyncrl status` see it."""
+
+    generator_id: str
+    state: str
+    version: int
+    silent_s: float
+    metrics: Mapping[str, float]
+
+
+class LearnerControl(Protocol):
+    """What the learner loop may ask of the control plane."""
+
+    def announce(self, version: int) -> None:
+        """A new version has been published: bring every generator to it, latest wins."""
+        ...
+
+    def members(self) -> list[MemberStatus]:
+        """Everybody who joined and has neither left nor died."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """joined, left, died, updates, updates_failed, senders_killed, probe_max (of the last update)."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """Tell all generators that the run is over, and end the thread."""
+        ...
+
+
+class GeneratorControl(Protocol):
+    """What the generator loop may ask of the control plane."""
+
+    async def join(self, hello: Hello) -> Welcome:
+        """Raises ControlError when refused or when nobody answers in time."""
+        ...
+
+    async def next_order(self) -> UpdateOrder | Stop:
+        """Waits for the next order. A lost learner is not an error here: it reconnects until told to stop."""
+        ...
+
+    async def report(self, report: UpdateReport) -> None:
+        """Say what became of an order."""
+        ...
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Hand over the newest heartbeat; sent by the task in the background."""
+        ...
+
+    async def leave(self) -> None:
+        """Say goodbye and close."""
+        ...

@@ -1,0 +1,1 @@
+"""Prompts and the deterministic sample plan."""

@@ -1,0 +1,79 @@
+"""What a generator needs from an inference engine: sample rollouts, and adopt new weights under running requests."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSpec:
+    """How to sample one request."""
+
+    temperature: float
+    max_response_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start; the caller takes differences."""
+
+    sampled_tokens: int
+    running_requests: int
+    paused_s: float
+    """Time in which no request could run because weights changed."""
+
+
+class Engine(Protocol):
+    """One inference engine in this process's care. All methods run on one asyncio loop."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 while they are dirty."""
+        ...
+
+    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        """`count` unscored rollouts; each token carries its behaviour log-probability and exact version.
+
+        Survives weight updates; cancelling the task aborts the requests. Raises EngineError when the engine is dead.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities (temperature 1) of token_ids[1:] under the current weights, for the probe."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Pause sampling, keep the requests, and make the engine ready to receive. The weights are dirty from here."""
+        ...
+
+    async def receive(self, update: dict[str, Any]) -> None:
+        """Receive one update as described by the sender (see `weights.base.UpdateOrder`); returns when it is loaded.
+
+        Raises TransferError on a checksum, a count or a deadline.
+        """
+        ...
+
+    async def finish_update(self, version: int) -> None:
+        """Make the received weights current as `version` and resume sampling."""
+        ...
+
+    async def abort_requests(self) -> None:
+        """Drop every running request: their callers get EngineError. Used when weights turn out to be wrong."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters for telemetry."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine's processes."""
+        ...
+
+
+EngineFactory = Callable[[], Awaitable[Engine]]

@@ -1,0 +1,65 @@
+"""Every exception raised on purpose. A message says where, what was found, what is allowed, what to do."""
+
+
+class AsyncRLError(Exception):
+    """Base of all; the command line prints its text without a traceback."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """A configuration that cannot run: unknown key, wrong type, impossible combination."""
+
+
+class DataError(AsyncRLError, ValueError):
+    """A dataset or model that is missing or malformed."""
+
+
+class ShapeError(AsyncRLError, ValueError):
+    """Tensors that do not fit together."""
+
+
+class WireError(AsyncRLError, ValueError):
+    """Bytes that are not a frame of ours."""
+
+
+class WireVersionError(WireError):
+    """A frame of another wire version."""
+
+
+class StoreError(AsyncRLError):
+    """The store cannot be reached or used."""
+
+
+class ForeignRunError(StoreError):
+    """The store holds another run."""
+
+
+class BufferFenced(StoreError):
+    """Another learner has taken over the run; this one must stop."""
+
+
+class BufferGap(StoreError):
+    """The store's history is not this learner's: reload the last checkpoint and recover."""
+
+
+class ControlError(AsyncRLError):
+    """The control plane refused or lost a peer."""
+
+
+class TransferError(AsyncRLError):
+    """A weight transfer failed, was cut off, or did not verify."""
+
+
+class EngineError(AsyncRLError):
+    """The inference engine cannot do what was asked."""
+
+
+class RewardError(AsyncRLError):
+    """A reward function raised, hung, or returned something that is no reward."""
+
+
+class CheckpointError(AsyncRLError):
+    """A checkpoint that is missing, torn, or does not belong to this run."""
+
+
+class RunError(AsyncRLError):
+    """The run cannot start or go on: lock held, port taken, process died too often."""

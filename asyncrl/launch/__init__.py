@@ -1,0 +1,1 @@
+"""Processes of a run: what starts what, with which adapters."""

@@ -1,0 +1,1 @@
+"""Reward functions and the processes that run them."""

@@ -1,0 +1,44 @@
+"""What a reward function is, and what scores rollouts with them.
+
+A reward function is any callable
+
+    def reward(prompt: str, response: str, **columns) -> float
+
+that takes the dataset row's columns it names (or `**columns`), may be `async`, and returns a finite number.
+Raising, hanging, or returning anything else is a failure of the ticket, never a score of 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInput:
+    """What every reward function is called with."""
+
+    prompt: str
+    response: str
+    row: Mapping[str, Any]
+    """The other columns of the dataset row."""
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One scored response."""
+
+    total: float
+    """Sum of weight times part."""
+    parts: Mapping[str, float]
+    """Unweighted, by part name."""
+
+
+class Scorer(Protocol):
+    """Scores the responses of a group."""
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """One score per input. Raises RewardError with the reason: raised, timed out, not a finite number."""
+        ...
+
+    async def close(self) -> None: ...

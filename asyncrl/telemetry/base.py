@@ -1,0 +1,35 @@
+"""Where numbers go. A tracker that fails never stops training; it says so once and is left out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """One rollout for people to read."""
+
+    step: int
+    ticket_id: int
+    prompt: str
+    response: str
+    reward: float
+    parts: Mapping[str, float]
+    advantage: float
+    versions: Sequence[tuple[int, int]]
+    """(version, tokens) spans"""
+    finish_reason: str
+    generator_id: str
+    kind: str = "train"
+    """train | eval | rejected"""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """Learner metrics go by step, generator metrics by time (step None)."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None: ...
+
+    def samples(self, records: Sequence[SampleRecord]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Trainers: the policy, its optimizer, its checkpoints."""

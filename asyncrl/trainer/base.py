@@ -1,0 +1,99 @@
+"""What the learner loop needs from a trainer: log-probabilities, optimizer steps, weights, checkpoints.
+
+Axes in names:  N tokens of a packed micro-batch (prompts and responses), T its action tokens, S its sequences.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.tokens import TokenBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Whole sequences laid end to end, and the flat action tokens the mathematics sees."""
+
+    input_ids_N: Tensor
+    """int64"""
+    position_ids_N: Tensor
+    """int64, restarting at 0 with each sequence"""
+    sequence_starts: tuple[int, ...]
+    """S + 1 offsets into N: cumulative sequence lengths."""
+    source_T: Tensor
+    """int64: index in N whose logits predict each action token (the token before it)."""
+    target_T: Tensor
+    """int64: the action token ids"""
+    tokens: TokenBatch
+    """Columns of the same T action tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """What a loss function returns for one micro-batch: sums, to be added up over micro-batches and ranks."""
+
+    loss: Tensor
+    """[] differentiable; already divided by the counts of the whole optimizer step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums; the learner divides them."""
+
+
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
+"""(micro-batch, logprobs_T with gradient, entropy_T without) -> sums"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step, summed over micro-batches and ranks."""
+
+    metrics: Mapping[str, float]
+    grad_norm: float
+    lr: float
+
+
+class Trainer(Protocol):
+    """The policy, its optimizer and its shards. Every rank calls every method, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probabilities of each micro-batch's action tokens under the current weights, no gradient, float32 [T]."""
+        ...
+
+    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The same under the frozen reference model."""
+        ...
+
+    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+        """One optimizer step. Every rank passes the same number of micro-batches; an empty one takes part with zero loss."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities (temperature 1) of token_ids[1:] under the current weights: the probe."""
+        ...
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full parameters under their Hugging Face names, one at a time, on rank 0 (gathered; others yield nothing useful)."""
+        ...
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Model, optimizer, scheduler and RNG of all ranks, and a Hugging Face export, into `directory`."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,103 @@
+"""The nouns of the system. Read this file first.
+
+ticket       leave to sample one prompt `group_size` times; a dense integer id, kept over retries
+rollout      one sampled response with the behaviour log-probability and policy version of every token
+group        the rollouts of one ticket; the atom of the buffer: it arrives whole or not at all
+version      how many optimizer steps made the weights; owned by the learner
+lag          version being trained minus version of the token, in optimizer steps
+
+Arrays are numpy, because they cross processes: torch begins in the learner.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class VersionSpan(NamedTuple):
+    """`tokens` consecutive response tokens that belong to one policy version."""
+
+    version: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Leave to sample one prompt; the prompt follows from the id, the dataset and the seed."""
+
+    id: int
+    """Dense, from 1: the position in the sample plan."""
+    minimum_version: int
+    """The oldest weights that may start it: older ones would break the staleness bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One response to one prompt, with what is needed to correct for its age."""
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    action_mask: NDArray[np.bool_]
+    """True where the policy sampled the token, False for tool and user text. Same length as `response_ids`."""
+    behaviour_logprobs: NDArray[np.float32]
+    """ln pi_behaviour of each response token, in nats, temperature included; 0 where it is no action."""
+    version_spans: tuple[VersionSpan, ...]
+    """Run-length encoded policy version of each response token; the lengths add up to the response."""
+    finish_reason: str
+    """`stop` or `length`."""
+    reward: float = 0.0
+    """Weighted sum of `reward_parts`, as the reward functions gave it; never overwritten."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "response_ids": len(self.response_ids),
+            "action_mask": len(self.action_mask),
+            "behaviour_logprobs": len(self.behaviour_logprobs),
+            "version_spans": sum(span.tokens for span in self.version_spans),
+        }
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"rollout columns differ in length: {lengths}; one entry per response token is needed")
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """Policy version of every response token."""
+        return np.repeat(
+            np.array([span.version for span in self.version_spans], dtype=np.int64),
+            np.array([span.tokens for span in self.version_spans], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one ticket, or the reason why it died."""
+
+    ticket_id: int
+    rollouts: tuple[Rollout, ...]
+    generator_id: str
+    finished_version: int
+    """The generator's policy version when the group was complete: splits lag into in-flight and in-queue."""
+    sampling_s: float = 0.0
+    reward_s: float = 0.0
+    dead_reason: str | None = None
+    """Set on a group without rollouts: the ticket failed too often; it is counted, not trained."""
+
+    @classmethod
+    def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int) -> Self:
+        """A tombstone: takes the place of a group whose ticket failed too often."""
+        return cls(
+            ticket_id=ticket_id,
+            rollouts=(),
+            generator_id=generator_id,
+            finished_version=version,
+            dead_reason=reason,
+        )
+
+
+def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+    """Run-length encoding of per-token versions."""
+    return tuple(VersionSpan(version, sum(1 for _ in run)) for version, run in groupby(versions))

@@ -1,0 +1,1 @@
+"""The weights plane: learner to generators."""

@@ -1,0 +1,64 @@
+"""The weights plane: the learner publishes, senders deliver, generators adopt.
+
+    learner --publish (a copy)--> slots in shared memory --sender process, one per generator--> generator
+
+The learner never waits for a generator: `publish` copies the parameters into a slot that no sender reads, and
+returns. Each sender owns one two-party group with its generator; a transfer that misses its deadline costs that
+sender its life and nobody else anything. Updates are latest-wins per generator.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name (as in the Hugging Face checkpoint), dtype (`float32`, `bfloat16`), and shape of one parameter."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOrder:
+    """What a generator must know to receive one version. Plain values only: it crosses the control plane."""
+
+    version: int
+    transport: str
+    """gloo | nccl | ipc | disk"""
+    deadline_s: float
+    details: dict[str, Any]
+    """Of the transport: rendezvous address and group name, bucket layout, checksums, or a directory."""
+    probe_ids: tuple[int, ...]
+    probe_logprobs: tuple[float, ...]
+    """The learner's own log-probabilities of probe_ids[1:] at `version`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What became of one update, said by the generator that got it."""
+
+    version: int
+    applied: bool
+    reason: str = ""
+    """Why it was not applied."""
+    probe_max: float = 0.0
+    """Largest difference of log-probabilities on the probe, generator against learner."""
+    paused_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class Publisher(Protocol):
+    """The learner's end: one per run, in rank 0."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
+        """Copy full parameters into a free slot and make `version` the newest; returns seconds. Never waits for senders."""
+        ...
+
+    def close(self) -> None:
+        """Stop all senders and free the slots."""
+        ...

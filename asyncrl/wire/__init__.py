@@ -1,0 +1,1 @@
+"""Message structs and the frame codec."""
