@@ -196,7 +196,6 @@ class KLConfig(Part):
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """0 switches the reference model off."""
     estimator: Choice = Choice(name="k3")
-    placement: Literal["loss", "reward"] = "loss"
 
 
 class AlgorithmConfig(Part):
@@ -304,6 +303,8 @@ class ControlConfig(Part):
     heartbeat_s: PositiveFloat = 1.0
     timeout_s: PositiveFloat = 15.0
     """A generator silent this long is counted dead; its tickets are issued again."""
+    stall_s: PositiveFloat = 1800.0
+    """The learner stops with an explanation when no group arrives this long."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts of one process within ten minutes before the run stops."""
 

@@ -1,0 +1,35 @@
+"""Lifetimes of child processes on Linux: nothing outlives its parent, nothing is waited for without a bound."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel kill this process when the one that started it dies, however it dies.
+
+    Args:
+        parent_pid: who the parent was when it started us; if it is gone already, exit at once. The kernel
+            only reports deaths after the call, and a parent may die before it.
+    """
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
+    """Terminate, wait at most `grace_s`, then kill. Returns the exit status."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait(timeout=10.0)
