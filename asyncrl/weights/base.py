@@ -9,9 +9,10 @@ sender its life and nobody else anything. Updates are latest-wins per generator.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:  # the control plane imports the orders from here, and status commands must start without torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class UpdateReport:
 class Publisher(Protocol):
     """The learner's end: one per run, in rank 0."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
+    def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]) -> float:
         """Copy full parameters into a free slot and make `version` the newest; returns seconds. Never waits for senders."""
         ...
 
