@@ -1,5 +1,6 @@
 """The nouns of the system. Read this file first.
 
+prompt       what to answer, with the dataset row that rewards judge by
 ticket       leave to sample one prompt `group_size` times; a dense integer id, kept over retries
 rollout      one sampled response with the behaviour log-probability and policy version of every token
 group        the rollouts of one ticket; the atom of the buffer: it arrives whole or not at all
@@ -12,7 +13,7 @@ Arrays are numpy, because they cross processes: torch begins in the learner.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,16 @@ class Ticket:
     """Dense, from 1: the position in the sample plan."""
     minimum_version: int
     """The oldest weights that may start it: older ones would break the staleness bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """What one ticket asks for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    row: Mapping[str, Any]
+    """The dataset row: what reward functions judge by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -213,7 +213,7 @@ class AlgorithmConfig(Part):
     filters: tuple[Choice, ...] = ()
     """Group filters, e.g. `zero_variance` (dynamic sampling); what they reject is refilled."""
     max_refills: Positive = 10
-    """Refills of one optimizer step before the run stops with an explanation."""
+    """Batches' worth of groups that filters may reject for one optimizer step before the run stops and says why."""
     shaping: tuple[Choice, ...] = ()
     """Reward shaping, e.g. `soft_overlong`."""
     mask_truncated: bool = False

@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.types import Rollout
+from asyncrl.weights.base import UpdateOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class Engine(Protocol):
         """Pause sampling, keep the requests, and make the engine ready to receive. The weights are dirty from here."""
         ...
 
-    async def receive(self, update: dict[str, Any]) -> None:
-        """Receive one update as described by the sender (see `weights.base.UpdateOrder`); returns when it is loaded.
+    async def receive(self, order: UpdateOrder) -> None:
+        """Receive the parameters of one order; returns when they are loaded.
 
         Raises TransferError on a checksum, a count or a deadline.
         """

@@ -1,0 +1,134 @@
+"""How one optimizer step gets its groups: take, decode, filter, refill, and book every id in the ledger."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.algo.staleness import credit_limit
+from asyncrl.buffer.base import LearnerBuffer, Take
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.errors import RunError, WireError
+from asyncrl.types import Group
+
+log = logging.getLogger(__name__)
+
+Judge = Callable[[Group, int], str | None]
+"""(group, version being trained) -> reason to reject it, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What one optimizer step trains on."""
+
+    groups: tuple[Group, ...]
+    rejected: tuple[tuple[Group, str], ...]
+    """Groups that were consumed on the way but are not trained, with the reason."""
+    takes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Intake:
+    """Collects `groups` accepted groups per step from one lane.
+
+    Rejected groups give their credit back at once: the limit announced to the generators grows by one for
+    each, so that refilling can never starve. Every id enters the ledger the moment it is taken.
+    """
+
+    buffer: LearnerBuffer
+    ledger: Ledger
+    decode: Callable[[bytes], Group]
+    judge: Judge
+    groups: int
+    window: int
+    max_lag: int
+    max_refills: int
+    stall_s: float
+    _accepted: list[Group] = field(default_factory=list)
+    _rejected: list[tuple[Group, str]] = field(default_factory=list)
+    _takes: int = 0
+    _last_progress_s: float = field(default_factory=time.monotonic)
+
+    def recover(self, version: int) -> None:
+        """Make the store agree with the ledger and open the credit for `version`."""
+        self.buffer.recover(self.ledger, version=version, limit=self._limit(version))
+
+    def open(self, version: int) -> None:
+        """Announce the version being trained, and with it the credit."""
+        self.buffer.set_version(version, limit=self._limit(version))
+
+    def poll(self, version: int, *, wait_s: float) -> Collected | None:
+        """The groups of the step that trains `version`, or None when they are not there after `wait_s`.
+
+        Raises:
+            RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of groups.
+        """
+        until_s = time.monotonic() + wait_s
+        while len(self._accepted) < self.groups:
+            take = self.buffer.take(self.ledger, self.groups - len(self._accepted), window=self.window)
+            if take is not None:
+                self._sort(take, version)
+            elif time.monotonic() >= until_s:
+                self._check_stall()
+                return None
+            else:
+                time.sleep(0.005)
+        return self._finish()
+
+    def _finish(self) -> Collected:
+        collected = Collected(groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes)
+        self.ledger.trained += len(self._accepted)
+        self._accepted, self._rejected, self._takes = [], [], 0
+        return collected
+
+    def _sort(self, take: Take, version: int) -> None:
+        groups = self._decode(take)
+        if groups is None:
+            return  # the undecodable ids are issued again; the rest stays assigned to the same take
+        self._last_progress_s = time.monotonic()
+        self._takes += 1
+        for group in groups:
+            reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
+            if reason is None:
+                self._accepted.append(group)
+            else:
+                self._rejected.append((group, reason))
+                self.ledger.count_rejected(reason.split(":")[0])
+        if self._rejected:
+            self.open(version)
+        self._check_refills()
+
+    def _decode(self, take: Take) -> list[Group] | None:
+        """The groups of a take, entered in the ledger; None after an undecodable frame was sent back."""
+        groups = []
+        for ticket_id, frame in zip(take.ids, self.buffer.frames(take.ids), strict=True):
+            try:
+                groups.append(self.decode(frame))
+            except WireError as error:
+                log.error("group %d is not a frame of ours and is issued again: %s", ticket_id, error)
+                self.buffer.reject_frame(take, ticket_id, str(error))
+                return None
+        self.ledger.consume(take.ids)
+        return groups
+
+    def _check_refills(self) -> None:
+        if len(self._rejected) > self.max_refills * self.groups:
+            reasons: dict[str, int] = {}
+            for _, reason in self._rejected:
+                reasons[reason] = reasons.get(reason, 0) + 1
+            raise RunError(
+                f"one optimizer step: {len(self._rejected)} groups were rejected in {self._takes} takes ({reasons}) and only "
+                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches' worth. "
+                "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
+            )
+
+    def _check_stall(self) -> None:
+        silent_s = time.monotonic() - self._last_progress_s
+        if silent_s > self.stall_s:
+            raise RunError(
+                f"no group arrived for {silent_s:.0f} s (control.stall_s is {self.stall_s:.0f}); "
+                "look at the generators' logs, or start generators with `asyncrl generator`"
+            )
+
+    def _limit(self, version: int) -> int:
+        return credit_limit(version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)

@@ -1,0 +1,95 @@
+"""The run directory: where everything of a run lives, and the record of its processes."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths below one run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """One file per process."""
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSONL file per process."""
+        return self.path / "metrics"
+
+    @property
+    def samples(self) -> Path:
+        """Rollouts for people to read, JSONL."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """What the learner says about itself, every second."""
+        return self.path / "status.json"
+
+    @property
+    def processes(self) -> Path:
+        """Who is running, written by the supervisor."""
+        return self.path / "processes.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint directories."""
+        return self.path / "checkpoints"
+
+    @property
+    def store(self) -> Path:
+        """Data of a store that was started for this run."""
+        return self.path / "store"
+
+    @property
+    def weights(self) -> Path:
+        """Published weights of the disk transport."""
+        return self.path / "weights"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the learner."""
+        return self.path / "learner.lock"
+
+    def create(self, *, fresh: bool) -> None:
+        """Make the directories; with `fresh`, after removing what an earlier run of this name left."""
+        if fresh and self.path.exists():
+            shutil.rmtree(self.path)
+        for directory in (self.path, self.logs, self.metrics, self.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def write_processes(self, pids: Mapping[str, int]) -> None:
+        """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""
+        temporary = self.processes.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
+        temporary.replace(self.processes)
+
+    def read_processes(self) -> tuple[int, dict[str, int]]:
+        """(supervisor, children by name). Raises RunError when there is no such run."""
+        if not self.processes.exists():
+            raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
+        record = json.loads(self.processes.read_text())
+        return record["supervisor"], record["children"]
+
+    def socket_path(self, name: str) -> Path:
+        """A path for a unix socket: below the run directory, or in a private directory when that is too long."""
+        path = (self.path / name).resolve()
+        if len(str(path)) < 100:  # the kernel allows 107 bytes
+            return path
+        return Path(tempfile.mkdtemp(prefix="asyncrl-")) / name

@@ -1,0 +1,199 @@
+"""Starts the processes of a run, restarts the ones that die, and leaves nothing behind.
+
+    starting -> running -> exited 0          its work is done
+                   |  ^--- back-off --- died  restarted, at most `max_restarts` times in ten minutes
+                   v
+                given up                     the whole run stops and says why
+
+A process that exits with `USER_ERROR` made its point already: restarting would only repeat it.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.errors import RunError
+from asyncrl.processes import stop_process
+
+log = logging.getLogger(__name__)
+
+USER_ERROR = 2
+"""Exit status of a process that found a mistake of the user's: never restarted."""
+_RESTART_WINDOW_S = 600.0
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process to keep alive."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+    ends_run: bool = False
+    """True for the learner: its exit with status 0 ends the run."""
+    grace_s: float = 15.0
+    """Between SIGTERM and SIGKILL."""
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes] | None = None
+    deaths_s: deque[float] = field(default_factory=deque)
+    start_at_s: float = 0.0
+    finished: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+class Supervisor:
+    """Keeps `specs` running. Use as a context manager: leaving it stops every process."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        *,
+        max_restarts: int,
+        on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
+    ) -> None:
+        self._children = {spec.name: _Child(spec) for spec in specs}
+        self._max_restarts = max_restarts
+        self._on_change = on_change
+        self._stop_reason: str | None = None
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def request_stop(self, reason: str) -> None:
+        """Make `run` return soon; safe in a signal handler."""
+        self._stop_reason = reason
+
+    def run(self, on_tick: Callable[[], None] = lambda: None, *, tick_s: float = 0.2) -> None:
+        """Supervise until the run ends, every process has finished, or a stop is requested.
+
+        Raises:
+            RunError: a process found a user's mistake, or died too often.
+        """
+        while self._stop_reason is None and not self._is_over():
+            for child in self._children.values():
+                self._look_after(child)
+            on_tick()
+            time.sleep(tick_s)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what is running now, by name."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process is not None and child.is_running
+        }
+
+    def restarts(self) -> dict[str, int]:
+        """How often each process died within the last ten minutes."""
+        return {name: len(child.deaths_s) for name, child in self._children.items()}
+
+    def stop(self, *, grace_s: float = 0.0) -> None:
+        """End every process, after letting those that are about to leave do so for `grace_s`."""
+        until_s = time.monotonic() + grace_s
+        while time.monotonic() < until_s and any(child.is_running for child in self._children.values()):
+            time.sleep(0.1)
+        running = [child for child in self._children.values() if child.is_running]
+        for child in running:
+            assert child.process is not None
+            child.process.terminate()
+        for child in running:
+            assert child.process is not None
+            stop_process(child.process, grace_s=child.spec.grace_s)
+        for child in self._children.values():
+            _kill_session(child.process)
+        self._on_change({})
+
+    def _is_over(self) -> bool:
+        children = self._children.values()
+        return any(child.finished and child.spec.ends_run for child in children) or all(child.finished for child in children)
+
+    def _look_after(self, child: _Child) -> None:
+        if child.finished or child.is_running:
+            return
+        if child.process is not None:
+            self._bury(child)
+        if not child.finished and child.process is None and time.monotonic() >= child.start_at_s:
+            self._start(child)
+
+    def _start(self, child: _Child) -> None:
+        spec = child.spec
+        with spec.log_path.open("ab") as output:
+            child.process = subprocess.Popen(
+                list(spec.argv),
+                env=dict(spec.env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
+                start_new_session=True,
+            )
+        log.info("%s started as process %d", spec.name, child.process.pid)
+        self._on_change(self.pids())
+
+    def _bury(self, child: _Child) -> None:
+        assert child.process is not None
+        status = child.process.returncode
+        _kill_session(child.process)
+        child.process = None
+        if status == 0:
+            child.finished = True
+            log.info("%s finished", child.spec.name)
+        elif status == USER_ERROR:
+            raise RunError(last_words(child.spec.log_path) or f"{child.spec.name} refused to start; see {child.spec.log_path}")
+        else:
+            self._schedule_restart(child, status)
+        self._on_change(self.pids())
+
+    def _schedule_restart(self, child: _Child, status: int) -> None:
+        now_s = time.monotonic()
+        child.deaths_s.append(now_s)
+        while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
+            child.deaths_s.popleft()
+        name, deaths = child.spec.name, len(child.deaths_s)
+        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        if deaths > self._max_restarts:
+            raise RunError(
+                f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts allows "
+                f"{self._max_restarts}. Its last lines in {child.spec.log_path}:\n{last_words(child.spec.log_path)}"
+            )
+        delay_s = min(_FIRST_BACKOFF_S * 2 ** (deaths - 1), _LONGEST_BACKOFF_S)
+        child.start_at_s = now_s + delay_s
+        log.warning("%s died (%s); restart %d of %d in %.1f s", name, cause, deaths, self._max_restarts, delay_s)
+
+
+def last_words(path: Path, lines: int = 15) -> str:
+    """The end of a log file, for a message to the user."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _kill_session(process: subprocess.Popen[bytes] | None) -> None:
+    """Kill what a dead process left in its session: engine cores, reward workers, senders."""
+    if process is None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

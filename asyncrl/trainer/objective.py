@@ -1,0 +1,83 @@
+"""The loss of one micro-batch, composed from the four choices of an algorithm plus KL and entropy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo import registry
+from asyncrl.algo.batch import Correction, Counts, TokenLoss
+from asyncrl.algo.metrics import policy_metrics
+from asyncrl.algo.tokens import TokenBatch
+from asyncrl.config.schema import AlgorithmConfig, Choice
+from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """An algorithm's loss with every choice resolved to a function."""
+
+    policy_loss: Callable[..., TokenLoss]
+    correction: Callable[[TokenBatch], Correction]
+    aggregation: Callable[..., Tensor]
+    kl: Callable[[Tensor, Tensor], Tensor]
+    kl_coefficient: float
+    entropy_coefficient: float
+    recompute_proximal: bool
+
+    @classmethod
+    def build(cls, config: AlgorithmConfig) -> "Objective":
+        """Resolve names of `config`. Raises ConfigError."""
+
+        def resolve(kind: str, choice: Choice) -> Callable[..., object]:
+            return registry.resolve(kind, choice.name, choice.params)
+
+        return cls(
+            policy_loss=resolve("policy_loss", config.policy_loss),
+            correction=resolve("correction", config.correction),
+            aggregation=resolve("aggregation", config.aggregation),
+            kl=resolve("kl", config.kl.estimator),
+            kl_coefficient=config.kl.coefficient,
+            entropy_coefficient=config.entropy_coefficient,
+            recompute_proximal=config.proximal == "recompute",
+        )
+
+    def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+        """Proximal and reference columns, then the importance weights behaviour -> proximal. Once per batch."""
+        columns: list[dict[str, Tensor]] = [{} for _ in microbatches]
+        if self.recompute_proximal:
+            for column, logprobs_T in zip(columns, trainer.logprobs(microbatches), strict=True):
+                column["proximal_logprobs_T"] = logprobs_T
+        if self.kl_coefficient:
+            for column, logprobs_T in zip(columns, trainer.reference_logprobs(microbatches), strict=True):
+                column["reference_logprobs_T"] = logprobs_T
+        return tuple(
+            replace(microbatch, tokens=self._correct(replace(microbatch.tokens, **column)))
+            for microbatch, column in zip(microbatches, columns, strict=True)
+        )
+
+    def _correct(self, tokens: TokenBatch) -> TokenBatch:
+        if not self.recompute_proximal:
+            return tokens  # proximal = behaviour: there is nothing between them to correct
+        correction = self.correction(tokens)
+        return replace(tokens, weights_T=torch.where(correction.keep_T, correction.weights_T, 0.0))
+
+    def loss(self, counts: Counts) -> LossFunction:
+        """The loss function of one optimizer step, given its token and sequence counts over all ranks."""
+
+        def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
+            tokens = microbatch.tokens
+            token_loss = self.policy_loss(tokens, logprobs_T)
+            losses_T = token_loss.losses_T
+            metrics = policy_metrics(tokens, logprobs_T.detach(), entropy_T.detach()) | dict(token_loss.metrics)
+            if tokens.reference_logprobs_T is not None:
+                kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
+                losses_T = losses_T + self.kl_coefficient * kl_T
+                metrics["kl_reference"] = float(kl_T.detach().sum())
+            if self.entropy_coefficient:
+                losses_T = losses_T - self.entropy_coefficient * entropy_T
+            loss = self.aggregation(losses_T, tokens, counts)
+            return LossSums(loss=loss, metrics=metrics | {"loss": float(loss.detach())})
+
+        return loss_of
