@@ -45,7 +45,9 @@ class TokenBatch:
         ):
             column = getattr(self, name)
             if column is not None and column.shape != size:
-                raise ShapeError(f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry per action token")
+                raise ShapeError(
+                    f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry per action token"
+                )
 
     @property
     def tokens(self) -> int:
@@ -61,3 +63,20 @@ class TokenBatch:
     def lengths_S(self) -> Tensor:
         """int64 [S]: action tokens of each sequence, 0 for an empty one."""
         return torch.bincount(self.sequence_T, minlength=self.num_sequences)
+
+    def sum_S(self, values_T: Tensor) -> Tensor:
+        """[S]: sum over the tokens of each sequence, 0 for an empty one."""
+        return segment_sum(values_T, self.sequence_T, self.num_sequences)
+
+    def mean_S(self, values_T: Tensor) -> Tensor:
+        """[S]: mean over the tokens of each sequence, 0 for an empty one."""
+        return self.sum_S(values_T) / self.lengths_S.clamp(min=1)
+
+    def weighted(self, values_T: Tensor) -> Tensor:
+        """[T]: values times the importance weights of the correction."""
+        return values_T if self.weights_T is None else values_T * self.weights_T
+
+
+def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
+    """[count]: sum of the values with each segment index; differentiable."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, segment, values)

@@ -1,0 +1,62 @@
+"""From token losses to one number: sums, divided by the counts of the whole optimizer step.
+
+Dividing by the counts over all ranks and micro-batches makes the gradient independent of how the batch was cut.
+Sequences without an action token are in no denominator.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from asyncrl.algo.ranges import Positive
+from asyncrl.algo.tokens import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Denominators of one optimizer step, over all ranks and micro-batches, before any token is rejected."""
+
+    tokens: int
+    sequences: int
+    """With at least one action token."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Self:
+        """Counts of one batch; add them up over micro-batches and ranks."""
+        return cls(tokens=batch.tokens, sequences=int((batch.lengths_S > 0).sum()))
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(self.tokens + other.tokens, self.sequences + other.sequences)
+
+
+def token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
+    """sum_t L_t / tokens: every token weighs the same. Source: Yu et al. 2025 (arXiv:2503.14476) eq. 8, DAPO."""
+    return losses_T.sum() / max(counts.tokens, 1)
+
+
+def token_sum(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
+    """sum_t L_t: the gradient grows with the batch."""
+    return losses_T.sum()
+
+
+def seq_mean_token_sum(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
+    """sum_t L_t / sequences: the policy gradient of whole responses."""
+    return losses_T.sum() / max(counts.sequences, 1)
+
+
+def seq_mean_token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
+    """sum_i (mean_t L_it) / sequences: a token of a long answer weighs less.
+
+    Source: Shao et al. 2024 (arXiv:2402.03300) eq. 3, GRPO.
+    """
+    return batch.mean_S(losses_T).sum() / max(counts.sequences, 1)
+
+
+def seq_mean_token_sum_norm(losses_T: Tensor, batch: TokenBatch, counts: Counts, *, scale: Positive) -> Tensor:
+    """sum_t L_t / (sequences * scale): a constant instead of the length, e.g. the longest response in tokens.
+
+    The scale has no default: the padded width, which others take, would let the layout of a batch set the learning rate.
+    Source: Liu et al. 2025 (arXiv:2503.20783) listing 1, Dr. GRPO.
+    """
+    return seq_mean_token_sum(losses_T, batch, counts) / scale

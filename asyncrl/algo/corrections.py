@@ -1,0 +1,82 @@
+"""Importance weights from the behaviour policy to the proximal policy, constant in the loss.
+
+With l = ln pi_proximal - ln mu, clamped to +-20, the ratio of a token is
+    token      exp(l_t)            per-token, biased, low variance
+    sequence   exp(sum_t l_t)      unbiased for whole responses, high variance
+    geometric  exp(mean_t l_t)     length-independent distance of a response
+A rejected token has weight 0. Denominators of the loss count it all the same: leaving it out would make every kept
+token heavier the more is rejected. Without a proximal column the ratio is 1 (bypass: the loss itself corrects).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.ranges import NonNegative, Positive
+from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
+from asyncrl.algo.tokens import TokenBatch
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Constant weights of one batch."""
+
+    weights_T: Tensor
+    """float32, 0 where rejected: `TokenBatch.weights_T`."""
+    keep_T: Tensor
+    """bool: False where rejected."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums over tokens."""
+
+
+def none(batch: TokenBatch) -> Correction:
+    """w = 1: staleness and numerical mismatch go uncorrected."""
+    return _correction(torch.ones_like(batch.behaviour_logprobs_T), _all(batch))
+
+
+def truncate(batch: TokenBatch, *, level: Level = "token", cap: Positive = 2.0) -> Correction:
+    """w = min(ratio, cap): truncated importance sampling.
+
+    Source: Espeholt et al. 2018 (arXiv:1802.01561) sec. 4.1; Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training" for token level with cap 2.
+    """
+    ratio_T = _ratio_T(batch, level)
+    return _correction(ratio_T.clamp(max=cap), _all(batch), truncated=ratio_T > cap)
+
+
+def mask(
+    batch: TokenBatch,
+    *,
+    level: Level = "token",
+    low: NonNegative = 0.5,
+    high: Positive = 5.0,
+) -> Correction:
+    """w = ratio inside [low, high], 0 outside. Source: Ling team 2025 (arXiv:2510.18855) sec. 3.3, IcePop."""
+    ratio_T = _ratio_T(batch, level)
+    return _correction(ratio_T, (ratio_T >= low) & (ratio_T <= high))
+
+
+def _log_ratio_T(batch: TokenBatch) -> Tensor:
+    return log_ratio(batch.anchor_logprobs_T.detach(), batch.behaviour_logprobs_T)
+
+
+def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
+    """[T]: ratio at the level, the same for all tokens of a sequence unless the level is token."""
+    log_ratio_T = _log_ratio_T(batch)
+    if level == "token":
+        return log_ratio_T.exp()
+    log_ratio_S = batch.sum_S(log_ratio_T) if level == "sequence" else batch.mean_S(log_ratio_T)
+    return log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence_T]
+
+
+def _all(batch: TokenBatch) -> Tensor:
+    return torch.ones_like(batch.sequence_T, dtype=torch.bool)
+
+
+def _correction(weights_T: Tensor, keep_T: Tensor, **counted: Tensor) -> Correction:
+    return Correction(torch.where(keep_T, weights_T, 0.0), keep_T, sums(rejected=~keep_T, **counted))

@@ -1,0 +1,41 @@
+"""Group filters: a reason to reject a whole group, or None to train on it. Plain floats, no tensors.
+
+A rejected group gives its ticket back, counted under the reason; the learner refills the batch (dynamic sampling).
+"""
+
+from dataclasses import dataclass
+
+from asyncrl.algo.ranges import NonNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """What a filter sees of a group: one entry per rollout."""
+
+    rewards: tuple[float, ...]
+    """Raw, before shaping and KL."""
+    lengths: tuple[int, ...]
+    """Response tokens."""
+    finish_reasons: tuple[str, ...]
+    """`stop` or `length`."""
+
+
+def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:
+    """Rejects a group whose rewards are all equal: its advantages are zero. A group of one is kept.
+
+    Source: Yu et al. 2025 (arXiv:2503.14476) sec. 3.2, dynamic sampling.
+    """
+    is_flat = len(group.rewards) > 1 and max(group.rewards) - min(group.rewards) <= tolerance
+    return "zero_variance" if is_flat else None
+
+
+def reward_range(group: GroupOutcome, *, low: float, high: float) -> str | None:
+    """Keeps a group whose mean reward lies strictly between low and high: not too hard, not too easy.
+
+    Both bounds are required because they depend on the scale of the reward.
+    Source: Cui et al. 2025 (arXiv:2502.01456) sec. 3.1, online prompt filtering.
+    """
+    mean = sum(group.rewards) / len(group.rewards)
+    if mean <= low:
+        return "reward_too_low"
+    return "reward_too_high" if mean >= high else None

@@ -1,0 +1,65 @@
+"""KL penalty towards the reference policy, per token, estimated from the sampled token alone.
+
+With d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value: on-policy the gradient of
+k1 is zero on average, that of k2 is the one of KL(pi || pi_ref), that of k3 is the one of the forward KL(pi_ref || pi).
+`k1+` and `k3+` keep the value and take the gradient of k2.
+Source: Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09477) for the gradients.
+"""
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.ratios import log_ratio
+
+K3_BOUND = 10.0
+"""k3 grows like the ratio; beyond this a single token would own the gradient. k2 and k3+ pull at any distance up to e^20."""
+
+
+def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """d: unbiased, may be negative. Meant for the reward; in the loss its gradient vanishes on average."""
+    return log_ratio(logprobs_T, reference_logprobs_T)
+
+
+def absolute(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """|d|."""
+    return log_ratio(logprobs_T, reference_logprobs_T).abs()
+
+
+def k2(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """d^2 / 2: biased value, exact gradient."""
+    return 0.5 * log_ratio(logprobs_T, reference_logprobs_T).square()
+
+
+def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """exp(-d) + d - 1: unbiased, never negative, at most 10."""
+    d_T = log_ratio(logprobs_T, reference_logprobs_T)
+    # expm1 keeps the precision that exp(x) - 1 loses near 0, where all tokens start.
+    return (torch.expm1(-d_T) + d_T).clamp(max=K3_BOUND)
+
+
+def k1_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Value of k1, gradient of k2."""
+    return _with_k2_gradient(k1(logprobs_T, reference_logprobs_T), logprobs_T, reference_logprobs_T)
+
+
+def k3_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Value of k3, gradient of k2."""
+    return _with_k2_gradient(k3(logprobs_T, reference_logprobs_T), logprobs_T, reference_logprobs_T)
+
+
+def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, steps: float) -> float:
+    """The next KL coefficient: up when the measured KL is above its target, down when below, by at most 20 % per horizon.
+
+    Args:
+        kl: measured over the last `steps`, in nats per token.
+        horizon: how many steps a full correction takes; same unit as `steps`.
+
+    Source: Ziegler et al. 2019 (arXiv:1909.08593) sec. 2.2. A fixed coefficient needs no function.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * steps / horizon)
+
+
+def _with_k2_gradient(value_T: Tensor, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    gradient_T = k2(logprobs_T, reference_logprobs_T)
+    return value_T.detach() + gradient_T - gradient_T.detach()

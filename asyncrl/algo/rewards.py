@@ -1,0 +1,105 @@
+"""What advantage estimators see, and the group arithmetic they share.
+
+Axes in names:  T action tokens, S sequences (rollouts), G groups (prompts).
+Rewards are summed and centred in float64, because a variance is a small difference of large numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.tokens import segment_sum
+from asyncrl.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """Rewards of all sequences of a batch, whole groups, with what single estimators need besides."""
+
+    rewards_S: Tensor
+    """float32: shaped reward of each sequence."""
+    group_S: Tensor
+    """int64, 0..G-1, non-decreasing: which group a sequence belongs to."""
+    num_groups: int
+    lengths_S: Tensor
+    """int64: action tokens of each sequence."""
+    sequence_T: Tensor
+    """int64, non-decreasing: which sequence an action token belongs to."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named parts of the reward, each [S]: gdpo."""
+    token_rewards_T: Tensor | None = None
+    """Reward of single tokens on top, e.g. minus the KL penalty."""
+    values_T: Tensor | None = None
+    """Critic's values: gae."""
+    greedy_rewards_group: Tensor | None = None
+    """[G] reward of the greedy response to each prompt: remax."""
+    logprobs_T: Tensor | None = None
+    """Of the policy at the start of the update: optimal_token_baseline."""
+    sum_squared_probs_T: Tensor | None = None
+    """Sum over the vocabulary of squared probabilities: optimal_token_baseline."""
+
+    def __post_init__(self) -> None:
+        tokens, sequences = self.sequence_T.shape, self.rewards_S.shape
+        expected = {
+            "group_S": sequences,
+            "lengths_S": sequences,
+            "token_rewards_T": tokens,
+            "values_T": tokens,
+            "greedy_rewards_group": (self.num_groups,),
+            "logprobs_T": tokens,
+            "sum_squared_probs_T": tokens,
+        }
+        columns = {name: getattr(self, name) for name in expected}
+        columns |= {f"parts[{name!r}]": part for name, part in self.parts.items()}
+        for name, column in columns.items():
+            shape = expected.get(name, sequences)
+            if column is not None and column.shape != shape:
+                raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.sequence_T.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.rewards_S.numel()
+
+    @property
+    def totals_S(self) -> Tensor:
+        """float64: reward of each sequence with the rewards of its tokens."""
+        if self.token_rewards_T is None:
+            return self.rewards_S.double()
+        return self.rewards_S.double() + segment_sum(self.token_rewards_T.double(), self.sequence_T, self.num_sequences)
+
+    @property
+    def sizes_S(self) -> Tensor:
+        """int64: size of the group of each sequence."""
+        return torch.bincount(self.group_S, minlength=self.num_groups)[self.group_S]
+
+    def group_sum_S(self, values_S: Tensor) -> Tensor:
+        """[S]: sum over the group, for each of its sequences."""
+        return segment_sum(values_S, self.group_S, self.num_groups)[self.group_S]
+
+    def group_max_S(self, values_S: Tensor) -> Tensor:
+        """[S]: maximum over the group, for each of its sequences."""
+        lowest_G = torch.full((self.num_groups,), -torch.inf, dtype=values_S.dtype, device=values_S.device)
+        return lowest_G.scatter_reduce(0, self.group_S, values_S, "amax")[self.group_S]
+
+    def centred_S(self, values_S: Tensor) -> Tensor:
+        """[S]: values minus their group's mean; exactly 0 where all values of a group are equal."""
+        # Shifted first: the mean of n equal numbers need not be that number in floating point.
+        shifted_S = values_S - self.group_max_S(values_S)
+        return shifted_S - self.group_sum_S(shifted_S) / self.sizes_S
+
+    def group_std_S(self, values_S: Tensor, *, ddof: int) -> Tensor:
+        """[S]: standard deviation of the group; 0 for a group of one."""
+        variance_S = self.group_sum_S(self.centred_S(values_S).square()) / (self.sizes_S - ddof).clamp(min=1)
+        return variance_S.sqrt()
+
+    def per_token(self, values_S: Tensor) -> Tensor:
+        """float32 [T]: each token gets the value of its sequence."""
+        return values_S[self.sequence_T].float()

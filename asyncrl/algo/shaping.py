@@ -1,0 +1,25 @@
+"""Reward shaping: one rollout's reward in, its shaped reward out. Plain floats.
+
+The learner calls `shape(reward, response_tokens=..., max_response_tokens=..., finish_reason=...)`; the rollout keeps
+its raw reward.
+"""
+
+from asyncrl.algo.ranges import NonNegative, PositiveInt
+
+
+def soft_overlong(
+    reward: float,
+    *,
+    response_tokens: int,
+    max_response_tokens: int,
+    finish_reason: str,
+    buffer_tokens: PositiveInt,
+    penalty: NonNegative = 1.0,
+) -> float:
+    """reward - penalty * clip((response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0, 1).
+
+    No penalty up to `buffer_tokens` before the limit, then linear, the whole `penalty` at the limit.
+    Source: Yu et al. 2025 (arXiv:2503.14476) eq. 13, DAPO.
+    """
+    excess_tokens = response_tokens - (max_response_tokens - buffer_tokens)
+    return reward - penalty * min(max(excess_tokens / buffer_tokens, 0.0), 1.0)
