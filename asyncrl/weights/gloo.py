@@ -1,0 +1,176 @@
+"""Weights over Gloo: small groups outside torch's default group, opened by name, with a deadline on everything.
+
+A group has the learner's sender as rank 0 and the generator's workers as ranks 1 and up. It lives as long as every
+transfer succeeds; after an error it is spoilt, and the next order brings a rendezvous with a new name. Nobody else
+is in it, so nobody else can be stopped by it.
+
+The rendezvous is a dictionary of plain values, part of the update order:
+
+    name        unique for one sender's life and one generator's life; never used again after an error
+    world_size  1 + the generator's workers
+    directory   both on one host: a private directory for torch's FileStore; no socket listens for strangers
+    host, port  else: a TCPStore served by the sender on the control plane's interface only
+"""
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.layout import Layout, verify
+
+Rendezvous = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Group:
+    """An open group. `spoilt` groups refuse to be used: what is still in their pipes belongs to a transfer that failed."""
+
+    name: str
+    process_group: Any
+    """A ProcessGroupGloo, whose stubs lack its collectives."""
+    store: Store
+    """Held, because the group does not: a served store ends with its last reference."""
+    deadline_s: float
+    """Bound on one transfer."""
+    spoilt: bool = False
+
+
+def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None) -> Group:
+    """Meet the other members; all must come within `deadline_s`, which also bounds every later transfer.
+
+    Args:
+        rendezvous: see the module.
+        rank: 0 is the sender.
+        listener: rank 0 of a rendezvous by host and port: the bound, listening socket; taken over.
+
+    Raises:
+        TransferError: nobody came, or the rendezvous is malformed.
+    """
+    timeout = timedelta(seconds=deadline_s)
+    try:
+        name, world_size = str(rendezvous["name"]), int(rendezvous["world_size"])
+        store, address = _open_store(rendezvous, timeout, listener)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the name that exists at run time
+        options._timeout = timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._threads = 2
+        process_group = ProcessGroupGloo(PrefixStore(name, store), rank, world_size, options)
+    except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise TransferError(
+            f"gloo group {rendezvous.get('name')!r}, rank {rank}: not opened within {deadline_s:g} s ({_brief(error)}); "
+            "the next order brings a new group"
+        ) from error
+    return Group(name, process_group, store, deadline_s)
+
+
+def send(group: Group, buffer: Tensor, layout: Layout) -> None:
+    """Send all buckets of `buffer` (uint8, `layout.total_bytes` long) from rank 0; returns when they have left.
+
+    Raises:
+        TransferError: the peer is gone or the deadline has passed.
+    """
+    _require_usable(group)
+    ends_at_s = time.monotonic() + group.deadline_s
+    group.spoilt = True  # until it went well
+    # One bucket stays queued behind the one under way, so that the wire never idles; more would not help.
+    pending: list[Any] = []
+    for bucket in layout.buckets:
+        pending.append(_broadcast(group, buffer[bucket.start_byte : bucket.end_byte], ends_at_s))
+        if len(pending) > 1:
+            _wait(group, pending.pop(0))
+    for work in pending:
+        _wait(group, work)
+    group.spoilt = False
+
+
+def receive(group: Group, layout: Layout, checksums: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) in layout order, each after the checksums of its whole bucket have been verified.
+
+    The tensors are views of their bucket's own memory and stay valid as long as they are kept; nothing is reused.
+    The group can be used again only if the iterator was exhausted.
+
+    Raises:
+        TransferError: a checksum differs, the peer is gone, or the deadline has passed. What was yielded before
+            belongs to an incomplete version: the receiver's weights are dirty.
+    """
+    _require_usable(group)
+    ends_at_s = time.monotonic() + group.deadline_s
+    group.spoilt = True  # until it went well
+    ahead = _start_receive(group, layout, 0, ends_at_s)
+    for position, bucket in enumerate(layout.buckets):
+        buffer, work = ahead
+        _wait(group, work)
+        if position + 1 < len(layout.buckets):  # the next bucket travels while this one is verified and loaded
+            ahead = _start_receive(group, layout, position + 1, ends_at_s)
+        verify(buffer, layout, checksums, bucket)
+        for index in range(bucket.first, bucket.end):
+            yield layout.specs[index].name, layout.view(buffer, index, bucket.start_byte)
+    group.spoilt = False
+
+
+def _open_store(rendezvous: Rendezvous, timeout: timedelta, listener: socket.socket | None) -> tuple[Store, str]:
+    """The store where the members exchange addresses, and the address that this side's Gloo sockets bind to."""
+    if "directory" in rendezvous:
+        path = Path(rendezvous["directory"]) / str(rendezvous["name"])
+        store: Store = FileStore(str(path), int(rendezvous["world_size"]))
+        store.set_timeout(timeout)
+        return store, "127.0.0.1"
+    host, port = str(rendezvous["host"]), int(rendezvous["port"])
+    if listener is None:
+        return TCPStore(host, port, None, False, timeout, False), _own_address(host, port)
+    serving = TCPStore(host, port, None, True, timeout, False, master_listen_fd=listener.detach())
+    return serving, host
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of the interface through which `host` is reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _start_receive(group: Group, layout: Layout, position: int, ends_at_s: float) -> tuple[Tensor, Any]:
+    bucket = layout.buckets[position]
+    buffer = torch.empty(bucket.end_byte - bucket.start_byte, dtype=torch.uint8)
+    return buffer, _broadcast(group, buffer, ends_at_s)
+
+
+def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> Any:
+    remaining_s = max(ends_at_s - time.monotonic(), 0.001)
+    try:
+        return group.process_group.broadcast(buffer, 0, timedelta(seconds=remaining_s))
+    except RuntimeError as error:
+        raise _failed(group, error) from error
+
+
+def _wait(group: Group, work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _failed(group, error) from error
+
+
+def _require_usable(group: Group) -> None:
+    if group.spoilt:
+        raise TransferError(f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name")
+
+
+def _failed(group: Group, error: BaseException) -> TransferError:
+    return TransferError(
+        f"gloo group {group.name!r}: transfer failed within its {group.deadline_s:g} s ({_brief(error)}); "
+        "the weights are incomplete, the next order brings a new group"
+    )
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of torch's error text, without the source position that it ends with."""
+    return (str(error).splitlines() or [repr(error)])[0].strip()

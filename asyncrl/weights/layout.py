@@ -1,0 +1,142 @@
+"""Where every parameter lies in one flat buffer: pure arithmetic on names, dtypes and shapes.
+
+A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be viewed
+and a bucket can be cut out anywhere; a bucket is a byte range of whole consecutive tensors, the unit of transfer.
+The plan follows from the specs and the bucket size alone, so only these two cross the wire.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import TensorSpec
+
+ALIGNMENT_BYTES = 64
+
+
+class Bucket(NamedTuple):
+    """Tensors `first` .. `end` - 1, in bytes `start_byte` .. `end_byte` - 1 of the buffer (padding included)."""
+
+    first: int
+    end: int
+    start_byte: int
+    end_byte: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The plan of one buffer. Make it with `plan` or `from_plain`."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    """First byte of each tensor, a multiple of 64."""
+    total_bytes: int
+    buckets: tuple[Bucket, ...]
+    """In order, without gaps, over all tensors."""
+    bucket_bytes: int
+    """What was asked for: a bucket ends before it exceeds this, unless one tensor alone does."""
+
+    @classmethod
+    def plan(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Self:
+        """Raises TransferError on a name given twice, an unknown dtype or a negative shape."""
+        _require_valid(specs)
+        offsets = [0]
+        for spec in specs:
+            offsets.append(_align(offsets[-1] + _size_bytes(spec)))
+        return cls(
+            specs=tuple(specs),
+            offsets=tuple(offsets[:-1]),
+            total_bytes=offsets[-1],
+            buckets=tuple(_cut(offsets, bucket_bytes)),
+            bucket_bytes=bucket_bytes,
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values for a message: about 60 bytes per tensor."""
+        return {"specs": [[s.name, s.dtype, list(s.shape)] for s in self.specs], "bucket_bytes": self.bucket_bytes}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """The same plan on the other side. Raises TransferError when `plain` is no layout."""
+        try:
+            specs = [TensorSpec(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s)) for n, d, s in plain["specs"]]
+            bucket_bytes = int(plain["bucket_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransferError(f"layout of an update order: malformed ({error!r}); expected specs and bucket_bytes") from error
+        return cls.plan(specs, bucket_bytes)
+
+    def view(self, buffer: Tensor, index: int, start_byte: int = 0) -> Tensor:
+        """Tensor `index` as a view of `buffer`, a uint8 buffer that begins at byte `start_byte` of the layout."""
+        spec, offset = self.specs[index], self.offsets[index] - start_byte
+        return buffer[offset : offset + _size_bytes(spec)].view(_dtype(spec)).view(spec.shape)
+
+
+def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
+    """CRC-32 of the bytes of every tensor, padding left out."""
+    return tuple(_checksum(buffer, layout, index, 0) for index in range(len(layout.specs)))
+
+
+def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
+    """Compare the checksums of the whole buffer, or of a buffer that holds one bucket.
+
+    Raises:
+        TransferError: names the first tensor that differs.
+    """
+    if len(expected) != len(layout.specs):
+        raise TransferError(f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed")
+    first, end, start_byte, _ = bucket or Bucket(0, len(layout.specs), 0, layout.total_bytes)
+    for index in range(first, end):
+        found = _checksum(buffer, layout, index, start_byte)
+        if found != expected[index]:
+            raise TransferError(
+                f"weights: tensor {layout.specs[index].name!r} has checksum {found:#010x}, the learner sent "
+                f"{expected[index]:#010x}; these weights must not be used, transfer them again"
+            )
+
+
+def _checksum(buffer: Tensor, layout: Layout, index: int, start_byte: int) -> int:
+    offset = layout.offsets[index] - start_byte
+    return zlib.crc32(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
+
+
+def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """`offsets` holds one entry more than there are tensors: the end of the last."""
+    buckets, first = [], 0
+    for index in range(1, len(offsets)):
+        is_last = index == len(offsets) - 1
+        if is_last or offsets[index + 1] - offsets[first] > bucket_bytes:
+            buckets.append(Bucket(first, index, offsets[first], offsets[index]))
+            first = index
+    return buckets
+
+
+def _require_valid(specs: Sequence[TensorSpec]) -> None:
+    seen = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise TransferError(f"layout: tensor {spec.name!r} is given twice; names must differ")
+        seen.add(spec.name)
+        if min(spec.shape, default=0) < 0:
+            raise TransferError(f"layout: tensor {spec.name!r} has shape {list(spec.shape)}; sizes must be 0 or more")
+        _dtype(spec)
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TransferError(f"layout: tensor {spec.name!r} has dtype {spec.dtype!r}; use a torch dtype such as bfloat16")
+    return dtype
+
+
+def _size_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * _dtype(spec).itemsize
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

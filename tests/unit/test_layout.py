@@ -1,0 +1,102 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout, checksums, verify
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int64", "uint8"])
+
+
+@st.composite
+def spec_lists(draw):
+    pairs = draw(st.lists(st.tuples(dtypes, shapes), max_size=20))
+    return [TensorSpec(name=f"t{i}", dtype=dtype, shape=shape) for i, (dtype, shape) in enumerate(pairs)]
+
+
+def filled(layout):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (layout.total_bytes,), dtype=torch.uint8, generator=generator)
+
+
+@given(spec_lists(), st.integers(1, 2000))
+def test_buckets_tile_the_buffer_with_whole_tensors_and_respect_their_size(specs, bucket_bytes):
+    layout = Layout.plan(specs, bucket_bytes)
+    assert [i for b in layout.buckets for i in range(b.first, b.end)] == list(range(len(specs)))
+    position = 0
+    for bucket in layout.buckets:
+        assert bucket.start_byte == position == layout.offsets[bucket.first]
+        position = bucket.end_byte
+        assert bucket.end_byte - bucket.start_byte <= bucket_bytes or bucket.end - bucket.first == 1
+    assert position == layout.total_bytes
+    for left, right in zip(layout.buckets, layout.buckets[1:], strict=False):  # greedy: no bucket that had room for one more
+        after = layout.offsets[right.first + 1] if right.first + 1 < len(specs) else layout.total_bytes
+        assert after - left.start_byte > bucket_bytes
+
+
+@given(spec_lists(), st.integers(1, 2000))
+def test_tensors_are_aligned_do_not_overlap_and_keep_their_values(specs, bucket_bytes):
+    layout = Layout.plan(specs, bucket_bytes)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    originals = [torch.arange(1, 1 + torch.Size(s.shape).numel()).to(getattr(torch, s.dtype)).view(s.shape) for s in specs]
+    for index, original in enumerate(originals):
+        layout.view(buffer, index).copy_(original)
+    for index, original in enumerate(originals):
+        assert layout.offsets[index] % 64 == 0
+        assert torch.equal(layout.view(buffer, index), original)
+        bucket = next(b for b in layout.buckets if b.first <= index < b.end)
+        assert torch.equal(layout.view(buffer[bucket.start_byte : bucket.end_byte], index, bucket.start_byte), original)
+
+
+@given(spec_lists(), st.integers(1, 2000))
+def test_the_plan_survives_the_wire(specs, bucket_bytes):
+    layout = Layout.plan(specs, bucket_bytes)
+    assert Layout.from_plain(layout.to_plain()) == layout
+
+
+@given(spec_lists().filter(lambda specs: any(0 not in s.shape for s in specs)), st.data())
+def test_one_flipped_bit_in_a_tensor_is_found_and_named_and_padding_is_ignored(specs, data):
+    layout = Layout.plan(specs, 256)
+    buffer = filled(layout)
+    expected = checksums(buffer, layout)
+    verify(buffer, layout, expected)
+    index = data.draw(st.sampled_from([i for i, s in enumerate(specs) if 0 not in s.shape]))
+    bytes_of_tensor = layout.view(buffer, index).view(-1).view(torch.uint8)
+    bytes_of_tensor[data.draw(st.integers(0, len(bytes_of_tensor) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(TransferError, match=f"'t{index}'"):
+        verify(buffer, layout, expected)
+    bucket = next(b for b in layout.buckets if b.first <= index < b.end)
+    with pytest.raises(TransferError, match=f"'t{index}'"):
+        verify(buffer[bucket.start_byte : bucket.end_byte], layout, expected, bucket)
+
+
+def test_padding_is_not_part_of_the_checksum():
+    layout = Layout.plan([TensorSpec(name="a", dtype="uint8", shape=(3,))], 64)
+    buffer = filled(layout)
+    expected = checksums(buffer, layout)
+    buffer[3:] += 1
+    verify(buffer, layout, expected)
+
+
+def test_a_missing_checksum_is_an_error():
+    layout = Layout.plan([TensorSpec(name="a", dtype="uint8", shape=(3,))], 64)
+    with pytest.raises(TransferError, match="0 checksums for 1"):
+        verify(filled(layout), layout, ())
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({}, "malformed"),
+        ({"specs": [["a", "float32"]], "bucket_bytes": 1}, "malformed"),
+        ({"specs": [["a", "Tensor", [1]]], "bucket_bytes": 1}, "torch dtype"),
+        ({"specs": [["a", "float32", [-1]]], "bucket_bytes": 1}, "0 or more"),
+        ({"specs": [["a", "float32", [1]], ["a", "float32", [1]]], "bucket_bytes": 1}, "twice"),
+    ],
+)
+def test_what_is_no_layout_is_refused_with_its_reason(plain, message):
+    with pytest.raises(TransferError, match=message):
+        Layout.from_plain(plain)
