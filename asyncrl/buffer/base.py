@@ -33,6 +33,18 @@ class Lease:
     """True when the run is over: stop leasing and leave."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferRules:
+    """What all handles on one lane must agree on."""
+
+    groups: int
+    """B of the staleness bound; for the evaluation lane the number of prompts of one evaluation."""
+    lease_s: float = 60.0
+    max_attempts: int = 3
+    max_bytes: int = 4 << 30
+    """Cap on stored frames. Over it only the oldest unfinished group is stored, and only while the learner waits for it."""
+
+
 class PutOutcome(StrEnum):
     """What became of a group that was offered."""
 
@@ -41,6 +53,8 @@ class PutOutcome(StrEnum):
     """Already stored, taken or done: the generator forgets it."""
     FULL = "full"
     """Over the byte cap: the generator keeps the group, leases nothing, and tries again."""
+    UNKNOWN = "unknown"
+    """Never issued by this store, because it was rolled back: the generator forgets it, the id will be issued again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +78,7 @@ class Audit:
     done: int
     payload_bytes: int
     counters: dict[str, int]
-    """put, duplicate, full, lease_expired, failed, dead, rejected_frames, returned."""
+    """put, duplicate, unknown, full, lease_expired, failed, dead, rejected_frames, returned."""
 
     @property
     def missing(self) -> int:
@@ -104,7 +118,11 @@ class LearnerBuffer(Protocol):
     """The side that the learner may see. Raises BufferFenced and BufferGap."""
 
     def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
-        """Fence older learners and make the store agree with the checkpoint's ledger: the ledger wins."""
+        """Fence older learners and make the store agree with `ledger`, which wins; reopens a closed lane.
+
+        After BufferGap a live learner may recover with the ledger it holds in memory: if it dies before the next
+        checkpoint, the ids that only this ledger had are issued again by the recovery from the checkpoint.
+        """
         ...
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:

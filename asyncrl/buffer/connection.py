@@ -1,0 +1,100 @@
+"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from asyncrl.errors import StoreError
+
+T = TypeVar("T")
+
+SOCKET_TIMEOUT_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+_PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
+"""Error codes of a server that will answer later."""
+MINIMUM_VERSION = (7, 0)
+
+
+class StoreConnection:
+    """A connection pool to one store; safe to use from several threads.
+
+    The client's own retries are off: it repeats every command, also those that must not be repeated.
+    """
+
+    def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
+        self.url = _without_password(url)
+        self._retry_s = retry_s
+        try:
+            self.client: redis.Redis = redis.Redis.from_url(
+                url,
+                **({"password": password} if password else {}),
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=SOCKET_TIMEOUT_S,
+                **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
+            )
+        except ValueError as error:
+            raise StoreError(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
+
+    def call(self, request: Callable[[redis.Redis], T]) -> T:
+        """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away."""
+        deadline, pause_s = time.monotonic() + self._retry_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return request(self.client)
+            except RedisError as error:
+                if not _passing(error):
+                    raise StoreError(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
+                if time.monotonic() + pause_s > deadline:
+                    raise StoreError(
+                        f"store {self.url} has not answered for {self._retry_s:.0f} s ({type(error).__name__}: {error}); "
+                        "check that it runs, and store.url"
+                    ) from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def check(self) -> None:
+        """Refuse a store that is too old or would throw groups away."""
+        server: dict[str, Any] = self.call(lambda client: client.info("server"))
+        version = str(server["redis_version"])
+        if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
+            raise StoreError(f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it")
+        policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
+        if policy != "noeviction":
+            raise StoreError(
+                f"store {self.url} has maxmemory-policy {policy}, which throws stored groups away when memory is short; "
+                "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+            )
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.client.close()
+
+
+def _passing(error: RedisError) -> bool:
+    if isinstance(error, AuthenticationError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError):
+        return True
+    return isinstance(error, ResponseError) and str(error).startswith(_PASSING)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None and "password=" not in parts.query:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"***@{host}" if parts.password else parts.netloc, query="").geturl()

@@ -1,0 +1,396 @@
+#!lua name=asyncrl_@DIGEST@
+-- The buffer inside the store: memory.py, operation for operation. Every function is atomic and may be called again.
+--
+-- Places of an issued id, always exactly one:
+--   leased     zset  id by id, with  deadlines  zset  id by end of lease, ms of the server's clock, and  holders  hash  id -> holder
+--   reissue    zset  id by id, to be leased again
+--   ready      zset  id by id, the frame is in  frames  hash  id -> frame
+--   takes      hash  number -> "previous chain unshortened id id ...", the frames of its ids are kept until the commit
+--   done       set   ids above meta.watermark
+-- and beside them
+--   meta          hash  epoch owner version limit closed starving issued last chain committed watermark bytes
+--   requests      hash  holder -> "request id id ..." of its last lease, so that a lost reply can be asked for again
+--   attempts      hash  id -> failures so far
+--   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
+--   counters      hash  name -> count
+--
+-- Validate first, then write: a function that fails half-way is not undone. Only the server's clock is read, and only
+-- for the end of leases. All but LEASE and PUT are allowed when memory is short, because they free it.
+
+local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
+                'attempts', 'dead_letters', 'counters'}
+local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
+local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
+
+-- While the library is loaded, the server shows it no redis.call and no string.
+local function call(...) return redis.call(...) end
+
+local function register(name, flags, body)
+  local function callback(keys, args)
+    local k = {}
+    for i, place in ipairs(PLACES) do k[place] = keys[i] end
+    return body(k, args)
+  end
+  redis.register_function{function_name = 'asyncrl_@DIGEST@_' .. name, flags = flags, callback = callback}
+end
+
+local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
+local function chain_of(k) return call('HGET', k.meta, 'chain') or EMPTY_CHAIN end
+local function count(k, counter, n) if n ~= 0 then call('HINCRBY', k.counters, counter, n) end end
+local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
+local function id_text(id) return string.format('%d', id) end
+
+local function ids_in(text)
+  local ids = {}
+  for id in string.gmatch(text, '%d+') do ids[#ids + 1] = id end
+  return ids
+end
+
+local function now_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- The oldest unfinished id, or the next one to be issued.
+local function anchor(k)
+  return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, meta(k, 'issued') + 1)
+end
+
+local function is_done(k, id)
+  return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1
+end
+
+local function unlease(k, id)
+  call('ZREM', k.leased, id)
+  call('ZREM', k.deadlines, id)
+  call('HDEL', k.holders, id)
+end
+
+local function issue_again(k, id)
+  unlease(k, id)
+  call('ZADD', k.reissue, id, id)
+end
+
+local function store(k, id, frame)
+  unlease(k, id)
+  call('ZREM', k.reissue, id)
+  call('HSET', k.frames, id, frame)
+  call('HINCRBY', k.meta, 'bytes', #frame)
+  call('ZADD', k.ready, id, id)
+end
+
+local function drop_frame(k, id)
+  call('HINCRBY', k.meta, 'bytes', -call('HSTRLEN', k.frames, id))
+  call('HDEL', k.frames, id)
+end
+
+local function assignment(k, number)
+  local text = call('HGET', k.takes, number)
+  if not text then return nil end
+  local previous, chain, unshortened, ids = string.match(text, '^(%x+) (%x+) (%S+) ?(.*)$')
+  return {previous = previous, chain = chain, unshortened = unshortened, ids = ids_in(ids)}
+end
+
+-- Writes take `number` and returns its chain: sha1 of the previous one and the ids.
+local function assign(k, number, previous, ids, unshortened)
+  local text = table.concat(ids, ' ')
+  local chain = redis.sha1hex(previous .. ' ' .. text)
+  call('HSET', k.takes, number, previous .. ' ' .. chain .. ' ' .. unshortened .. ' ' .. text)
+  call('HSET', k.meta, 'last', number, 'chain', chain)
+  return chain
+end
+
+-- The first two arguments of what only the learner calls are its epoch and its name. A store behind the epoch lost
+-- its memory; a store ahead of it, or with another owner, has another learner.
+local function stranger(k, args)
+  local epoch = meta(k, 'epoch')
+  if epoch < tonumber(args[1]) then
+    return {'GAP', 'the store is at epoch ' .. epoch .. ', this learner at ' .. args[1] .. ': it was rolled back or wiped'}
+  end
+  if epoch > tonumber(args[1]) or call('HGET', k.meta, 'owner') ~= args[2] then
+    return {'FENCED', 'this learner recovered as epoch ' .. args[1] .. ', the store is at ' .. epoch}
+  end
+end
+
+-- ---------------------------------------------------------------------------------------------- generators
+
+local function expire(k)
+  local expired = call('ZRANGEBYSCORE', k.deadlines, '-inf', now_ms())
+  for _, id in ipairs(expired) do issue_again(k, id) end
+  count(k, 'lease_expired', #expired)
+end
+
+-- Ids of the lease that `request` got before, as far as `holder` still has them.
+local function repeated(k, holder, request)
+  local ids = ids_in(call('HGET', k.requests, holder) or '')
+  if table.remove(ids, 1) ~= request then return nil end
+  local held = {}
+  for _, id in ipairs(ids) do
+    if call('HGET', k.holders, id) == holder then held[#held + 1] = id end
+  end
+  return held
+end
+
+-- lease holder count lease_ms request -> version, limit, closed, ids
+register('lease', {}, function(k, args)
+  local holder, wanted, request = args[1], tonumber(args[2]), args[4]
+  local version, limit, closed = meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed')
+  expire(k)
+  local again = repeated(k, holder, request)
+  if again or closed == 1 then return {version, limit, closed, again or {}} end
+  local ids = call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted)
+  local issued = meta(k, 'issued')
+  while #ids < wanted and issued < limit do
+    issued = issued + 1
+    ids[#ids + 1] = id_text(issued)
+  end
+  local ends_ms = now_ms() + tonumber(args[3])
+  for _, id in ipairs(ids) do
+    call('ZREM', k.reissue, id)
+    call('ZADD', k.leased, id, id)
+    call('ZADD', k.deadlines, ends_ms, id)
+    call('HSET', k.holders, id, holder)
+  end
+  call('HSET', k.meta, 'issued', issued)
+  call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' '))
+  return {version, limit, closed, ids}
+end)
+
+-- renew holder lease_ms ids
+register('renew', {'allow-oom'}, function(k, args)
+  local ends_ms = now_ms() + tonumber(args[2])
+  for _, id in ipairs(ids_in(args[3])) do
+    if call('HGET', k.holders, id) == args[1] then call('ZADD', k.deadlines, ends_ms, id) end
+  end
+  return 'OK'
+end)
+
+local function put_outcome(k, id, bytes, max_bytes)
+  if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then return 'duplicate' end
+  if tonumber(id) > meta(k, 'issued') then return 'unknown' end
+  -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
+  local awaited = meta(k, 'starving') == 1 and tonumber(id) == anchor(k)
+  if meta(k, 'bytes') + bytes > max_bytes and not awaited then return 'full' end
+  return 'stored'
+end
+
+-- put id frame max_bytes -> outcome
+register('put', {}, function(k, args)
+  local outcome = put_outcome(k, args[1], #args[2], tonumber(args[3]))
+  if outcome == 'stored' then store(k, args[1], args[2]) end
+  count(k, outcome == 'stored' and 'put' or outcome, 1)
+  return outcome
+end)
+
+-- give_back holder ids
+register('give_back', {'allow-oom'}, function(k, args)
+  local returned = 0
+  for _, id in ipairs(ids_in(args[2])) do
+    if call('HGET', k.holders, id) == args[1] then
+      issue_again(k, id)
+      returned = returned + 1
+    end
+  end
+  count(k, 'returned', returned)
+  return 'OK'
+end)
+
+-- fail holder id tombstone max_attempts -> 1 when that was the last attempt
+register('fail', {'allow-oom'}, function(k, args)
+  local id, most = args[2], tonumber(args[4])
+  if call('HGET', k.holders, id) ~= args[1] then
+    local attempts = tonumber(call('HGET', k.attempts, id) or '0')
+    return (attempts >= most and call('HEXISTS', k.frames, id) == 1) and 1 or 0
+  end
+  count(k, 'failed', 1)
+  if call('HINCRBY', k.attempts, id, 1) < most then
+    issue_again(k, id)
+    return 0
+  end
+  store(k, id, args[3])
+  count(k, 'dead', 1)
+  return 1
+end)
+
+-- ---------------------------------------------------------------------------------------------- the learner
+
+-- Undo the takes from `number` on: their groups are ready again.
+local function unassign_from(k, number)
+  for later = meta(k, 'last'), number, -1 do
+    local undone = assignment(k, later)
+    for _, id in ipairs(undone.ids) do call('ZADD', k.ready, id, id) end
+    call('HDEL', k.takes, later)
+    call('HSET', k.meta, 'last', later - 1, 'chain', undone.previous)
+  end
+end
+
+-- take epoch owner number previous count window -> OK chain ids | WAIT
+register('take', {'allow-oom'}, function(k, args)
+  local refused = stranger(k, args)
+  if refused then return refused end
+  local number, previous, wanted, window = tonumber(args[3]), args[4], tonumber(args[5]), tonumber(args[6])
+  local before = assignment(k, number)
+  if before and before.previous == previous then
+    if #before.ids <= wanted then return {'OK', before.chain, before.ids} end
+    unassign_from(k, number) -- assigned for a larger batch, before a restart with a smaller one
+  end
+  if number ~= meta(k, 'last') + 1 or chain_of(k) ~= previous then
+    return {'GAP', 'take ' .. number .. ' does not follow the take ' .. meta(k, 'last') .. ' of the store'}
+  end
+  local ids = call('ZRANGE', k.ready, 0, wanted - 1)
+  if #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window then
+    call('HSET', k.meta, 'starving', 1)
+    return {'WAIT'}
+  end
+  for _, id in ipairs(ids) do call('ZREM', k.ready, id) end
+  local chain = assign(k, number, previous, ids, '-')
+  call('HSET', k.meta, 'starving', 0)
+  return {'OK', chain, ids}
+end)
+
+-- reject epoch owner number chain id reason -> OK chain ids, of the shortened take
+register('reject', {'allow-oom'}, function(k, args)
+  local refused = stranger(k, args)
+  if refused then return refused end
+  local number, chain, rejected = tonumber(args[3]), args[4], args[5]
+  local take = assignment(k, number)
+  if not take or number ~= meta(k, 'last') or (chain ~= take.chain and chain ~= take.unshortened) then
+    return {'GAP', 'take ' .. number .. ' is not the last take ' .. meta(k, 'last') .. ' of the store'}
+  end
+  local ids = {}
+  for _, id in ipairs(take.ids) do
+    if id ~= rejected then ids[#ids + 1] = id end
+  end
+  if chain ~= take.chain or #ids == #take.ids then return {'OK', take.chain, take.ids} end
+  local beginning = string.sub(call('HGET', k.frames, rejected) or '', 1, DEAD_LETTER_BYTES)
+  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[6] .. '\n' .. beginning)
+  call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
+  drop_frame(k, rejected)
+  issue_again(k, rejected)
+  count(k, 'rejected_frames', 1)
+  return {'OK', assign(k, number, take.previous, ids, chain), ids}
+end)
+
+local function finish(k, id)
+  drop_frame(k, id)
+  call('HDEL', k.attempts, id)
+  call('SADD', k.done, id)
+end
+
+-- commit epoch owner number chain -> OK groups
+register('commit', {'allow-oom'}, function(k, args)
+  local refused = stranger(k, args)
+  if refused then return refused end
+  local number, committed = tonumber(args[3]), meta(k, 'committed')
+  if number <= committed then return {'OK', 0} end
+  local takes = {}
+  for n = committed + 1, number do takes[n] = assignment(k, n) or {} end
+  if takes[number].chain ~= args[4] then return {'GAP', 'the store does not know take ' .. number .. ' with this chain'} end
+  local groups = 0
+  for n = committed + 1, number do
+    for _, id in ipairs(takes[n].ids) do finish(k, id) end
+    groups = groups + #takes[n].ids
+    call('HDEL', k.takes, n)
+  end
+  local watermark = meta(k, 'watermark')
+  while call('SREM', k.done, id_text(watermark + 1)) == 1 do watermark = watermark + 1 end
+  call('HSET', k.meta, 'committed', number, 'watermark', watermark)
+  return {'OK', groups}
+end)
+
+-- Takes that go on from the ledger without a break and whose groups are all there; the others are deleted. Returns the
+-- ids of those kept, the last number and its chain.
+local function keep_takes(k, number, chain)
+  local kept, after = {}, {}
+  while true do
+    local take = assignment(k, number + 1)
+    local whole = take ~= nil and take.previous == chain
+    for _, id in ipairs(whole and take.ids or {}) do
+      if is_done(k, id) or call('HEXISTS', k.frames, id) == 0 then whole = false end
+    end
+    if not whole then break end
+    number, chain = number + 1, take.chain
+    after[number] = true
+    for _, id in ipairs(take.ids) do kept[id] = true end
+  end
+  for _, n in ipairs(call('HKEYS', k.takes)) do
+    if not after[tonumber(n)] then call('HDEL', k.takes, n) end
+  end
+  return kept, number, chain
+end
+
+-- Puts every id above the watermark into its one place; O(ids in flight).
+local function rebuild(k, kept, watermark, issued)
+  for _, id in ipairs(call('HKEYS', k.frames)) do
+    if is_done(k, id) then drop_frame(k, id) end
+  end
+  for _, id in ipairs(call('HKEYS', k.holders)) do
+    if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then unlease(k, id) end
+  end
+  call('DEL', k.ready, k.reissue)
+  for n = watermark + 1, issued do
+    local id = id_text(n)
+    if call('HEXISTS', k.frames, id) == 1 then
+      if not kept[id] then call('ZADD', k.ready, id, id) end
+    elseif not is_done(k, id) and call('HEXISTS', k.holders, id) == 0 then
+      call('ZADD', k.reissue, id, id)
+    end
+  end
+end
+
+-- recover known_epoch owner takes chain version limit watermark "id id ..." -> OK epoch
+register('recover', {'allow-oom'}, function(k, args)
+  local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
+  if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
+  local above = ids_in(args[8])
+  call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0)
+  call('HSET', k.meta, 'watermark', watermark, 'committed', args[3])
+  call('DEL', k.done)
+  local issued = math.max(meta(k, 'issued'), watermark)
+  for _, id in ipairs(above) do
+    call('SADD', k.done, id)
+    issued = math.max(issued, tonumber(id))
+  end
+  local kept, last, chain = keep_takes(k, tonumber(args[3]), args[4])
+  call('HSET', k.meta, 'issued', issued, 'last', last, 'chain', chain)
+  rebuild(k, kept, watermark, issued)
+  return {'OK', epoch}
+end)
+
+-- version epoch owner version limit -> OK
+register('version', {'allow-oom'}, function(k, args)
+  local refused = stranger(k, args)
+  if refused then return refused end
+  call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]))
+  return {'OK'}
+end)
+
+-- revoke holder -> ids issued again
+register('revoke', {'allow-oom'}, function(k, args)
+  local holders, revoked = call('HGETALL', k.holders), 0
+  for i = 1, #holders, 2 do
+    if holders[i + 1] == args[1] then
+      issue_again(k, holders[i])
+      revoked = revoked + 1
+    end
+  end
+  call('HDEL', k.requests, args[1])
+  count(k, 'returned', revoked)
+  return revoked
+end)
+
+-- close epoch owner -> OK
+register('close', {'allow-oom'}, function(k, args)
+  local refused = stranger(k, args)
+  if refused then return refused end
+  call('HSET', k.meta, 'closed', 1)
+  return {'OK'}
+end)
+
+-- audit -> issued leased reissue ready taken done bytes, counters
+register('audit', {'no-writes'}, function(k)
+  local taken = 0
+  for _, n in ipairs(call('HKEYS', k.takes)) do taken = taken + #assignment(k, n).ids end
+  return {meta(k, 'issued'), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
+          meta(k, 'watermark') + call('SCARD', k.done), meta(k, 'bytes'), call('HGETALL', k.counters)}
+end)

@@ -1,0 +1,323 @@
+"""The buffer in this process: the shortest complete statement of the protocol, and the reference of the contract test."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.algo.staleness import choose, minimum_version
+from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
+from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
+from asyncrl.errors import BufferFenced, BufferGap
+from asyncrl.types import Ticket
+
+
+@dataclass(slots=True)
+class _Lease:
+    holder: str
+    ends_s: float
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """One take: `previous` and `chain` are the hashes before and after it; `unshortened` the one before the last reject."""
+
+    previous: str
+    chain: str
+    ids: tuple[int, ...]
+    unshortened: str = ""
+
+
+@dataclass(slots=True)
+class _Store:
+    """The state, and the moves that several operations share. An issued id is in exactly one of the places."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    epoch: int = 0
+    version: int = 0
+    limit: int = 0
+    closed: bool = False
+    starving: bool = False
+    issued: int = 0
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    reissue: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    takes: dict[int, _Assignment] = field(default_factory=dict)
+    last: int = 0
+    chain: str = EMPTY_CHAIN
+    committed: int = 0
+    watermark: int = 0
+    done: set[int] = field(default_factory=set)
+    frames: dict[int, bytes] = field(default_factory=dict)
+    attempts: Counter[int] = field(default_factory=Counter)
+    dead_letters: list[tuple[int, str, bytes]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def anchor(self) -> int:
+        """The oldest unfinished id, or the next one to be issued."""
+        return min([*self.leases, *self.reissue], default=self.issued + 1)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(map(len, self.frames.values()))
+
+    def is_done(self, ticket_id: int) -> bool:
+        return ticket_id <= self.watermark or ticket_id in self.done
+
+    def store(self, ticket_id: int, frame: bytes) -> None:
+        self.leases.pop(ticket_id, None)
+        self.reissue.discard(ticket_id)
+        self.frames[ticket_id] = frame
+        self.ready.add(ticket_id)
+
+    def issue_again(self, ids: Iterable[int]) -> int:
+        ids = list(ids)
+        for ticket_id in ids:
+            self.leases.pop(ticket_id, None)
+            self.reissue.add(ticket_id)
+        return len(ids)
+
+    def held(self, holder: str, ids: Iterable[int]) -> list[int]:
+        return [i for i in ids if i in self.leases and self.leases[i].holder == holder]
+
+    def unassign_from(self, number: int) -> None:
+        """Undo the takes from `number` on: their groups are ready again."""
+        for later in range(self.last, number - 1, -1):
+            assignment = self.takes.pop(later)
+            self.ready.update(assignment.ids)
+            self.last, self.chain = later - 1, assignment.previous
+
+    def finish(self, ids: Iterable[int]) -> None:
+        for ticket_id in ids:
+            self.frames.pop(ticket_id, None)
+            self.attempts.pop(ticket_id, None)
+            self.done.add(ticket_id)
+        while self.watermark + 1 in self.done:
+            self.watermark += 1
+            self.done.discard(self.watermark)
+
+
+class MemoryBuffer:
+    """One handle on a buffer in this process; `peer` gives another, as another process would have."""
+
+    def __init__(self, rules: BufferRules, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._store = _Store()
+        self._epoch = 0
+
+    def peer(self) -> "MemoryBuffer":
+        """Another handle on the same buffer."""
+        other = MemoryBuffer(self._rules, clock=self._clock)
+        other._store = self._store
+        return other
+
+    # -- generators
+
+    def lease(self, holder: str, count: int) -> Lease:
+        """Up to `count` tickets, lowest id first."""
+        store = self._store
+        with store.lock:
+            self._expire()
+            ids: list[int] = []
+            if not store.closed:
+                ids = [i for i in sorted(store.reissue) if i <= store.limit][:count]
+                new = min(count - len(ids), store.limit - store.issued)
+                ids += range(store.issued + 1, store.issued + 1 + new)
+                store.issued = max(store.issued, *ids, 0)
+            for ticket_id in ids:
+                store.reissue.discard(ticket_id)
+                store.leases[ticket_id] = _Lease(holder, self._clock() + self._rules.lease_s)
+            tickets = tuple(Ticket(id=i, minimum_version=self._minimum_version(i)) for i in ids)
+            return Lease(version=store.version, tickets=tickets, closed=store.closed)
+
+    def _minimum_version(self, ticket_id: int) -> int:
+        return minimum_version(ticket_id, version=self._store.version, limit=self._store.limit, groups=self._rules.groups)
+
+    def _expire(self) -> None:
+        expired = [i for i, lease in self._store.leases.items() if lease.ends_s <= self._clock()]
+        self._store.counters["lease_expired"] += self._store.issue_again(expired)
+
+    def renew(self, holder: str, ids: Iterable[int]) -> None:
+        """Extend the leases that `holder` still has."""
+        with self._store.lock:
+            for ticket_id in self._store.held(holder, ids):
+                self._store.leases[ticket_id].ends_s = self._clock() + self._rules.lease_s
+
+    def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
+        """Store a group; also from a holder whose lease ran out, when it is the first."""
+        with self._store.lock:
+            outcome = self._put_outcome(ticket_id, len(frame))
+            if outcome is PutOutcome.STORED:
+                self._store.store(ticket_id, frame)
+            self._store.counters["put" if outcome is PutOutcome.STORED else outcome.value] += 1
+            return outcome
+
+    def _put_outcome(self, ticket_id: int, frame_bytes: int) -> PutOutcome:
+        store = self._store
+        if store.is_done(ticket_id) or ticket_id in store.frames:
+            return PutOutcome.DUPLICATE
+        if ticket_id > store.issued:
+            return PutOutcome.UNKNOWN
+        # Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
+        awaited = store.starving and ticket_id == store.anchor
+        if store.stored_bytes + frame_bytes > self._rules.max_bytes and not awaited:
+            return PutOutcome.FULL
+        return PutOutcome.STORED
+
+    def give_back(self, holder: str, ids: Iterable[int]) -> None:
+        """Issue again what `holder` returns unused."""
+        store = self._store
+        with store.lock:
+            store.counters["returned"] += store.issue_again(store.held(holder, ids))
+
+    def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
+        """Count an attempt; the last one stores the tombstone. Asked again after that, the answer is the same."""
+        store = self._store
+        with store.lock:
+            if not store.held(holder, [ticket_id]):
+                return store.attempts[ticket_id] >= self._rules.max_attempts and ticket_id in store.frames
+            store.attempts[ticket_id] += 1
+            store.counters["failed"] += 1
+            if store.attempts[ticket_id] < self._rules.max_attempts:
+                store.issue_again([ticket_id])
+                return False
+            store.store(ticket_id, tombstone)
+            store.counters["dead"] += 1
+            return True
+
+    # -- the learner
+
+    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+        """Rebuild every place from the ledger, the takes that continue it, and the frames that exist."""
+        store = self._store
+        with store.lock:
+            self._epoch = store.epoch = max(store.epoch, self._epoch) + 1
+            store.issued = max(store.issued, ledger.watermark, *ledger.above, 0)
+            store.watermark, store.done = ledger.watermark, set(ledger.above)
+            kept = self._continued(ledger)
+            taken = {i for assignment in kept.values() for i in assignment.ids}
+            unconsumed = [i for i in range(store.watermark + 1, store.issued + 1) if i not in store.done]
+            store.frames = {i: store.frames[i] for i in unconsumed if i in store.frames}
+            store.ready = store.frames.keys() - taken
+            store.leases = {i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames}
+            store.reissue = {i for i in unconsumed if i not in store.frames and i not in store.leases}
+            store.takes, store.committed = kept, ledger.takes
+            store.last = ledger.takes + len(kept)
+            store.chain = kept[store.last].chain if kept else ledger.chain
+            store.version, store.limit, store.closed, store.starving = version, limit, False, False
+
+    def _continued(self, ledger: Ledger) -> dict[int, _Assignment]:
+        """The takes that go on from the ledger without a break and whose groups are all there."""
+        store, chain, kept = self._store, ledger.chain, {}
+        number = ledger.takes + 1
+        while (assignment := store.takes.get(number)) is not None and assignment.previous == chain:
+            if any(store.is_done(i) or i not in store.frames for i in assignment.ids):
+                break
+            kept[number], chain = assignment, assignment.chain
+            number += 1
+        return kept
+
+    def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
+        """Assign the lowest `count` ready ids, if the window allows it."""
+        store, number = self._store, ledger.takes + 1
+        with store.lock:
+            self._check_epoch()
+            assignment = store.takes.get(number)
+            if assignment is not None and assignment.previous == ledger.chain:
+                if len(assignment.ids) <= count:
+                    return Take(number=number, ids=assignment.ids, chain=assignment.chain)
+                store.unassign_from(number)  # assigned for a larger batch, before a restart with a smaller one
+            if number != store.last + 1 or ledger.chain != store.chain:
+                raise BufferGap(f"take {number} does not follow the store's take {store.last}; recover")
+            ids = choose(sorted(store.ready), anchor=store.anchor, count=count, window=window)
+            store.starving = ids is None
+            if ids is None:
+                return None
+            assignment = _Assignment(ledger.chain, next_chain(ledger.chain, tuple(ids)), tuple(ids))
+            store.ready.difference_update(ids)
+            store.takes[number], store.last, store.chain = assignment, number, assignment.chain
+            return Take(number=number, ids=assignment.ids, chain=assignment.chain)
+
+    def frames(self, ids: Sequence[int]) -> list[bytes]:
+        """The frames of `ids`."""
+        with self._store.lock:
+            missing = [i for i in ids if i not in self._store.frames]
+            if missing:
+                raise BufferGap(f"the store has no frame of ids {missing}; recover")
+            return [self._store.frames[i] for i in ids]
+
+    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+        """Shorten the last take by one id and issue that again."""
+        store = self._store
+        with store.lock:
+            self._check_epoch()
+            assignment = store.takes.get(take.number)
+            if assignment is None or take.number != store.last or take.chain not in (assignment.chain, assignment.unshortened):
+                raise BufferGap(f"take {take.number} is not the store's last take {store.last}; recover")
+            if take.chain == assignment.chain and ticket_id in assignment.ids:
+                ids = tuple(i for i in assignment.ids if i != ticket_id)
+                assignment = _Assignment(assignment.previous, next_chain(assignment.previous, ids), ids, unshortened=take.chain)
+                store.takes[take.number], store.chain = assignment, assignment.chain
+                store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
+                store.issue_again([ticket_id])
+                store.counters["rejected_frames"] += 1
+            return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
+
+    def commit(self, number: int, chain: str) -> int:
+        """Forget the groups of all takes up to `number`."""
+        store = self._store
+        with store.lock:
+            self._check_epoch()
+            if number <= store.committed:
+                return 0
+            if number not in store.takes or store.takes[number].chain != chain:
+                raise BufferGap(f"the store does not know take {number} with this chain; recover")
+            ids = [i for n in range(store.committed + 1, number + 1) for i in store.takes.pop(n).ids]
+            store.finish(ids)
+            store.committed = number
+            return len(ids)
+
+    def set_version(self, version: int, *, limit: int) -> None:
+        """Raise version and limit."""
+        with self._store.lock:
+            self._check_epoch()
+            self._store.version = max(self._store.version, version)
+            self._store.limit = max(self._store.limit, limit)
+
+    def revoke(self, holder: str) -> int:
+        """Issue again what `holder` holds."""
+        store = self._store
+        with store.lock:
+            count = store.issue_again(store.held(holder, list(store.leases)))
+            store.counters["returned"] += count
+            return count
+
+    def close(self) -> None:
+        """Lease nothing more."""
+        with self._store.lock:
+            self._check_epoch()
+            self._store.closed = True
+
+    def audit(self) -> Audit:
+        """Count every id once."""
+        store = self._store
+        with store.lock:
+            return Audit(
+                issued=store.issued,
+                leased=len(store.leases),
+                reissue=len(store.reissue),
+                ready=len(store.ready),
+                taken=sum(len(assignment.ids) for assignment in store.takes.values()),
+                done=store.watermark + len(store.done),
+                payload_bytes=store.stored_bytes,
+                counters=dict(store.counters),
+            )
+
+    def _check_epoch(self) -> None:
+        if self._epoch != self._store.epoch:
+            raise BufferFenced(
+                f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}; stop this one"
+            )

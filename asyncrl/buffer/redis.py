@@ -1,0 +1,181 @@
+"""The buffer in a Redis-compatible store: each operation is one function of functions.lua."""
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import redis
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from asyncrl.algo.staleness import minimum_version
+from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.errors import BufferFenced, BufferGap, StoreError
+from asyncrl.types import Ticket
+
+_SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
+_DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
+"""Part of every function's name, so that a release can only call its own code, also beside another on one server."""
+LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
+PLACES = (
+    "meta leased deadlines holders reissue ready frames takes done requests attempts dead_letters counters".split()  # noqa: SIM905
+)
+"""Keys of a lane, in the order of functions.lua."""
+MAX_COUNT = 1 << 40
+"""Larger windows and counts mean the same."""
+
+
+class RedisBuffer:
+    """One process's handle on one lane ("train", "eval") of a run. Safe to use from several threads."""
+
+    def __init__(self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train") -> None:
+        self._connection = connection
+        self._rules = rules
+        self._keys = [f"{{{run}:{lane}}}:{place}" for place in PLACES]
+        self._frames_key = self._keys[PLACES.index("frames")]
+        self._lease_ms = max(1, round(rules.lease_s * 1000))
+        self._owner = uuid.uuid4().hex
+        self._epoch = 0
+
+    # -- generators
+
+    def lease(self, holder: str, count: int) -> Lease:
+        """Up to `count` tickets, lowest id first; none while the server is out of memory."""
+        try:
+            version, limit, closed, ids = self._call("lease", holder, count, self._lease_ms, uuid.uuid4().int)
+        except StoreFullError:
+            return Lease(version=0, tickets=(), closed=False)
+        tickets = tuple(
+            Ticket(id=i, minimum_version=minimum_version(i, version=version, limit=limit, groups=self._rules.groups))
+            for i in map(int, ids)
+        )
+        return Lease(version=version, tickets=tickets, closed=bool(closed))
+
+    def renew(self, holder: str, ids: Iterable[int]) -> None:
+        """Extend the leases that `holder` still has."""
+        self._call("renew", holder, self._lease_ms, _text(ids))
+
+    def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
+        """Store a group; also from a holder whose lease ran out, when it is the first."""
+        try:
+            return PutOutcome(self._call("put", ticket_id, frame, self._rules.max_bytes).decode())
+        except StoreFullError:
+            return PutOutcome.FULL
+
+    def give_back(self, holder: str, ids: Iterable[int]) -> None:
+        """Issue again what `holder` returns unused."""
+        self._call("give_back", holder, _text(ids))
+
+    def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
+        """Count an attempt; the last one stores the tombstone, which carries `reason`."""
+        return bool(self._call("fail", holder, ticket_id, tombstone, self._rules.max_attempts))
+
+    # -- the learner
+
+    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+        """Become the lane's learner and make it agree with `ledger`."""
+        above = _text(sorted(ledger.above))
+        arguments = (self._owner, ledger.takes, ledger.chain, version, limit, ledger.watermark, above)
+        self._epoch = self._checked("recover", self._epoch, *arguments)[0]
+
+    def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
+        """Assign the lowest `count` ready ids, if the window allows it."""
+        number = ledger.takes + 1
+        reply = self._learner("take", number, ledger.chain, min(count, MAX_COUNT), min(window, MAX_COUNT))
+        return _take(number, reply) if reply else None
+
+    def frames(self, ids: Sequence[int]) -> list[bytes]:
+        """The frames of `ids`."""
+        if not ids:
+            return []
+        keys = [str(i) for i in ids]
+        frames: list[Any] = self._connection.call(lambda client: client.hmget(self._frames_key, keys))
+        missing = [i for i, frame in zip(ids, frames, strict=True) if frame is None]
+        if missing:
+            raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
+        return [frame for frame in frames if frame is not None]
+
+    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+        """Shorten the last take by one id and issue that again."""
+        return _take(take.number, self._learner("reject", take.number, take.chain, ticket_id, reason))
+
+    def commit(self, number: int, chain: str) -> int:
+        """Forget the groups of all takes up to `number`."""
+        return int(self._learner("commit", number, chain)[0])
+
+    def set_version(self, version: int, *, limit: int) -> None:
+        """Raise version and limit."""
+        self._learner("version", version, limit)
+
+    def revoke(self, holder: str) -> int:
+        """Issue again what `holder` holds."""
+        return int(self._call("revoke", holder))
+
+    def close(self) -> None:
+        """Lease nothing more."""
+        self._learner("close")
+
+    def audit(self) -> Audit:
+        """Count every id once."""
+        *places, payload_bytes, flat = self._call("audit")
+        issued, leased, reissue, ready, taken, done = places
+        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return Audit(
+            issued=issued,
+            leased=leased,
+            reissue=reissue,
+            ready=ready,
+            taken=taken,
+            done=done,
+            payload_bytes=payload_bytes,
+            counters=counters,
+        )
+
+    # -- calls
+
+    def _learner(self, function: str, *arguments: object) -> list[Any]:
+        return self._checked(function, self._epoch, self._owner, *arguments)
+
+    def _checked(self, function: str, *arguments: object) -> list[Any]:
+        """The reply after its status: b"OK", or b"WAIT" with nothing behind it."""
+        reply: list[Any] = self._call(function, *arguments)
+        status, *reply = reply
+        if status == b"FENCED":
+            raise BufferFenced(
+                f"store {self._connection.url}: {reply[0].decode()}; another learner has the run, this one must stop"
+            )
+        if status == b"GAP":
+            raise BufferGap(f"store {self._connection.url}: {reply[0].decode()}; recover from the ledger")
+        return reply
+
+    def _call(self, function: str, *arguments: object) -> Any:
+        return self._connection.call(lambda client: self._fcall(client, function, arguments))
+
+    def _fcall(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
+        name = f"asyncrl_{_DIGEST}_{function}"
+        try:
+            return client.fcall(name, len(self._keys), *self._keys, *arguments)
+        except OutOfMemoryError as error:
+            raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
+        except ResponseError as error:
+            if "Function not found" not in str(error):
+                raise
+        # A new or wiped server: give it the functions.
+        client.function_load(LIBRARY, replace=True)
+        return client.fcall(name, len(self._keys), *self._keys, *arguments)
+
+
+class StoreFullError(StoreError):
+    """The server's own memory limit is reached; PUT and LEASE have to wait."""
+
+
+def _take(number: int, reply: list[Any]) -> Take:
+    chain, ids = reply
+    return Take(number=number, ids=tuple(map(int, ids)), chain=chain.decode())
+
+
+def _text(ids: Iterable[int]) -> str:
+    return " ".join(map(str, ids))

@@ -1,0 +1,112 @@
+"""Frozen dataclasses of plain values as frames: the control plane's messages, whoever defines them."""
+
+import reprlib
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from asyncrl.errors import WireError
+from asyncrl.wire.codec import Limits, decode_frame, encode_frame
+
+MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 20, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16)
+"""Lists are long enough for one entry per parameter of a large model."""
+_PLAIN = (bool, int, float, str, bytes, type(None))
+MAX_DEPTH = 16
+
+
+class MessageCodec:
+    """Turns the given dataclass types into frames and back; every field is checked against its annotation.
+
+    Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or dict[str, X],
+    Any (plain values) and registered dataclasses. A peer of the same wire version may lack a field that has a default.
+    """
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        self._types = {kind.__name__: kind for kind in types}
+        self._hints = {kind: get_type_hints(kind) for kind in types}
+
+    def encode(self, message: Any, key: bytes = b"") -> bytes:
+        """One frame. Raises WireError when a field does not hold what its annotation says."""
+        return encode_frame(MESSAGE_LIMITS, {"message": self._tagged(message)}, {}, key=key)
+
+    def decode(self, data: bytes, key: bytes = b"") -> Any:
+        """An instance of one of the types. Raises WireError."""
+        return self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
+
+    def _tagged(self, message: Any) -> dict[str, Any]:
+        kind = type(message)
+        if kind not in self._hints:
+            raise WireError(f"a {kind.__name__} cannot be sent; known messages are {', '.join(self._types)}")
+        values = {field.name: self._lower(getattr(message, field.name)) for field in fields(kind)}
+        tagged = {"type": kind.__name__, "fields": values}
+        self._message(tagged)
+        return tagged
+
+    def _lower(self, value: Any, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise WireError(f"a message nests deeper than {MAX_DEPTH}")
+        if is_dataclass(value):
+            return self._tagged(value)
+        if isinstance(value, Mapping):
+            return {name: self._lower(item, depth + 1) for name, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [self._lower(item, depth + 1) for item in value]
+        return value
+
+    def _message(self, tagged: Any) -> Any:
+        match tagged:
+            case {"type": str(name), "fields": dict(values)} if len(tagged) == 2 and name in self._types:
+                kind = self._types[name]
+            case _:
+                raise WireError(f"no message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}")
+        hints = self._hints[kind]
+        unknown = values.keys() - hints.keys()
+        if unknown:
+            raise WireError(f"{name} has unknown fields {sorted(map(str, unknown))}; it has {', '.join(hints)}")
+        try:
+            return kind(**{field: self._lift(value, hints[field], f"{name}.{field}") for field, value in values.items()})
+        except (TypeError, ValueError) as error:
+            raise WireError(f"{name} cannot be made of what was sent: {error}") from error
+
+    def _lift(self, value: Any, hint: Any, where: str) -> Any:
+        origin, arguments = get_origin(hint), get_args(hint)
+        if hint is Any:
+            return self._plain(value, where)
+        if hint in self._hints:
+            lifted = self._message(value)
+            return lifted if type(lifted) is hint else self._refuse(value, hint, where)
+        if origin in (Union, types.UnionType):
+            return self._first(value, arguments, hint, where)
+        if origin is tuple and isinstance(value, list):
+            return tuple(self._lift(item, arguments[0], where) for item in value)
+        if origin is list and isinstance(value, list):
+            return [self._lift(item, arguments[0], where) for item in value]
+        if origin in (dict, Mapping) and isinstance(value, dict):
+            return {self._lift(name, str, where): self._lift(item, arguments[1], where) for name, item in value.items()}
+        if hint is float and type(value) is int:
+            return float(value)
+        if hint in _PLAIN and type(value) is hint:
+            return value
+        return self._refuse(value, hint, where)
+
+    def _first(self, value: Any, hints: tuple[Any, ...], hint: Any, where: str) -> Any:
+        for candidate in hints:
+            try:
+                return self._lift(value, candidate, where)
+            except WireError:
+                continue
+        return self._refuse(value, hint, where)
+
+    def _plain(self, value: Any, where: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise WireError(f"{where} nests deeper than {MAX_DEPTH}")
+        if isinstance(value, list):
+            return [self._plain(item, where, depth + 1) for item in value]
+        if isinstance(value, dict):
+            return {self._lift(name, str, where): self._plain(item, where, depth + 1) for name, item in value.items()}
+        return value if type(value) in _PLAIN else self._refuse(value, Any, where)
+
+    def _refuse(self, value: Any, hint: Any, where: str) -> Any:
+        wanted = getattr(hint, "__name__", None) if not get_args(hint) else str(hint)
+        raise WireError(f"{where} is {reprlib.repr(value)} ({type(value).__name__}); a {wanted or hint} is needed")

@@ -1,0 +1,162 @@
+"""A rollout group as a frame: the columns of all its rollouts, concatenated into few tensors.
+
+Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]` entries of the columns.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import WireError
+from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.wire.codec import Limits, decode_frame, encode_frame
+
+GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
+"""The body stays below what Redis takes as one value (512 MiB)."""
+REASON_CHARACTERS = 1000
+"""A longer `dead_reason` is cut."""
+
+T = TypeVar("T")
+
+_COLUMNS = {
+    "prompt_tokens": "int32",
+    "response_tokens": "int32",
+    "spans": "int32",
+    "prompt_ids": "int32",
+    "response_ids": "int32",
+    "action_mask": "uint8",
+    "behaviour_logprobs": "float32",
+    "span_versions": "int64",
+    "span_tokens": "int32",
+    "finish": "uint8",
+    "rewards": "float64",
+    "reward_parts": "float64",
+}
+
+
+def encode_group(group: Group, key: bytes = b"") -> bytes:
+    """One frame. Raises WireError for numbers that are not finite: nobody could train on them."""
+    rollouts = group.rollouts
+    finish_reasons = sorted({rollout.finish_reason for rollout in rollouts})
+    parts = sorted({part for rollout in rollouts for part in rollout.reward_parts})
+    columns: dict[str, Any] = {
+        "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
+        "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
+        "spans": [len(rollout.version_spans) for rollout in rollouts],
+        "span_versions": [span.version for rollout in rollouts for span in rollout.version_spans],
+        "span_tokens": [span.tokens for rollout in rollouts for span in rollout.version_spans],
+        "finish": [finish_reasons.index(rollout.finish_reason) for rollout in rollouts],
+        "rewards": [rollout.reward for rollout in rollouts],
+        # NaN marks a part that this rollout does not have; no reward is NaN.
+        "reward_parts": [rollout.reward_parts.get(part, np.nan) for rollout in rollouts for part in parts],
+    }
+    arrays = {name: np.asarray(column, dtype=_COLUMNS[name]) for name, column in columns.items()}
+    for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
+        pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
+        arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
+    _check_finite(arrays, [value for rollout in rollouts for value in rollout.reward_parts.values()])
+    meta = {
+        "ticket_id": group.ticket_id,
+        "generator_id": group.generator_id,
+        "finished_version": group.finished_version,
+        "sampling_s": float(group.sampling_s),
+        "reward_s": float(group.reward_s),
+        "dead_reason": None if group.dead_reason is None else group.dead_reason[:REASON_CHARACTERS],
+        "finish_reasons": finish_reasons,
+        "parts": parts,
+    }
+    return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
+
+
+def decode_group(data: bytes, key: bytes = b"") -> Group:
+    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group."""
+    frame = decode_frame(GROUP_LIMITS, data, key=key)
+    _check_columns(frame.arrays)
+    _check_finite(frame.arrays, [])
+    meta = frame.meta
+    try:
+        rollouts = _rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts"))
+    except (ValueError, IndexError) as error:
+        raise WireError(f"the columns of the group contradict each other: {error}") from error
+    return Group(
+        ticket_id=_value(meta, "ticket_id", int),
+        rollouts=rollouts,
+        generator_id=_value(meta, "generator_id", str),
+        finished_version=_value(meta, "finished_version", int),
+        sampling_s=_value(meta, "sampling_s", float),
+        reward_s=_value(meta, "reward_s", float),
+        dead_reason=None if meta.get("dead_reason") is None else _value(meta, "dead_reason", str),
+    )
+
+
+def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
+    found = {name: array.dtype.name for name, array in arrays.items()}
+    if found != _COLUMNS:
+        raise WireError(f"the group has tensors {found}; needed are {_COLUMNS}")
+    for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens"):
+        if (arrays[name] < 0).any():
+            raise WireError(f"the group has a negative count in {name}")
+    if (arrays["action_mask"] > 1).any():
+        raise WireError("the group has an action mask with values other than 0 and 1")
+
+
+def _check_finite(arrays: Mapping[str, NDArray[Any]], rewards: list[float]) -> None:
+    for name, values in (
+        ("behaviour_logprobs", arrays["behaviour_logprobs"]),
+        ("rewards", arrays["rewards"]),
+        ("reward_parts", np.asarray(rewards, dtype=np.float64)),
+    ):
+        if not np.isfinite(values).all():
+            raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
+
+
+def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], parts: list[str]) -> tuple[Rollout, ...]:
+    count = len(arrays["rewards"])
+    prompt_ids = _split(arrays["prompt_ids"], arrays["prompt_tokens"], count)
+    response_ids = _split(arrays["response_ids"], arrays["response_tokens"], count)
+    masks = _split(arrays["action_mask"].view(np.bool_), arrays["response_tokens"], count)
+    logprobs = _split(arrays["behaviour_logprobs"], arrays["response_tokens"], count)
+    span_versions = _split(arrays["span_versions"], arrays["spans"], count)
+    span_tokens = _split(arrays["span_tokens"], arrays["spans"], count)
+    part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
+    rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
+    if len(finish) != count:
+        raise ValueError(f"{len(finish)} finish reasons for {count} rollouts")
+    return tuple(
+        Rollout(
+            prompt_ids=prompt_ids[r],
+            response_ids=response_ids[r],
+            action_mask=masks[r],
+            behaviour_logprobs=logprobs[r],
+            version_spans=tuple(map(VersionSpan, span_versions[r].tolist(), span_tokens[r].tolist())),
+            finish_reason=finish_reasons[finish[r]],
+            reward=rewards[r],
+            reward_parts={part: value for part, value in zip(parts, part_values[r], strict=True) if value == value},
+        )
+        for r in range(count)
+    )
+
+
+def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDArray[Any]]:
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    if len(lengths) != count or total != len(column):
+        raise ValueError(f"{len(lengths)} lengths that add up to {total} for {count} rollouts and {len(column)} entries")
+    return [column[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+def _texts(meta: Mapping[str, Any], name: str) -> list[str]:
+    texts = _value(meta, name, list)
+    if not all(type(text) is str for text in texts):
+        raise WireError(f"{name} of the group holds something other than texts")
+    return texts
+
+
+def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = meta.get(name)
+    if type(value) is not kind:
+        raise WireError(f"{name} of the group is {reprlib.repr(value)}; a {kind.__name__} is needed")
+    return value
