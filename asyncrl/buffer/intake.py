@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import RunError, WireError
+from asyncrl.errors import BufferGap, RunError, WireError
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -65,15 +65,36 @@ class Intake:
         """
         until_s = time.monotonic() + wait_s
         while len(self._accepted) < self.groups:
+            if self._take(version):
+                continue
+            if time.monotonic() >= until_s:
+                self._check_stall()
+                return None
+            time.sleep(0.005)
+        return self._finish()
+
+    def commit(self, takes: int, chain: str, version: int) -> None:
+        """Let the store forget the groups up to take `takes`: a checkpoint holds them."""
+        try:
+            self.buffer.commit(takes, chain)
+        except BufferGap as gap:
+            self._heal(gap, version)
+
+    def _take(self, version: int) -> bool:
+        """One take, if enough groups are there."""
+        try:
             take = self.buffer.take(self.ledger, self.groups - len(self._accepted), window=self.window)
             if take is not None:
                 self._sort(take, version)
-            elif time.monotonic() >= until_s:
-                self._check_stall()
-                return None
-            else:
-                time.sleep(0.005)
-        return self._finish()
+        except BufferGap as gap:
+            self._heal(gap, version)
+            return False
+        return take is not None
+
+    def _heal(self, gap: BufferGap, version: int) -> None:
+        """The store was wiped or rolled back under a live learner: the ledger in memory wins."""
+        log.warning("the store forgot part of this run and is brought up to date from the ledger: %s", gap)
+        self.recover(version)
 
     def _finish(self) -> Collected:
         collected = Collected(groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes)

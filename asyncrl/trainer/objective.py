@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from asyncrl.algo import registry
-from asyncrl.algo.batch import Correction, Counts, TokenLoss
-from asyncrl.algo.metrics import policy_metrics
+from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.corrections import Correction
+from asyncrl.algo.losses import TokenLoss
+from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.config.schema import AlgorithmConfig, Choice
 from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, Trainer
+
+LOSS = "loss"
+"""Metric that is a sum already divided by the counts of the step; all others are sums over tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +64,26 @@ class Objective:
     def _correct(self, tokens: TokenBatch) -> TokenBatch:
         if not self.recompute_proximal:
             return tokens  # proximal = behaviour: there is nothing between them to correct
-        correction = self.correction(tokens)
-        return replace(tokens, weights_T=torch.where(correction.keep_T, correction.weights_T, 0.0))
+        return replace(tokens, weights_T=self.correction(tokens).weights_T)
 
     def loss(self, counts: Counts) -> LossFunction:
         """The loss function of one optimizer step, given its token and sequence counts over all ranks."""
 
+        wants_entropy = registry.takes(self.policy_loss, "entropy_T")
+
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
             tokens = microbatch.tokens
-            token_loss = self.policy_loss(tokens, logprobs_T)
+            extra = {"entropy_T": entropy_T} if wants_entropy else {}
+            token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
-            metrics = policy_metrics(tokens, logprobs_T.detach(), entropy_T.detach()) | dict(token_loss.metrics)
+            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), token_loss.metrics])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 losses_T = losses_T + self.kl_coefficient * kl_T
-                metrics["kl_reference"] = float(kl_T.detach().sum())
+                metrics["policy/kl_reference"] = float(kl_T.detach().sum())
             if self.entropy_coefficient:
                 losses_T = losses_T - self.entropy_coefficient * entropy_T
             loss = self.aggregation(losses_T, tokens, counts)
-            return LossSums(loss=loss, metrics=metrics | {"loss": float(loss.detach())})
+            return LossSums(loss=loss, metrics=metrics | {LOSS: float(loss.detach())})
 
         return loss_of

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.algo.batch import Counts, GroupRewards
+from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.rewards import GroupRewards
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.packing import Sequence, microbatch, pack, share_out
 from asyncrl.types import Group, Rollout
@@ -50,14 +51,16 @@ class Plan:
     minibatches: tuple[Minibatch, ...]
     sequences: tuple[Sequence, ...]
     """Of all ranks, in group order."""
-    shaped_rewards_S: NDArray[np.float32]
+    rewards: GroupRewards
+    """Shaped, as the advantages saw them."""
 
 
 def make_plan(groups: Sequenced[Group], version: int, *, advantage: Advantage, shaping: Sequenced[Shaping], settings: PlanSettings) -> Plan:
     """Advantages over whole groups first, then masks, then packing: a masked token still counts for the baseline."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     shaped_S = np.array([_shape(rollout, shaping, settings.max_response_tokens) for rollout in rollouts], dtype=np.float32)
-    advantages_T = advantage(_group_rewards(groups, rollouts, shaped_S)).numpy()
+    rewards = _group_rewards(groups, rollouts, shaped_S)
+    advantages_T = advantage(rewards).numpy()
     ends = np.cumsum([int(rollout.action_mask.sum()) for rollout in rollouts])
     sequences = tuple(
         _sequence(rollout, part, version, settings)
@@ -68,7 +71,7 @@ def make_plan(groups: Sequenced[Group], version: int, *, advantage: Advantage, s
     minibatches = tuple(
         _minibatch(sequences[start:stop], settings) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
     )
-    return Plan(minibatches=minibatches, sequences=sequences, shaped_rewards_S=shaped_S)
+    return Plan(minibatches=minibatches, sequences=sequences, rewards=rewards)
 
 
 def _shape(rollout: Rollout, shaping: Sequenced[Shaping], max_response_tokens: int) -> float:
@@ -90,6 +93,7 @@ def _group_rewards(groups: Sequenced[Group], rollouts: Sequenced[Rollout], shape
         rewards_S=torch.from_numpy(shaped_S),
         group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
         num_groups=len(groups),
+        lengths_S=lengths_S,
         sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
         parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in names},
     )

@@ -1,0 +1,120 @@
+"""The published metrics of one step. Names, units and meaning are in `docs/metrics.md`."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncrl.algo.metrics import finish, group_metrics, merge
+from asyncrl.learner import Step
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.trainer.objective import LOSS
+from asyncrl.types import Group, Rollout
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def step_metrics(step: Step) -> dict[str, float]:
+    """Everything that is known about a step, by name."""
+    sums = merge([*(result.metrics for result in step.results), group_metrics(step.plan.rewards)])
+    loss = sums.pop(LOSS, 0.0)
+    metrics = finish(sums)
+    metrics |= {
+        "policy/loss": loss / max(len(step.results), 1),
+        "policy/grad_norm": max((result.grad_norm for result in step.results), default=0.0),
+        "policy/lr": step.results[-1].lr if step.results else 0.0,
+        "weights/version": step.version,
+    }
+    return metrics | _rollout_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
+
+
+def _rollout_metrics(step: Step) -> dict[str, float]:
+    groups = step.collected.groups
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    reasons = Counter(reason.split(":")[0] for _, reason in step.collected.rejected)
+    names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
+    return {
+        "groups/trained": len(groups),
+        "groups/takes": step.collected.takes,
+        **{f"groups/rejected_{reason}": count for reason, count in reasons.items()},
+        **{f"reward/{name}/mean": float(np.mean([r.reward_parts[name] for r in rollouts])) for name in names},
+        "completions/length_mean": float(np.mean(lengths)),
+        "completions/length_max": float(np.max(lengths)),
+        "completions/truncated_share": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
+        "time/reward_s": float(np.mean([group.reward_s for group in groups])),
+    }
+
+
+def _staleness_metrics(step: Step) -> dict[str, float]:
+    """Lag per action token, split into what passed while sampling and what passed while waiting."""
+    trained = step.version - 1
+    lag, in_queue, kept = [], [], 0
+    sequences = iter(step.plan.sequences)
+    for group in step.collected.groups:
+        for rollout in group.rollouts:
+            actions = rollout.action_mask
+            lag.append(trained - rollout.versions[actions])
+            in_queue.append(np.full(int(actions.sum()), trained - group.finished_version))
+            kept += int(next(sequences).keep.sum())
+    lag_T, in_queue_T = np.concatenate(lag), np.concatenate(in_queue)
+    if not lag_T.size:
+        return {}
+    return {
+        "staleness/mean": float(lag_T.mean()),
+        "staleness/max": float(lag_T.max()),
+        "staleness/in_queue": float(in_queue_T.mean()),
+        "staleness/in_flight": float((lag_T - in_queue_T).mean()),
+        "staleness/masked_share": 1.0 - kept / lag_T.size,
+    }
+
+
+def _time_metrics(step: Step) -> dict[str, float]:
+    seconds = step.seconds
+    total_s = sum(seconds.values())
+    tokens = sum(len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in step.plan.sequences)
+    return {
+        **{f"time/{name}": value for name, value in seconds.items()},
+        "time/step": total_s,
+        "idle/learner": seconds.get("wait_groups", 0.0) / total_s if total_s else 0.0,
+        "perf/learner_tokens_per_s": tokens / max(total_s - seconds.get("wait_groups", 0.0), 1e-9),
+    }
+
+
+def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
+    """`count` rollouts of the step, spread over its groups: the best and the worst of each."""
+    records: list[SampleRecord] = []
+    advantages = iter(step.plan.sequences)
+    for group in step.collected.groups:
+        owned = [next(advantages) for _ in group.rollouts]
+        ranked = sorted(zip(group.rollouts, owned, strict=True), key=lambda pair: -pair[0].reward)
+        for rollout, sequence in (ranked[0], ranked[-1]):
+            if len(records) == count:
+                return records
+            actions = sequence.advantages[rollout.action_mask]
+            advantage = float(actions[0]) if actions.size else 0.0
+            records.append(_record(group, rollout, step.version, decode, advantage=advantage, kind="train"))
+    return records
+
+
+def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
+    """The first rollout of `count` evaluated prompts."""
+    scored = [group for group in groups if group.rollouts][:count]
+    return [_record(group, group.rollouts[0], version, decode, advantage=0.0, kind="eval") for group in scored]
+
+
+def _record(group: Group, rollout: Rollout, step: int, decode: Decode, *, advantage: float, kind: str) -> SampleRecord:
+    return SampleRecord(
+        step=step,
+        ticket_id=group.ticket_id,
+        prompt=decode(rollout.prompt_ids.tolist()),
+        response=decode(rollout.response_ids.tolist()),
+        reward=rollout.reward,
+        parts=dict(rollout.reward_parts),
+        advantage=advantage,
+        versions=[(span.version, span.tokens) for span in rollout.version_spans],
+        finish_reason=rollout.finish_reason,
+        generator_id=group.generator_id,
+        kind=kind,
+    )
