@@ -1,0 +1,233 @@
+"""vLLM as the engine: one AsyncLLM in this process's care, its core and workers in child processes.
+
+No HTTP server: vLLM's routes for weight updates are unauthenticated, and none of them exists here.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.base import EngineStats, SamplingSpec
+from asyncrl.engine.vllm_args import Device, engine_args, set_environment
+from asyncrl.engine.vllm_outputs import to_rollout, token_logprobs
+from asyncrl.errors import EngineError, TransferError
+from asyncrl.types import Rollout
+from asyncrl.weights.base import UpdateOrder
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+"""The receiver's own deadline is to fire first: it knows what it waited for."""
+_CLOSE_S = 10.0
+
+
+class VLLMEngine:
+    """The `Engine` interface on vLLM.
+
+    Versions and the prefix cache: every request carries the number of the update before which it was submitted as
+    its cache salt, so that it never reads prefix blocks of a request from before that update. Requests in flight
+    keep their own KV cache, unless `generator.recompute_kv`.
+    """
+
+    def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
+        """Use `start`."""
+        self._llm = llm
+        self._deadline_s = deadline_s
+        self._recompute_kv = recompute_kv
+        self._version = 0
+        self._updates = 0  # begun so far: the cache salt
+        self._request_ids = itertools.count()
+        self._running: dict[asyncio.Task[list[Rollout]], int] = {}
+        self._sampled_tokens = 0
+        self._paused_since_s: float | None = None
+        self._paused_s = 0.0
+
+    @classmethod
+    async def start(
+        cls,
+        model: ModelConfig,
+        generator: GeneratorConfig,
+        sampling: SamplingConfig,
+        weights: WeightsConfig,
+        *,
+        device: Device,
+    ) -> Self:
+        """Load the model as version 0; blocks the loop for half a minute.
+
+        Not in a thread: the kernel ends the engine's processes when the thread that started them ends.
+        Raises EngineError when vLLM does not start.
+        """
+        set_environment(generator, weights, device=device)
+        from vllm import AsyncEngineArgs  # noqa: PLC0415 - seconds, and it reads the environment
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        try:
+            arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
+            llm = AsyncLLM.from_engine_args(arguments)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
+        engine = cls(llm, deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
+        await engine._call(llm.update_weight_version("0"), "label the first weights")
+        return engine
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 while they are dirty."""
+        return self._version
+
+    # --- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        """`count` unscored rollouts; see `Engine.sample`."""
+        task = asyncio.create_task(self._sample(prompt_ids, count, spec))
+        self._running[task] = count
+        task.add_done_callback(self._running.pop)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._deadline_s))[0]:
+                await self._call(self._llm.is_paused(), "say whether it is alive")
+        finally:
+            task.cancel()  # when this one was cancelled or the engine hangs; else it is done
+        if task.cancelled():
+            raise EngineError("the request was dropped, because the engine's weights turned out to be wrong; sample it again")
+        return task.result()
+
+    async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        params = SamplingParams(
+            n=count,
+            temperature=spec.temperature,
+            max_tokens=spec.max_response_tokens,
+            stop=list(spec.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(spec.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._generate(prompt_ids, params)
+        rollouts = [to_rollout(prompt_ids, completion) for completion in output.outputs]
+        self._sampled_tokens += sum(len(rollout.response_ids) for rollout in rollouts)
+        return rollouts
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities of token_ids[1:]; see `Engine.score`."""
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        if self._paused_since_s is not None:
+            raise EngineError("score: the engine is paused for a weight update; finish the update first")
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        output = await self._call(self._generate(token_ids, params), f"score {len(token_ids)} tokens")
+        return token_logprobs(output.prompt_logprobs, token_ids)[1:]
+
+    async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Any:
+        """The last output of one request."""
+        from vllm.inputs import TokensPrompt  # noqa: PLC0415
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: PLC0415
+
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=str(self._updates))
+        output = None
+        try:
+            async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+                pass
+        except EngineDeadError as error:
+            raise _dead() from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
+        return output
+
+    async def abort_requests(self) -> None:
+        """Drop every running request: their callers get EngineError."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await self._call(asyncio.wait(tasks), f"drop {len(tasks)} requests")
+
+    # --- weight updates --------------------------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        """Pause sampling and keep the requests; see `Engine.begin_update`."""
+        self._version = -1
+        self._updates += 1
+        if self._paused_since_s is not None:
+            return  # since an update that failed
+        self._paused_since_s = time.monotonic()
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=self._recompute_kv), "pause its requests")
+
+    async def receive(self, order: UpdateOrder) -> None:
+        """Receive the parameters of one order; see `Engine.receive`."""
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+
+        if self._paused_since_s is None:
+            raise EngineError("receive: requests are running; begin the update first")
+        where = f"weights of version {order.version} over {order.transport}"
+        try:
+            await asyncio.wait_for(self._receive(order), order.deadline_s + _GRACE_S)
+        except TimeoutError as error:
+            raise TransferError(
+                f"{where}: not loaded within {order.deadline_s:g} s; they are incomplete, send them again"
+            ) from error
+        except EngineDeadError as error:
+            raise _dead() from error
+        except Exception as error:  # the worker's exception arrives as text in a bare Exception
+            raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
+
+    async def _receive(self, order: UpdateOrder) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
+
+        update = {"transport": order.transport, "deadline_s": order.deadline_s, "details": order.details}
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._llm.finish_weight_update()
+
+    async def finish_update(self, version: int) -> None:
+        """Make the received weights current as `version` and resume sampling."""
+        if self._paused_since_s is None:
+            raise EngineError(f"finish_update({version}): no update has begun")
+        await self._call(self._llm.update_weight_version(str(version)), f"label its weights {version}")
+        self._version = version
+        await self._call(self._llm.resume_generation(), "resume its requests")
+        self._paused_s += time.monotonic() - self._paused_since_s
+        self._paused_since_s = None
+
+    # --- the processes ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters for telemetry; tokens count when their rollout ends."""
+        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
+        return EngineStats(
+            sampled_tokens=self._sampled_tokens,
+            running_requests=sum(self._running.values()),
+            paused_s=self._paused_s + pausing_s,
+        )
+
+    async def close(self) -> None:
+        """Stop the engine's processes; requests that still run get EngineError."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.to_thread(self._llm.shutdown, _CLOSE_S)
+
+    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+
+        try:
+            return await asyncio.wait_for(call, self._deadline_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"vLLM's engine process did not {what} within {self._deadline_s:g} s; restart the generator"
+            ) from error
+        except EngineDeadError as error:
+            raise _dead() from error
+
+
+def _dead() -> EngineError:
+    return EngineError("vLLM's engine process has died; its log says why, and the generator must be restarted")

@@ -1,0 +1,61 @@
+"""From the configuration to vLLM's arguments and environment: what differs between CPU and GPU is decided here."""
+
+import os
+from typing import Any, Literal
+
+from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.weights.plugin import BACKENDS, OWNER_ENV
+
+Device = Literal["cpu", "cuda"]
+
+
+def engine_args(
+    model: ModelConfig, generator: GeneratorConfig, sampling: SamplingConfig, weights: WeightsConfig, *, device: Device
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - vLLM takes seconds to import
+
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "tensor_parallel_size": generator.tensor_parallel,
+        "max_num_seqs": generator.max_running,
+        # Scoring the probe samples one token behind it.
+        "max_model_len": max(sampling.max_tokens, weights.probe_tokens + 1),
+        # Temperature inside: the log-probabilities are those of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # The rollouts of a group share their prompt; versions are kept apart by a cache salt, see `VLLMEngine`.
+        "enable_prefix_caching": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[transport_of(weights, device)]),
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if device == "cpu":
+        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": int(generator.kv_cache_gib * 2**30)}
+    return arguments | {
+        "enforce_eager": generator.enforce_eager,
+        "gpu_memory_utilization": generator.gpu_memory_utilization,
+    }
+
+
+def transport_of(weights: WeightsConfig, device: Device) -> str:
+    """The transport behind `auto`."""
+    if weights.transport == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return weights.transport
+
+
+def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:
+    """What vLLM reads from the environment only; inherited by the engine's processes."""
+    os.environ[OWNER_ENV] = str(os.getpid())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device == "cpu" and generator.threads is not None:
+        # vLLM would bind every engine of this host to the same first cores.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(generator.threads)
+    if transport_of(weights, device) == "ipc":
+        # CUDA IPC handles are pickled; they come from the learner on this host, over vLLM's private pipes.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

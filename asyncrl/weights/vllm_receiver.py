@@ -1,0 +1,210 @@
+"""Receiving weights inside vLLM's worker processes: one reload of the model per update, whole or not at all.
+
+    update = {"transport": ..., "deadline_s": ..., "details": ...}     from the engine, see `UpdateOrder`
+
+    gloo   rendezvous, layout, checksums: buckets over a Gloo group, each verified before it is loaded
+    disk   directory with safetensors files in Hugging Face names
+    nccl   init (a fresh `nccl_unique_id_b64`, offset and size; only with a new group), update (names, dtypes, shapes)
+    ipc    init, update: vLLM's own payloads
+
+A failed update leaves the model usable for the next one, but its weights are a mixture: the engine must not sample.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from asyncrl.errors import TransferError
+from asyncrl.weights import gloo
+from asyncrl.weights.layout import Layout
+
+Update = dict[str, Any]
+
+
+@contextmanager
+def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+    """Load a whole checkpoint inside: kernels' packed copies are made anew, also of the tied output head.
+
+    Raises:
+        TransferError: parameters were missing.
+    """
+    wanted = {name for name, _ in model.named_parameters()}  # tied ones once
+    loaded: set[str] = set()
+    load_weights = model.load_weights
+
+    def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        names: set[str] = load_weights(weights)
+        loaded.update(names)
+        return names
+
+    model.load_weights = recording  # type: ignore[assignment]  # vLLM's receivers call it too
+    initialize_layerwise_reload(model)
+    try:
+        yield
+        if missing := sorted(wanted - loaded):
+            raise TransferError(f"{len(missing)} of {len(wanted)} parameters were not sent, first {missing[0]!r}")
+    except BaseException:
+        _abandon_reload(model)
+        raise
+    finally:
+        del model.load_weights  # the class's own again
+    finalize_layerwise_reload(model, model_config)
+    _repack_tied(model)
+
+
+def _abandon_reload(model: nn.Module) -> None:
+    """Put the kernels' tensors back and forget what was buffered: vLLM would mix it into the next reload."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+def _repack_tied(model: nn.Module) -> None:
+    """vLLM reloads the embedding, in place, but not the output head that shares it: its packed copy would stay old."""
+    owners: set[nn.Parameter] = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.numel() == 0:
+            continue
+        if weight in owners and hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)
+        owners.add(weight)
+
+
+class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
+    """Gloo and disk for any of vLLM's engines, and the whole reload within `update_weights`."""
+
+    _group: gloo.Group | None = None
+
+    def start_weight_update(self) -> None:
+        """Nothing: the reload begins and ends with the transfer, so that a failed one leaves none open."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see `start_weight_update`."""
+
+    def update_weights(self, update_info: Update) -> None:
+        """Receive and load one version. Raises TransferError."""
+        details, deadline_s = update_info["details"], float(update_info["deadline_s"])
+        with reloading(self.model, self.model_config):
+            if update_info["transport"] == "gloo":
+                self.model.load_weights(self._over_gloo(details, deadline_s))
+            elif update_info["transport"] == "disk":
+                self.model.load_weights(_from_disk(Path(details["directory"])))
+            else:
+                self._over_vllm(details, deadline_s)
+        if self.device.type == "cuda":
+            torch.accelerator.synchronize()
+
+    def _over_gloo(self, details: Update, deadline_s: float) -> Iterator[tuple[str, Tensor]]:
+        rendezvous = details["rendezvous"]
+        if self._group is None or self._group.name != rendezvous["name"]:
+            self._group = None  # frees its sockets first
+            rank = 1 + self.parallel_config.rank
+            self._group = gloo.open_group(rendezvous, rank=rank, deadline_s=deadline_s)
+        yield from gloo.receive(self._group, Layout.from_plain(details["layout"]), details["checksums"])
+
+    def _over_vllm(self, details: Update, deadline_s: float) -> None:
+        raise TransferError("this engine was started for gloo and disk; start it with the transport that the order names")
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        self._group = None
+        super().shutdown()
+
+
+class _OverVLLM(_Receives):
+    """vLLM's own transports, bounded: a communicator that does not finish in time is aborted."""
+
+    def _over_vllm(self, details: Update, deadline_s: float) -> None:
+        watchdog = threading.Timer(deadline_s, self.shutdown)
+        watchdog.start()
+        try:
+            if details.get("init") is not None:
+                self.shutdown()  # the group of an earlier sender
+                self.init_transfer_engine(self.parse_init_info(details["init"]))
+            self._require_working()
+            self.receive_weights(self.parse_update_info(details["update"]))
+            if self.device.type == "cuda":
+                torch.accelerator.synchronize()
+        finally:
+            watchdog.cancel()
+        if watchdog.finished.is_set() and not watchdog.is_alive() and self._was_aborted():
+            raise TransferError(f"the transfer was cut off after {deadline_s:g} s")
+
+    def _require_working(self) -> None:
+        pass
+
+    def _was_aborted(self) -> bool:
+        return False
+
+
+class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's packed NCCL broadcast."""
+
+    def _require_working(self) -> None:
+        if self.model_update_group is None or self.model_update_group.disabled:
+            raise TransferError("vLLM disabled its NCCL communicator, whose broadcasts then do nothing: NCCL >= 2.29.7 is needed")
+
+    def _was_aborted(self) -> bool:
+        return self.model_update_group is None
+
+
+class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's CUDA IPC: learner and generator on one GPU."""
+
+
+@dataclass
+class _NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Gloo groups come with the order."""
+
+
+@dataclass
+class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Orders are plain dictionaries."""
+
+
+class Receiver(_Receives):
+    """Gloo and disk, on CPU and GPU."""
+
+    init_info_cls = _NoInit
+    update_info_cls = _NoUpdate
+
+    def init_transfer_engine(self, init_info: _NoInit) -> None:
+        """Nothing: a group comes with the order."""
+
+    def receive_weights(self, update_info: _NoUpdate) -> None:
+        """Not called: `update_weights` does it all."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        self._group = None
+
+
+def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the directory's safetensors files."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise TransferError(f"{directory} holds no .safetensors file")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                yield name, tensors.get_tensor(name)
