@@ -12,20 +12,21 @@ The rendezvous is a dictionary of plain values, part of the update order:
     host, port  else: a TCPStore served by the sender on the control plane's interface only
 """
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import Layout, verify
+from asyncrl.weights.layout import Bucket, Layout, verify
 
 Rendezvous = Mapping[str, Any]
 
@@ -42,6 +43,13 @@ class Group:
     deadline_s: float
     """Bound on one transfer."""
     spoilt: bool = False
+
+
+class _Operation(NamedTuple):
+    """One broadcast under way and the memory it uses."""
+
+    buffer: Tensor
+    work: Any
 
 
 def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None) -> Group:
@@ -82,13 +90,16 @@ def send(group: Group, buffer: Tensor, layout: Layout) -> None:
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until it went well
     # One bucket stays queued behind the one under way, so that the wire never idles; more would not help.
-    pending: list[Any] = []
-    for bucket in layout.buckets:
-        pending.append(_broadcast(group, buffer[bucket.start_byte : bucket.end_byte], ends_at_s))
-        if len(pending) > 1:
+    pending: list[_Operation] = []
+    try:
+        for bucket in layout.buckets:
+            pending.append(_broadcast(group, buffer[bucket.start_byte : bucket.end_byte], ends_at_s))
+            if len(pending) > 1:
+                _wait(group, pending.pop(0))
+        while pending:
             _wait(group, pending.pop(0))
-    for work in pending:
-        _wait(group, work)
+    finally:
+        _drain(pending)
     group.spoilt = False
 
 
@@ -105,15 +116,19 @@ def receive(group: Group, layout: Layout, checksums: Sequence[int]) -> Iterator[
     _require_usable(group)
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until it went well
-    ahead = _start_receive(group, layout, 0, ends_at_s)
-    for position, bucket in enumerate(layout.buckets):
-        buffer, work = ahead
-        _wait(group, work)
-        if position + 1 < len(layout.buckets):  # the next bucket travels while this one is verified and loaded
-            ahead = _start_receive(group, layout, position + 1, ends_at_s)
-        verify(buffer, layout, checksums, bucket)
-        for index in range(bucket.first, bucket.end):
-            yield layout.specs[index].name, layout.view(buffer, index, bucket.start_byte)
+    pending: list[_Operation] = []
+    try:
+        for ahead in layout.buckets[:1]:
+            pending.append(_broadcast(group, _memory(ahead), ends_at_s))
+        for position, bucket in enumerate(layout.buckets):
+            buffer = _wait(group, pending.pop(0))
+            for ahead in layout.buckets[position + 1 : position + 2]:  # travels while this one is verified and loaded
+                pending.append(_broadcast(group, _memory(ahead), ends_at_s))
+            verify(buffer, layout, checksums, bucket)
+            for index in range(bucket.first, bucket.end):
+                yield layout.specs[index].name, layout.view(buffer, index, bucket.start_byte)
+    finally:
+        _drain(pending)
     group.spoilt = False
 
 
@@ -138,25 +153,34 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _start_receive(group: Group, layout: Layout, position: int, ends_at_s: float) -> tuple[Tensor, Any]:
-    bucket = layout.buckets[position]
-    buffer = torch.empty(bucket.end_byte - bucket.start_byte, dtype=torch.uint8)
-    return buffer, _broadcast(group, buffer, ends_at_s)
+def _memory(bucket: Bucket) -> Tensor:
+    return torch.empty(bucket.end_byte - bucket.start_byte, dtype=torch.uint8)
 
 
-def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> Any:
+def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> _Operation:
     remaining_s = max(ends_at_s - time.monotonic(), 0.001)
     try:
-        return group.process_group.broadcast(buffer, 0, timedelta(seconds=remaining_s))
+        return _Operation(buffer, group.process_group.broadcast(buffer, 0, timedelta(seconds=remaining_s)))
     except RuntimeError as error:
         raise _failed(group, error) from error
 
 
-def _wait(group: Group, work: Any) -> None:
+def _wait(group: Group, operation: _Operation) -> Tensor:
     try:
-        work.wait()
+        operation.work.wait()
     except RuntimeError as error:
         raise _failed(group, error) from error
+    return operation.buffer
+
+
+def _drain(pending: list[_Operation]) -> None:
+    """Wait for what is still under way after a failure, at most until the deadline.
+
+    A process that ends, or frees the buffers, under a running operation is terminated by Gloo's threads.
+    """
+    for operation in pending:
+        with contextlib.suppress(RuntimeError):
+            operation.work.wait()
 
 
 def _require_usable(group: Group) -> None:
