@@ -33,7 +33,10 @@ Rendezvous = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Group:
-    """An open group. `spoilt` groups refuse to be used: what is still in their pipes belongs to a transfer that failed."""
+    """An open group; dropping the last reference closes it.
+
+    `spoilt` groups refuse to be used: what is still in their pipes belongs to a transfer that failed.
+    """
 
     name: str
     process_group: Any

@@ -41,6 +41,7 @@ try:
         print("done", count, total, flush=True)
 except TransferError as error:
     print("failed", error, flush=True)
+group = None  # joins Gloo's threads: one that still frees a tensor when Python ends would terminate the process
 """
 
 
