@@ -22,6 +22,7 @@ from redis.retry import Retry
 from asyncrl.buffer.connection import MINIMUM_VERSION
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
+from asyncrl.processes import stop_process
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
@@ -31,16 +32,13 @@ SOCKET_PATH_BYTES = 100
 MEMORY_MARGIN = 1.5
 """The server's own limit over store.max_gib: the buffer's cap works first, this one guards the machine."""
 
-# Exec'ed into the server after asking Linux to kill it with its parent, also when that is killed. The parent may be
-# gone before the request is made, hence the check. (A preexec_fn would not be safe beside threads.)
 _BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:
-    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
+import os, sys
+from asyncrl.processes import die_with_parent
+die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
+"""Becomes the server, which inherits the request. (A preexec_fn would not be safe beside threads.)"""
 
 
 class StoreServer:
@@ -93,7 +91,7 @@ class StoreServer:
     def start(self) -> None:
         """Start and wait until it answers. Raises StoreError with the end of its log."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
+        argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
         log = (self._directory / "store.log").open("ab")
         with log:
             self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
@@ -106,16 +104,9 @@ class StoreServer:
 
     def stop(self) -> None:
         """Ask it to stop, wait, kill. Does nothing when it does not run."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_S)
-        self._process = None
+        if self._process is not None:
+            stop_process(self._process, grace_s=STOP_S)
+            self._process = None
 
     def kill(self) -> None:
         """End it as a crash would."""
