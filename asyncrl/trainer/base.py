@@ -43,7 +43,7 @@ class LossSums:
 
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
-"""(micro-batch, logprobs_T with gradient, entropy_T without) -> sums"""
+"""(micro-batch, logprobs_T, entropy_T: float32, both differentiable) -> sums. Never called with an empty micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,11 @@ class Trainer(Protocol):
         ...
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """One optimizer step. Every rank passes the same number of micro-batches; an empty one takes part with zero loss."""
+        """One optimizer step on the gradient summed over micro-batches and ranks.
+
+        Every rank passes the same number of micro-batches; an empty one takes part with zero loss. A step without any, or with
+        a non-finite loss or gradient, changes nothing on any rank and has the metric `skipped_steps` 1.
+        """
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -89,11 +93,14 @@ class Trainer(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Model, optimizer, scheduler and RNG of all ranks, and a Hugging Face export, into `directory`."""
+        """Model, optimizer, scheduler and RNG of all ranks, and a Hugging Face export in `hf/`, into the existing `directory`.
+
+        Returns when the files of every rank are there; the caller makes them durable.
+        """
         ...
 
     def load(self, directory: Path) -> None:
-        """The inverse of `save`."""
+        """The inverse of `save`. May unpickle: only for directories that have been verified."""
         ...
 
     def close(self) -> None: ...

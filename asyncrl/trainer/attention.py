@@ -1,0 +1,83 @@
+"""Attention over packed sequences that never builds an N x N mask.
+
+Transformers looks up the mask maker by the attention's name; a name it does not know gets no mask at all. So the
+registered function sees all sequences end to end, and the offsets that the model's forward passed through tell it
+where each one starts.
+
+Axes in names:  H heads, N packed tokens, D head size.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from asyncrl.errors import ConfigError
+
+SEGMENTS = "asyncrl_segments"
+"""Name of `segment_attention` in transformers' registry."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""What some architectures pass to their attention and plain softmax attention does not do."""
+
+
+def segment_attention(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1HND: Tensor,
+    value_1HND: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_starts: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence, one fused kernel call per sequence; returns [1, N, H, D].
+
+    Raises ConfigError for architectures whose attention is more than that.
+    """
+    extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    lengths = [stop - start for start, stop in pairwise(sequence_starts)]
+    if sliding_window is not None and max(lengths) > sliding_window:
+        extras.append(f"sliding_window {sliding_window} on {max(lengths)} tokens")
+    if extras:
+        raise ConfigError(
+            f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without flash-attention lacks; "
+            "install flash-attn on a GPU, or choose a model with plain causal attention"
+        )
+    grouped = query_1HND.shape[1] != key_1HND.shape[1]
+    outputs = [
+        scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for query, key, value in zip(
+            query_1HND.split(lengths, dim=2), key_1HND.split(lengths, dim=2), value_1HND.split(lengths, dim=2), strict=True
+        )
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(SEGMENTS, segment_attention)
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """Flash attention's varlen kernels where they exist, else one sdpa call per sequence."""
+    if device.type == "cuda" and dtype != torch.float32:
+        if is_flash_attn_3_available():
+            return "flash_attention_3"
+        if is_flash_attn_2_available():
+            return "flash_attention_2"
+    return SEGMENTS
+
+
+def attention_kwargs(attention: str, sequence_starts: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What the attention needs to know of the packing, to be passed to the model's forward."""
+    if attention == SEGMENTS:
+        return {"sequence_starts": sequence_starts}
+    offsets = torch.tensor(sequence_starts, dtype=torch.int32, device=device)
+    longest = max(stop - start for start, stop in pairwise(sequence_starts))
+    return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}

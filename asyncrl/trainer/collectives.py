@@ -1,0 +1,85 @@
+"""How the ranks of one learner meet and exchange bytes: bounded in time, without pickle."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.errors import RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one learner meet; the command line reads it from the environment."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    """Index of this rank's GPU on its host."""
+    address: str = "127.0.0.1"
+    port: int = 0
+    """Free port on rank 0's host; a single rank needs none."""
+    timeout_s: float = 600.0
+    """Longest wait in any collective: when a rank is gone, the others end with an error."""
+
+
+class Ranks:
+    """The process group of the learner."""
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        """Waits for all ranks. Raises RunError when one is missing after `timeout_s`, or the port is taken."""
+        self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        try:
+            store = _store(rendezvous, timeout)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise RunError(
+                f"learner rank {self.rank}: no meeting of {self.count} ranks at {rendezvous.address}:{rendezvous.port} within "
+                f"{rendezvous.timeout_s:g} s ({error}); check that all ranks run and that the port is free and reachable"
+            ) from error
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.count == 1:
+            return value or b""
+        size = self._tensor([len(value or b"")], torch.int64)
+        dist.broadcast(size, src=0)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        if self.rank == 0:
+            data.copy_(_bytes_tensor(value or b""))
+        dist.broadcast(data, src=0)
+        return data.cpu().numpy().tobytes()
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
+        if self.count == 1:
+            return [value]
+        sizes = [self._tensor([0], torch.int64) for _ in range(self.count)]
+        dist.all_gather(sizes, self._tensor([len(value)], torch.int64))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
+        padded[: len(value)] = _bytes_tensor(value)
+        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(parts, padded)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self.gather(b"")
+
+    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+    if rendezvous.ranks == 1:
+        return dist.HashStore()
+    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.ranks, is_master=rendezvous.rank == 0, timeout=timeout)
+
+
+def _bytes_tensor(value: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)

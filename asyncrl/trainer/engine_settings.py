@@ -1,0 +1,78 @@
+"""What DeepSpeed is told."""
+
+import os
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.errors import ConfigError
+
+NEVER = 1 << 62
+"""Steps between DeepSpeed's own progress lines."""
+
+
+def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
+    """This rank's device. Raises ConfigError where DeepSpeed has chosen another kind."""
+    wanted = learner.device if learner.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = get_accelerator().device_name()
+    if chosen != wanted:
+        raise ConfigError(
+            f"learner.device: {learner.device} means {wanted} here, but DeepSpeed runs on {chosen}; "
+            f"set the environment variable DS_ACCELERATOR={wanted}, or learner.device={chosen}"
+        )
+    if learner.threads is not None:
+        torch.set_num_threads(learner.threads)
+    if wanted == "cpu":
+        return torch.device("cpu")
+    device = torch.device(wanted, local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_deepspeed(local_rank: int) -> None:
+    """Make DeepSpeed use the process group that exists."""
+    # An operator for inference only, that would be compiled at the first start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["LOCAL_RANK"] = str(local_rank)  # the only way in: deepspeed.initialize has no argument for it
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
+    """The configured stage, but 1 for 0 in bfloat16: AdamW needs float32 master weights, which ZeRO keeps (and shards)."""
+    return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
+
+
+def engine_settings(model: ModelConfig, learner: LearnerConfig, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Gradients are accumulated in float32 whatever the model's dtype."""
+    optimizer = learner.optimizer
+    bfloat16 = model.dtype == "bfloat16"
+    return {
+        # The trainer sets accumulation boundaries itself, so these two only have to be consistent.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": NEVER,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": optimizer.max_grad_norm,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "torch_adam": True,  # needs no compiled op
+                "lr": optimizer.lr,
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+            },
+        },
+    }
+
+
+def warm_up(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
+    """A learning rate that rises linearly over `warmup_steps` and then stays."""
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))

@@ -1,0 +1,124 @@
+"""A Hugging Face causal language model as a policy: log-probabilities of action tokens, and nothing larger.
+
+Axes in names:  N packed tokens, T action tokens, C one chunk of them, D hidden size, V vocabulary.
+The logits of at most one chunk exist at any time, forward and backward: [C, V], never [N, V].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.attention import attention_kwargs
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config keys of architectures that do more to their logits than the output layer."""
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(hidden_TD, weight_VD, target_T) -> (ln softmax(z)[target], entropy of softmax(z)), z = hidden @ weight.T / temperature.
+
+    Backward recomputes each chunk's logits. With p = softmax(z), g and e the gradients of the two outputs, H the entropy:
+    dL/dz = g (onehot(target) - p) - e p (ln p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)
+        logsumexp_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
+        for start in range(0, len(target_T), chunk):
+            part = slice(start, start + chunk)
+            logits_CV = linear(hidden_TD[part], weight_VD).float().div_(temperature)
+            peak_C = logits_CV.amax(-1)
+            exp_CV = (logits_CV - peak_C[:, None]).exp_()
+            sum_C = exp_CV.sum(-1)
+            logsumexp_T[part] = peak_C + sum_C.log()
+            logprobs_T[part] = logits_CV.gather(-1, target_T[part, None]).squeeze(-1) - logsumexp_T[part]
+            entropy_T[part] = logsumexp_T[part] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, entropy_T)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, target_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        gradient_T = torch.zeros_like(entropy_T) if gradients[0] is None else gradients[0]
+        entropy_gradient_T = gradients[1]
+        hidden_gradient_TD = torch.empty_like(hidden_TD)
+        # float32, so that many chunks in bfloat16 do not round each other away.
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        for start in range(0, len(target_T), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p_CV = linear(hidden_TD[part], weight_VD).float().div_(ctx.temperature).sub_(logsumexp_T[part, None])
+            logit_gradient_CV = log_p_CV.exp()
+            factor_CV = -gradient_T[part, None]
+            if entropy_gradient_T is not None:
+                factor_CV = factor_CV - entropy_gradient_T[part, None] * log_p_CV.add_(entropy_T[part, None])
+            logit_gradient_CV.mul_(factor_CV).scatter_add_(-1, target_T[part, None], gradient_T[part, None])
+            logit_gradient_CV = logit_gradient_CV.div_(ctx.temperature).to(hidden_TD.dtype)
+            torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
+            weight_gradient_VD += logit_gradient_CV.T @ hidden_TD[part]
+        return hidden_gradient_TD, weight_gradient_VD.to(weight_VD.dtype), None, None, None
+
+
+class LogprobHead(nn.Module):
+    """The output layer, asked for log-probabilities of given tokens in place of logits.
+
+    It shares the weight of the model's own output layer (and of the embedding, where tied). It is called once per micro-batch,
+    however many chunks that has, so that sharded ranks gather the weight equally often.
+    """
+
+    def __init__(self, output_layer: nn.Module) -> None:
+        super().__init__()
+        if getattr(output_layer, "bias", None) is not None:
+            raise ConfigError(
+                f"model: output layer {type(output_layer).__name__} has a bias, which is not supported; choose another model"
+            )
+        self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
+
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
+        """(logprobs_T, entropy_T), float32, in nats; logits are divided by `temperature`."""
+        outputs: tuple[Tensor, Tensor] = TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_TD, self.weight, target_T, temperature, chunk
+        )
+        return outputs
+
+
+class PolicyModule(nn.Module):
+    """The model and its log-probability head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
+        if transforms:
+            raise ConfigError(
+                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a model without"
+            )
+        self.model = model
+        self.head = LogprobHead(model.get_output_embeddings())
+
+    def forward(
+        self,
+        input_ids_N: Tensor,
+        position_ids_N: Tensor,
+        sequence_starts: Sequence[int],
+        source_T: Tensor,
+        target_T: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs_T, entropy_T), float32: of `target_T`, as predicted at the packed positions `source_T`."""
+        hidden_ND = self.model.base_model(
+            input_ids=input_ids_N[None],
+            position_ids=position_ids_N[None],
+            use_cache=False,
+            **attention_kwargs(self.model.config._attn_implementation, sequence_starts, input_ids_N.device),
+        ).last_hidden_state[0]
+        logprobs_T, entropy_T = self.head(hidden_ND[source_T], target_T, temperature, chunk)
+        return logprobs_T, entropy_T
