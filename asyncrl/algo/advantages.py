@@ -4,12 +4,16 @@ Group-relative estimators give every token of a sequence the same advantage. A g
 with and gets 0, never its raw reward; `metrics.group_metrics` counts such groups. Results are float32 [T].
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import Positive
+from asyncrl.algo.returns import whiten
 from asyncrl.algo.rewards import GroupRewards
+from asyncrl.errors import ConfigError
 
 
 def reinforce(rewards: GroupRewards) -> Tensor:
@@ -26,7 +30,7 @@ def grpo(
 ) -> Tensor:
     """(R - mean_group) / (std + std_eps), with the standard deviation of the group, of the whole batch, or none.
 
-    ddof 1 is the unbiased standard deviation. Source: Shao et al. 2024 (arXiv:2402.03300) sec. 4.1.2.
+    ddof 1 is the unbiased standard deviation. Source: Shao et al. 2024 (arXiv:2402.03300).
     """
     totals_S = rewards.totals_S
     centred_S = rewards.centred_S(totals_S)
@@ -39,7 +43,7 @@ def grpo(
 def dr_grpo(rewards: GroupRewards) -> Tensor:
     """R - mean_group: dividing by the spread would favour prompts that are nearly solved or nearly hopeless.
 
-    Source: Liu et al. 2025 (arXiv:2503.20783) sec. 3.2.
+    Source: Liu et al. 2025 (arXiv:2503.20783).
     """
     return grpo(rewards, scale="none")
 
@@ -47,7 +51,7 @@ def dr_grpo(rewards: GroupRewards) -> Tensor:
 def lite_ppo(rewards: GroupRewards, *, std_eps: Positive = 1e-6) -> Tensor:
     """(R - mean_group) / (std_batch + std_eps): the batch's spread is steadier than that of a few rollouts.
 
-    Source: Liu et al. 2025 (arXiv:2508.08221) sec. 4.1.
+    Source: Liu et al. 2025 (arXiv:2508.08221).
     """
     return grpo(rewards, scale="batch", std_eps=std_eps)
 
@@ -56,6 +60,86 @@ def rloo(rewards: GroupRewards) -> Tensor:
     """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group). Source: Ahmadian et al. 2024 (arXiv:2402.14740)."""
     sizes_S = rewards.sizes_S
     return rewards.per_token(rewards.centred_S(rewards.totals_S) * sizes_S / (sizes_S - 1).clamp(min=1))
+
+
+def opo(rewards: GroupRewards) -> Tensor:
+    """R - sum(length R) / sum(length) over the group: the length-weighted baseline has the least variance.
+
+    Source: Hao et al. 2025 (arXiv:2505.23585).
+    """
+    return rewards.per_token(rewards.centred_S(rewards.totals_S, rewards.lengths_S))
+
+
+def gpg(rewards: GroupRewards) -> Tensor:
+    """a (R - mean_group), a = sequences / sequences of groups whose rewards differ: makes up for groups without gradient.
+
+    Source: Chu et al. 2025 (arXiv:2504.02546).
+    """
+    centred_S = rewards.centred_S(rewards.totals_S)
+    informative = (rewards.group_max_S(centred_S.abs()) > 0).sum().clamp(min=1)
+    return rewards.per_token(centred_S * rewards.num_sequences / informative)
+
+
+def grpo_passk(rewards: GroupRewards, *, scale: Literal["group", "none"] = "group", std_eps: Positive = 1e-6) -> Tensor:
+    """(best - second) / (std_group + std_eps) for the best of a group, 0 for the others and on a tie: maximises pass@k.
+
+    Source: Tang et al. 2025 (arXiv:2503.19595).
+    """
+    totals_S = rewards.totals_S
+    is_best_S = totals_S == rewards.group_max_S(totals_S)
+    second_S = rewards.group_max_S(totals_S.masked_fill(is_best_S, -torch.inf))
+    is_alone_S = rewards.group_sum_S(is_best_S.double()) == 1
+    gain_S = torch.where(is_best_S & is_alone_S & (rewards.sizes_S > 1), totals_S - second_S, 0.0)
+    if scale == "group":
+        gain_S = gain_S / (rewards.group_std_S(totals_S, ddof=1) + std_eps)
+    return rewards.per_token(gain_S)
+
+
+def maxrl(rewards: GroupRewards, *, mean_eps: Positive = 1e-6) -> Tensor:
+    """(R - mean_group) / (mean_group + mean_eps), 0 where the mean is not positive: maximum likelihood of success.
+
+    For rewards that are never negative. Source: Tajwar et al. 2026 (arXiv:2602.02710).
+    """
+    totals_S = rewards.totals_S
+    mean_S = rewards.group_sum_S(totals_S) / rewards.sizes_S
+    return rewards.per_token(torch.where(mean_S > 0, rewards.centred_S(totals_S) / (mean_S + mean_eps), 0.0))
+
+
+def gdpo(rewards: GroupRewards, *, weights: Mapping[str, float] | None = None, std_eps: Positive = 1e-6) -> Tensor:
+    """GRPO for each part of the reward, weighted and added up, whitened over the tokens of the batch.
+
+    Normalising each part before the sum keeps distinct combinations of parts distinct.
+
+    Args:
+        weights: of the parts by name, 1 by default; parts that are not named are left out.
+
+    Source: Liu et al. 2026 (arXiv:2601.05242).
+    """
+    if rewards.token_rewards_T is not None:
+        raise ConfigError(
+            "advantage `gdpo` normalises parts of the reward and has no place for a KL reward; put the KL into the loss"
+        )
+    chosen = dict.fromkeys(rewards.parts, 1.0) if weights is None else dict(weights)
+    if not chosen or not chosen.keys() <= rewards.parts.keys():
+        raise ConfigError(f"advantage `gdpo` weighs the parts {sorted(chosen)}; the reward has {sorted(rewards.parts)}")
+    combined_S = torch.zeros_like(rewards.rewards_S, dtype=torch.float64)
+    for name, weight in chosen.items():
+        part_S = rewards.parts[name].double()
+        combined_S += weight * rewards.centred_S(part_S) / (rewards.group_std_S(part_S, ddof=1) + std_eps)
+    return _whiten_compared(combined_S, rewards)
+
+
+def reinforce_plus_plus_baseline(rewards: GroupRewards) -> Tensor:
+    """R - mean_group, whitened over the tokens of the batch. Source: Hu 2025 (arXiv:2501.03262)."""
+    return _whiten_compared(rewards.centred_S(rewards.totals_S), rewards)
+
+
+def _whiten_compared(values_S: Tensor, rewards: GroupRewards) -> Tensor:
+    """[T] whitened over the tokens of groups of two and more; 0 in a group of one."""
+    is_compared_T = (rewards.sizes_S > 1)[rewards.sequence_T]
+    advantages_T = torch.zeros(rewards.tokens, dtype=values_S.dtype, device=values_S.device)
+    advantages_T[is_compared_T] = whiten(values_S[rewards.sequence_T][is_compared_T])
+    return advantages_T.float()
 
 
 def _batch_std(values_S: Tensor, ddof: int) -> Tensor:

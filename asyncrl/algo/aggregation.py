@@ -31,7 +31,7 @@ class Counts:
 
 
 def token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
-    """sum_t L_t / tokens: every token weighs the same. Source: Yu et al. 2025 (arXiv:2503.14476) eq. 8, DAPO."""
+    """sum_t L_t / tokens: every token weighs the same. Source: Yu et al. 2025 (arXiv:2503.14476), DAPO."""
     return losses_T.sum() / max(counts.tokens, 1)
 
 
@@ -48,7 +48,7 @@ def seq_mean_token_sum(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> T
 def seq_mean_token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:
     """sum_i (mean_t L_it) / sequences: a token of a long answer weighs less.
 
-    Source: Shao et al. 2024 (arXiv:2402.03300) eq. 3, GRPO.
+    Source: Shao et al. 2024 (arXiv:2402.03300), GRPO.
     """
     return batch.mean_S(losses_T).sum() / max(counts.sequences, 1)
 
@@ -57,6 +57,6 @@ def seq_mean_token_sum_norm(losses_T: Tensor, batch: TokenBatch, counts: Counts,
     """sum_t L_t / (sequences * scale): a constant instead of the length, e.g. the longest response in tokens.
 
     The scale has no default: the padded width, which others take, would let the layout of a batch set the learning rate.
-    Source: Liu et al. 2025 (arXiv:2503.20783) listing 1, Dr. GRPO.
+    Source: Liu et al. 2025 (arXiv:2503.20783), Dr. GRPO.
     """
     return seq_mean_token_sum(losses_T, batch, counts) / scale

@@ -39,14 +39,21 @@ def none(batch: TokenBatch) -> Correction:
     return _correction(torch.ones_like(batch.behaviour_logprobs_T), _all(batch))
 
 
-def truncate(batch: TokenBatch, *, level: Level = "token", cap: Positive = 2.0) -> Correction:
+def truncate(batch: TokenBatch, *, level: Level = "token", cap: Positive = 2.0, normalise: bool = False) -> Correction:
     """w = min(ratio, cap): truncated importance sampling.
 
-    Source: Espeholt et al. 2018 (arXiv:1802.01561) sec. 4.1; Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training" for token level with cap 2.
+    Args:
+        normalise: divide the weights by their mean, over tokens at token level, else over sequences. The mean is that
+            of the micro-batch, so the gradient then depends on how the batch was cut.
+
+    Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training", for token level with cap 2.
     """
     ratio_T = _ratio_T(batch, level)
-    return _correction(ratio_T.clamp(max=cap), _all(batch), truncated=ratio_T > cap)
+    weights_T = ratio_T.clamp(max=cap)
+    if normalise and batch.tokens:
+        weights_T = weights_T / (weights_T if level == "token" else batch.mean_S(weights_T)[batch.lengths_S > 0]).mean()
+    return _correction(weights_T, _all(batch), truncated=ratio_T > cap)
 
 
 def mask(
@@ -56,9 +63,46 @@ def mask(
     low: NonNegative = 0.5,
     high: Positive = 5.0,
 ) -> Correction:
-    """w = ratio inside [low, high], 0 outside. Source: Ling team 2025 (arXiv:2510.18855) sec. 3.3, IcePop."""
+    """w = ratio inside [low, high], 0 outside. Source: Ling team 2025 (arXiv:2510.18855), IcePop."""
     ratio_T = _ratio_T(batch, level)
     return _correction(ratio_T, (ratio_T >= low) & (ratio_T <= high))
+
+
+def reject(
+    batch: TokenBatch,
+    *,
+    high: Positive,
+    low: Positive | None = None,
+    divergence: Literal["k1", "k2", "k3"] = "k1",
+    level: Level = "sequence",
+    weights: Literal["none", "token", "sequence"] = "token",
+    cap: Positive = 2.0,
+) -> Correction:
+    """w = min(ratio, cap) where a divergence from the behaviour policy is within bounds, 0 elsewhere.
+
+    Args:
+        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats.
+        low: lower bound on the ratio for k1, 1 / high by default; k2 and k3 have none.
+        divergence: what is bounded.
+        level: of the divergence: of each token, summed over a sequence, or its mean over a sequence (geometric).
+        weights: level of the kept weights; none is 1.
+
+    Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level.
+    """
+    keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
+    weights_T = torch.ones_like(batch.behaviour_logprobs_T) if weights == "none" else _ratio_T(batch, weights).clamp(max=cap)
+    return _correction(weights_T, keep_T)
+
+
+def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, cap: Positive = 2.0) -> Correction:
+    """w = min(token ratio, cap), 0 for a whole sequence in which any token's ratio is outside [low, high].
+
+    One impossible token means that everything after it was sampled from a context the policy would not be in.
+    """
+    ratio_T = _ratio_T(batch, "token")
+    is_outlier_T = (ratio_T < low) | (ratio_T > high)
+    keep_T = (batch.sum_S(is_outlier_T.float()) == 0)[batch.sequence_T]
+    return _correction(ratio_T.clamp(max=cap), keep_T)
 
 
 def _log_ratio_T(batch: TokenBatch) -> Tensor:
@@ -72,6 +116,20 @@ def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
         return log_ratio_T.exp()
     log_ratio_S = batch.sum_S(log_ratio_T) if level == "sequence" else batch.mean_S(log_ratio_T)
     return log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence_T]
+
+
+def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[float, float]) -> Tensor:
+    """bool [T]"""
+    low, high = bounds
+    if divergence == "k1":
+        ratio_T = _ratio_T(batch, level)
+        return (ratio_T >= low) & (ratio_T <= high)
+    l_T = _log_ratio_T(batch)
+    divergence_T = 0.5 * l_T.square() if divergence == "k2" else torch.expm1(l_T) - l_T
+    if level == "token":
+        return divergence_T <= high
+    divergence_S = batch.sum_S(divergence_T) if level == "sequence" else batch.mean_S(divergence_T)
+    return (divergence_S <= high)[batch.sequence_T]
 
 
 def _all(batch: TokenBatch) -> Tensor:

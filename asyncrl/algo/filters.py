@@ -33,7 +33,7 @@ def reward_range(group: GroupOutcome, *, low: float, high: float) -> str | None:
     """Keeps a group whose mean reward lies strictly between low and high: not too hard, not too easy.
 
     Both bounds are required because they depend on the scale of the reward.
-    Source: Cui et al. 2025 (arXiv:2502.01456) sec. 3.1, online prompt filtering.
+    Source: Cui et al. 2025 (arXiv:2502.01456), online prompt filtering.
     """
     mean = sum(group.rewards) / len(group.rewards)
     if mean <= low:

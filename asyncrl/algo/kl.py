@@ -54,7 +54,7 @@ def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: 
         kl: measured over the last `steps`, in nats per token.
         horizon: how many steps a full correction takes; same unit as `steps`.
 
-    Source: Ziegler et al. 2019 (arXiv:1909.08593) sec. 2.2. A fixed coefficient needs no function.
+    Source: Ziegler et al. 2019 (arXiv:1909.08593). A fixed coefficient needs no function.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * steps / horizon)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ranges import AboveOne, NonNegative, Share
+from asyncrl.algo.ranges import AboveOne, NonNegative, Positive, Share
 from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.selection import select
 from asyncrl.algo.tokens import TokenBatch
 
 
@@ -33,13 +34,23 @@ def ppo_clip(
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
+    max_drift: Positive | None = None,
+    top_entropy: Share = 1.0,
+    entropy_T: Tensor | None = None,
 ) -> TokenLoss:
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most w dual_clip |A| where A < 0.
 
-    With a proximal policy this is decoupled PPO; clip_high > clip_low is DAPO's clip-higher; dual_clip is also the
-    two-sided clip (`delta`) of others.
-    Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641) eq. 4;
-    Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729) eq. 5.
+    With a proximal policy this is decoupled PPO; clip_high > clip_low is DAPO's clip-higher.
+
+    Args:
+        dual_clip: also the two-sided clip (`delta`) of others: the same function for any value above 1 + clip_high.
+        max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour policy, in
+            mean nats per token (`selection.within_drift`).
+        top_entropy: share of each sequence's tokens, those of highest entropy, that is trained (`selection.top_entropy`).
+        entropy_T: float32, needed for `top_entropy` below 1.
+
+    Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641);
+    Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
     """
     ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
@@ -48,12 +59,57 @@ def ppo_clip(
         beyond_T = (batch.advantages_T < 0) & (losses_T > ceiling_T)
         losses_T = torch.where(beyond_T, ceiling_T, losses_T)
         metrics |= sums(dual_clipped=beyond_T)
+    keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
+    if keep_T is not None:
+        losses_T = torch.where(keep_T, losses_T, 0.0)
+        metrics |= sums(left_out=~keep_T)
     return TokenLoss(batch.weighted(losses_T), metrics)
 
 
 def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:
     """-w A ln pi: no ratio, no clip. Also GPG's loss (Chu et al. 2025, arXiv:2504.02546). Source: Williams 1992."""
     return TokenLoss(batch.weighted(-batch.advantages_T * logprobs_T))
+
+
+def truncated_reinforce(batch: TokenBatch, logprobs_T: Tensor, *, cap: Positive = 2.0) -> TokenLoss:
+    """-w stop_gradient(min(r, cap)) A ln pi: corrects inside the loss, for the proximal policy `behaviour`.
+
+    Source: Espeholt et al. 2018 (arXiv:1802.01561).
+    """
+    return cispo(batch, logprobs_T, clip_low=None, clip_high=cap - 1.0)
+
+
+def cispo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share | None = 0.2, clip_high: NonNegative = 0.2) -> TokenLoss:
+    """-w stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A ln pi: every token keeps a gradient.
+
+    clip_low null: no lower bound (TRL, ScaleRL, there with a cap of 5: clip_high 4).
+    Source: MiniMax 2025 (arXiv:2506.13585).
+    """
+    ratio_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T).exp()
+    low = 0.0 if clip_low is None else 1.0 - clip_low
+    clipped_T = ratio_T.clamp(low, 1.0 + clip_high)
+    metrics = sums(clipped_low=ratio_T < low, clipped_high=ratio_T > 1.0 + clip_high)
+    return TokenLoss(batch.weighted(-clipped_T * batch.advantages_T * logprobs_T), metrics)
+
+
+def sapo(batch: TokenBatch, logprobs_T: Tensor, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> TokenLoss:
+    """-w (4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a gate that closes smoothly instead of a clip.
+
+    Source: Gao et al. 2025 (arXiv:2511.20347).
+    """
+    ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
+    tau_T = torch.where(batch.advantages_T > 0, tau_positive, tau_negative)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * 4.0 / tau_T
+    return TokenLoss(batch.weighted(-gate_T * batch.advantages_T))
+
+
+def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
+    """-w (A ln pi - beta / 2 d^2): a quadratic pull to the anchor instead of a clip; beta in units of A.
+
+    Source: Richemond et al. 2024 (arXiv:2405.19107).
+    """
+    d_T = log_ratio(logprobs_T, batch.anchor_logprobs_T)
+    return TokenLoss(batch.weighted(0.5 * beta * d_T.square() - batch.advantages_T * logprobs_T))
 
 
 def clipped_surrogate(

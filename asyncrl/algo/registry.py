@@ -21,10 +21,29 @@ from asyncrl.errors import ConfigError
 
 KINDS = ("advantage", "policy_loss", "correction", "aggregation", "kl", "filter", "shaping")
 
+
+def _table(modules: Mapping[str, str]) -> dict[str, str]:
+    """Names that are those of their functions: module -> names, separated by blanks."""
+    return {name: f"{module}:{name}" for module, listed in modules.items() for name in listed.split()}
+
+
 TABLES: Mapping[str, Mapping[str, str]] = {
-    "advantage": {name: f"advantages:{name}" for name in ("grpo", "dr_grpo", "lite_ppo", "rloo", "reinforce")},
-    "policy_loss": {name: f"losses:{name}" for name in ("ppo_clip", "reinforce")},
-    "correction": {name: f"corrections:{name}" for name in ("none", "truncate", "mask")},
+    "advantage": _table(
+        {
+            "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo gpg grpo_passk maxrl gdpo reinforce_plus_plus_baseline",
+            "token_advantages": "gae reinforce_plus_plus remax optimal_token_baseline",
+        }
+    ),
+    "policy_loss": _table(
+        {
+            "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro",
+            "sequence_losses": "gspo geo_mean",
+            "divergence_losses": "dppo_tv dppo_kl",
+            "covariance_losses": "clip_cov kl_cov",
+        }
+    )
+    | {"gpg": "losses:reinforce"},
+    "correction": _table({"corrections": "none truncate mask reject veto"}),
     "aggregation": {
         "token-mean": "aggregation:token_mean",
         "token-sum": "aggregation:token_sum",
@@ -40,8 +59,8 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "k1+": "kl:k1_straight_through",
         "k3+": "kl:k3_straight_through",
     },
-    "filter": {name: f"filters:{name}" for name in ("zero_variance", "reward_range")},
-    "shaping": {"soft_overlong": "shaping:soft_overlong"},
+    "filter": _table({"filters": "zero_variance reward_range"}),
+    "shaping": _table({"shaping": "soft_overlong"}),
 }
 """Kind -> name -> module and function in this package."""
 

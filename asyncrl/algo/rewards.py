@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.tokens import segment_sum
-from asyncrl.errors import ShapeError
+from asyncrl.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,13 @@ class GroupRewards:
             if column is not None and column.shape != shape:
                 raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
 
+    def column(self, name: str) -> Tensor:
+        """A column that not every run has. Raises ConfigError if this one has not."""
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise ConfigError(f"this advantage needs {name}, which this run does not compute; choose another advantage")
+        return column
+
     @property
     def tokens(self) -> int:
         """T."""
@@ -89,11 +96,13 @@ class GroupRewards:
         lowest_G = torch.full((self.num_groups,), -torch.inf, dtype=values_S.dtype, device=values_S.device)
         return lowest_G.scatter_reduce(0, self.group_S, values_S, "amax")[self.group_S]
 
-    def centred_S(self, values_S: Tensor) -> Tensor:
-        """[S]: values minus their group's mean; exactly 0 where all values of a group are equal."""
+    def centred_S(self, values_S: Tensor, weights_S: Tensor | None = None) -> Tensor:
+        """[S]: values minus their group's (weighted) mean; exactly 0 where all values of a group are equal."""
         # Shifted first: the mean of n equal numbers need not be that number in floating point.
         shifted_S = values_S - self.group_max_S(values_S)
-        return shifted_S - self.group_sum_S(shifted_S) / self.sizes_S
+        if weights_S is None:
+            return shifted_S - self.group_sum_S(shifted_S) / self.sizes_S
+        return shifted_S - self.group_sum_S(weights_S * shifted_S) / self.group_sum_S(weights_S).clamp(min=1)
 
     def group_std_S(self, values_S: Tensor, *, ddof: int) -> Tensor:
         """[S]: standard deviation of the group; 0 for a group of one."""

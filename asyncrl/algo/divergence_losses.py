@@ -1,0 +1,59 @@
+"""Policy losses that mask tokens by a distance of probabilities instead of clipping their ratio.
+
+A ratio is large for a rare token that hardly moved and small for a common one that moved a lot. p is the probability of
+the sampled token now, q under the anchor. Masks and ratios are constants; the gradient is that of -A ln pi.
+Source: Qi et al. 2026 (arXiv:2602.04879), DPPO with binary divergences.
+"""
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.losses import TokenLoss
+from asyncrl.algo.ranges import NonNegative, Positive
+from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.tokens import TokenBatch
+
+PROBABILITY_EPS = 1e-8
+
+
+def dppo_tv(
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    *,
+    limit_low: NonNegative = 0.2,
+    limit_high: NonNegative = 0.2,
+    cap: Positive = 3.0,
+) -> TokenLoss:
+    """-w min(r, cap) A ln pi, left out where A > 0 and p - q > limit_high, or A <= 0 and q - p > limit_low."""
+    p_T, q_T = _probabilities(batch, logprobs_T)
+    return _masked(batch, logprobs_T, p_T - q_T > limit_high, q_T - p_T > limit_low, cap)
+
+
+def dppo_kl(
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    *,
+    limit_low: NonNegative = 0.2,
+    limit_high: NonNegative = 0.2,
+    cap: Positive = 3.0,
+) -> TokenLoss:
+    """As dppo_tv with the binary KL(q || p) beyond a limit, in nats, and p on the side that A pushes it to."""
+    p_T, q_T = _probabilities(batch, logprobs_T)
+    sampled_T = torch.where(q_T > 0, q_T * ((q_T + PROBABILITY_EPS) / (p_T + PROBABILITY_EPS)).log(), 0.0)
+    others_T = (1 - q_T) * ((1 - q_T + PROBABILITY_EPS) / (1 - p_T + PROBABILITY_EPS)).log()
+    kl_T = sampled_T + others_T
+    return _masked(batch, logprobs_T, (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T), cap)
+
+
+def _probabilities(batch: TokenBatch, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q; a column with a log-probability above 0 counts as certain."""
+    return logprobs_T.detach().clamp(max=0.0).exp(), batch.anchor_logprobs_T.detach().clamp(max=0.0).exp()
+
+
+def _masked(batch: TokenBatch, logprobs_T: Tensor, too_high_T: Tensor, too_low_T: Tensor, cap: float) -> TokenLoss:
+    is_good_T = batch.advantages_T > 0
+    high_T, low_T = is_good_T & too_high_T, ~is_good_T & too_low_T
+    ratio_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T).exp()
+    losses_T = torch.where(high_T | low_T, 0.0, -ratio_T.clamp(max=cap) * batch.advantages_T * logprobs_T)
+    metrics = sums(clipped_low=low_T, clipped_high=high_T, capped=(ratio_T > cap) & ~high_T & ~low_T)
+    return TokenLoss(batch.weighted(losses_T), metrics)

@@ -1,0 +1,38 @@
+"""Policy losses with one ratio for a whole sequence; its tokens share it. Sequences must be whole, as micro-batches keep them."""
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.losses import TokenLoss, clipped_surrogate
+from asyncrl.algo.ranges import NonNegative, Share
+from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.tokens import TokenBatch
+
+
+def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> TokenLoss:
+    """-w min(s A, clip(s) A), s = exp(mean_t d) of the sequence, its gradient through each token's own ln pi.
+
+    With seq-mean-token-mean this is the paper's sequence form; other aggregations weigh sequences by length. The ratio
+    of a mean stays within a thousandth of 1: hence the narrow clip.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), the GSPO-token form.
+    """
+    d_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T)
+    own_T = logprobs_T - logprobs_T.detach()
+    ratio_T = (own_T + batch.mean_S(d_T)[batch.sequence_T]).exp()
+    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    return TokenLoss(batch.weighted(losses_T), metrics)
+
+
+def geo_mean(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> TokenLoss:
+    """-w A_i exp(mean_t m_t): geometric mean of ratios, each clipped in log space to [-clip_low, clip_high].
+
+    m_t is d_t or its clipped value, whichever gives the smaller objective; A_i is the mean advantage of the sequence.
+    Every token carries its sequence's value, so seq-mean-token-mean gives the paper's objective.
+    Source: Zhao et al. 2025 (arXiv:2507.20673), GMPO.
+    """
+    d_T = log_ratio(logprobs_T, batch.anchor_logprobs_T)
+    sign_T = batch.advantages_T.sign()
+    pessimistic_T = torch.minimum(sign_T * d_T, sign_T * d_T.clamp(-clip_low, clip_high))
+    objective_S = batch.mean_S(batch.advantages_T) * batch.mean_S(sign_T * pessimistic_T).exp()
+    metrics = sums(clipped_low=(sign_T < 0) & (d_T < -clip_low), clipped_high=(sign_T > 0) & (d_T > clip_high))
+    return TokenLoss(batch.weighted(-objective_S[batch.sequence_T]), metrics)

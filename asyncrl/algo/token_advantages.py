@@ -1,0 +1,79 @@
+"""Advantages that differ from token to token of a sequence: returns, critics, per-token baselines.
+
+The sequence's reward is paid at its last action token. Results are float32 [T].
+"""
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.ranges import Share
+from asyncrl.algo.returns import discounted_returns_T, next_T, positions_T, rewards_T, running_sum_T, whiten
+from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.tokens import segment_sum
+
+WEIGHT_EPS = 1e-8
+
+
+def gae(rewards: GroupRewards, *, gamma: Share = 1.0, gae_lambda: Share = 1.0, whitened: bool = True) -> Tensor:
+    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the tokens of the batch.
+
+    Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16.
+    """
+    advantages_T = _gae(rewards, gamma, gae_lambda)
+    return (whiten(advantages_T) if whitened else advantages_T).float()
+
+
+def value_targets(rewards: GroupRewards, *, gamma: Share = 1.0, gae_lambda: Share = 1.0) -> Tensor:
+    """V + the advantage before whitening: what the critic of `gae` is trained on."""
+    return (_gae(rewards, gamma, gae_lambda) + rewards.column("values_T").double()).float()
+
+
+def reinforce_plus_plus(rewards: GroupRewards, *, gamma: Share = 1.0) -> Tensor:
+    """Discounted return from each token on, whitened over the tokens of the batch. Source: Hu 2025 (arXiv:2501.03262)."""
+    return whiten(discounted_returns_T(rewards_T(rewards), rewards, gamma)).float()
+
+
+def remax(rewards: GroupRewards) -> Tensor:
+    """Return from each token on minus the reward of the greedy response to the same prompt.
+
+    Source: Li et al. 2023 (arXiv:2310.10505).
+    """
+    greedy_S = rewards.column("greedy_rewards_group").double()[rewards.group_S]
+    return (discounted_returns_T(rewards_T(rewards), rewards, 1.0) - greedy_S[rewards.sequence_T]).float()
+
+
+def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True) -> Tensor:
+    """R_t - b_t, the baseline of group and position with the least variance: b = sum_i W_i R_i / sum_i W_i.
+
+    W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a log-probability with
+    respect to its logits.
+
+    Args:
+        zero_tail: where only one sequence of the group is still going on, its baseline would be its own return and
+            its advantage 0; True takes no baseline there.
+
+    Source: Li et al. 2026, "The optimal token baseline", ICML.
+    """
+    probs_T = rewards.column("logprobs_T").double().clamp(max=0.0).exp()
+    gradient_norms_T = 1.0 - 2.0 * probs_T + rewards.column("sum_squared_probs_T").double()
+    weights_T = running_sum_T(gradient_norms_T, rewards)
+    returns_T = discounted_returns_T(rewards_T(rewards), rewards, 1.0)
+
+    position_T = positions_T(rewards)
+    width = int(position_T.max()) + 1 if rewards.tokens else 0
+    cell_T = rewards.group_S[rewards.sequence_T] * width + position_T
+
+    def over_group_T(values_T: Tensor) -> Tensor:
+        return segment_sum(values_T, cell_T, rewards.num_groups * width)[cell_T]
+
+    baseline_T = over_group_T(weights_T * returns_T) / (over_group_T(weights_T) + WEIGHT_EPS)
+    if zero_tail:
+        baseline_T = torch.where(over_group_T(torch.ones_like(returns_T)) == 1, 0.0, baseline_T)
+    compared_T = (rewards.sizes_S > 1)[rewards.sequence_T]
+    return torch.where(compared_T, returns_T - baseline_T, 0.0).float()
+
+
+def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float) -> Tensor:
+    values_T = rewards.column("values_T").double()
+    deltas_T = rewards_T(rewards) + gamma * next_T(values_T, rewards) - values_T
+    return discounted_returns_T(deltas_T, rewards, gamma * gae_lambda)

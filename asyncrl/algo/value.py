@@ -1,0 +1,27 @@
+"""The critic's loss, per token; aggregate it like a policy loss."""
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.losses import TokenLoss
+from asyncrl.algo.ranges import Positive
+from asyncrl.algo.ratios import sums
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: Positive | None = 0.5) -> TokenLoss:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip null: (V - R)^2 / 2.
+
+    Args:
+        values_T: the critic now, with gradient.
+        old_values_T: the critic that the advantages were made with.
+        returns_T: `token_advantages.value_targets`.
+
+    Source: Schulman et al. 2017, openai/baselines ppo2.
+    """
+    errors_T = (values_T - returns_T).square()
+    if clip is None:
+        return TokenLoss(0.5 * errors_T)
+    clipped_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+    clipped_errors_T = (clipped_T - returns_T).square()
+    losses_T = 0.5 * torch.maximum(errors_T, clipped_errors_T)
+    return TokenLoss(losses_T, sums(value_clipped=clipped_errors_T > errors_T))
