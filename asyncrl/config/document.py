@@ -1,0 +1,281 @@
+"""YAML with the place of every value kept, so that any complaint can name file and line.
+
+Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are text. A key given twice is an error.
+Files merge left to right: sections key by key, everything else whole.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys, default_name
+from asyncrl.errors import ConfigError
+
+NULL = r"~|null|Null|NULL|"
+BOOL = r"true|True|TRUE|false|False|FALSE"
+INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
+FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
+"""YAML 1.2 core schema; the first that matches a plain scalar wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to mend: where, which key, and what is wrong, allowed, to be done."""
+
+    place: str
+    keys: Keys
+    text: str
+
+    def __str__(self) -> str:
+        key = ".".join(map(str, self.keys))
+        return "  ".join(part for part in (self.place, f"{key}: {self.text}" if key else self.text) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and where it was written. A section's children know their own places."""
+
+    value: "dict[str | int, Node] | list[Node] | str | int | float | bool | None"
+    place: str
+
+    def plain(self) -> Any:
+        """The value without places."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def child(self, key: str | int) -> "Node | None":
+        """The node under `key`, if there is one."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
+            return self.value[key]
+        return None
+
+    def nearest(self, keys: Keys) -> "Node":
+        """The node at `keys`, or the deepest one above it that exists."""
+        child = self.child(keys[0]) if keys else None
+        return child.nearest(keys[1:]) if child else self
+
+    def has(self, keys: Keys) -> bool:
+        """Whether something was written at `keys`."""
+        child = self.child(keys[0]) if keys else self
+        return child is not None and (child is self or child.has(keys[1:]))
+
+    def walk(self, keys: Keys = ()) -> Iterator[tuple[Keys, "Node"]]:
+        """Every node below, with its keys."""
+        yield keys, self
+        if isinstance(self.value, dict):
+            for key, child in self.value.items():
+                yield from child.walk((*keys, key))
+        if isinstance(self.value, list):
+            for index, child in enumerate(self.value):
+                yield from child.walk((*keys, index))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser with the scalars of YAML 1.2 (its own are those of 1.1)."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's name; ours, not the parent's
+
+
+for _tag, _pattern in SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), None)
+
+
+def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, list[Problem]]:
+    """The document and its duplicate or malformed keys.
+
+    Args:
+        text: YAML.
+        file: what to call it in places.
+        line_numbers: False for one-line overrides.
+
+    Raises:
+        ConfigError: no YAML at all; with the line.
+    """
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark and line_numbers else ""
+        raise ConfigError(f"{file}{line}  is no YAML: {error.problem or error.context}; {_advice(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}  is no YAML: {error}; save it as plain UTF-8 text") from error
+    build = _Build(file, line_numbers)
+    return (build.node(root, file, ()) if root else Node(None, file)), build.problems
+
+
+class _Build:
+    """From PyYAML's nodes to ours."""
+
+    def __init__(self, file: str, line_numbers: bool) -> None:
+        self.file = file
+        self.line_numbers = line_numbers
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+        self._construct = _Loader("")
+
+    def node(self, node: Any, place: str, keys: Keys) -> Node:
+        if id(node) in self._open:
+            self.problems.append(Problem(place, keys, "found an anchor that holds itself; write the value out"))
+            return Node(None, place)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Node(self._section(node, keys), place)
+            if isinstance(node, yaml.SequenceNode):
+                items = [self.node(item, self._place(item), (*keys, index)) for index, item in enumerate(node.value)]
+                return Node(items, place)
+            return Node(self._scalar(node, place, keys), place)
+        finally:
+            self._open.discard(id(node))
+
+    def _section(self, node: Any, keys: Keys) -> dict[str | int, Node]:
+        section: dict[str | int, Node] = {}
+        for key_node, value_node in node.value:
+            place, key = self._place(key_node), key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(place, keys, "found a list or section as key; allowed is text"))
+            elif key in section:
+                first = section[key].place
+                text = f"found the key twice, first at {first}; allowed is once; delete one of them"
+                self.problems.append(Problem(place, (*keys, key), text))
+            else:
+                section[key] = self.node(value_node, place, (*keys, key))
+        return section
+
+    def _scalar(self, node: Any, place: str, keys: Keys) -> Any:
+        if node.tag == "tag:yaml.org,2002:int" and node.value.startswith(("0o", "0x")):
+            return int(node.value, 0)
+        if node.tag == "tag:yaml.org,2002:int":
+            return int(node.value)
+        if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
+            return float(node.value)
+        try:
+            return self._construct.construct_object(node)
+        except (yaml.YAMLError, ValueError):
+            self.problems.append(Problem(place, keys, f"found the tag {node.tag}; allowed are plain values; remove the tag"))
+            return None
+
+    def _place(self, node: Any) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}" if self.line_numbers else self.file
+
+
+def _advice(error: yaml.MarkedYAMLError) -> str:
+    text = f"{error.problem} {error.context}"
+    if "\\t" in text:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in text:
+        return "put text that holds `: ` in quotes, or check the indentation"
+    return "check indentation, quotes and brackets on this line and the one above"
+
+
+def merge(base: Node, over: Node, keys: Keys = ()) -> Node:
+    """`over` on top of `base`: sections key by key, everything else whole.
+
+    A choice that names another function starts afresh: parameters of the old function would not fit the new one.
+    """
+    if not isinstance(over.value, dict) or (keys in CHOICES and _renames(base, over, keys)):
+        return over
+    if any(isinstance(key, int) for key in over.value):
+        return _merge_item(base, over, keys)
+    merged = dict(base.value) if isinstance(base.value, dict) else {}
+    for key, child in over.value.items():
+        merged[key] = merge(merged.get(key, Node(None, over.place)), child, (*keys, key))
+    return Node(merged, over.place)
+
+
+def _renames(base: Node, over: Node, keys: Keys) -> bool:
+    old, new = base.child("name"), over.child("name")
+    return new is not None and new.value != (old.value if old else default_name(keys))
+
+
+def _merge_item(base: Node, over: Node, keys: Keys) -> Node:
+    assert isinstance(over.value, dict)
+    items = list(base.value) if isinstance(base.value, list) else []
+    for key, child in over.value.items():
+        if not (isinstance(key, int) and key < len(items)):
+            allowed = f"0 to {len(items) - 1}" if items else "the whole list"
+            raise ConfigError(str(Problem(over.place, (*keys, key), f"found no such item; allowed is {allowed}")))
+        items[key] = merge(items[key], child, (*keys, key))
+    return Node(items, base.place)
+
+
+def override(text: str) -> Node:
+    """The document that `key.path=value` stands for; a number in the path picks an item of a list.
+
+    Raises:
+        ConfigError: not of that form, or the value is no YAML.
+    """
+    place = f"override `{text}`"
+    path, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", path):
+        raise ConfigError(f"{place}  found no `key.path=value`; write for example `batch.groups=16`")
+    node, problems = parse(value, file=place, line_numbers=False)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+    for part in reversed(path.split(".")):
+        node = Node({int(part) if part.isdecimal() else part: node}, place)
+    return spelled_out(node)
+
+
+def spelled_out(root: Node) -> Node:
+    """The same document with every choice a section: `advantage: rloo` becomes `advantage: {name: rloo}`."""
+
+    def visit(node: Node, keys: Keys) -> Node:
+        if keys in CHOICES or keys[:-1] in CHOICE_LISTS:
+            return Node({"name": node}, node.place) if isinstance(node.value, str) else node
+        if isinstance(node.value, dict):
+            return Node({key: visit(child, (*keys, key)) for key, child in node.value.items()}, node.place)
+        if isinstance(node.value, list):
+            return Node([visit(child, (*keys, index)) for index, child in enumerate(node.value)], node.place)
+        return node
+
+    return visit(root, ())
+
+
+def read(path: Path) -> tuple[Node, list[Problem]]:
+    """A file on top of the files that its key `extends` names (a path or a list of them, relative to the file).
+
+    Raises:
+        ConfigError: a file that cannot be read, is no YAML, or extends itself.
+    """
+    return _read(path, asked_by="", above=())
+
+
+def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, list[Problem]]:
+    where = f"{asked_by}  extends: " if asked_by else ""
+    if path.resolve() in above:
+        raise ConfigError(f"{where}{path} extends itself; remove one `extends`")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}cannot read {path}: {error}; give the path of a YAML file") from error
+    node, problems = parse(text, file=str(path))
+    if not isinstance(node.value, dict):
+        found = "nothing" if node.value is None else "no section"
+        raise ConfigError(f"{path}:1  found {found}; a config is made of `key: value` lines, such as `run: {{name: first}}`")
+    own = dict(node.value)
+    extends = own.pop("extends", None)
+    layers = [spelled_out(Node(own, str(path)))]
+    for base_path in reversed(_paths(extends)):
+        base, more = _read(path.parent / base_path, asked_by=extends.place if extends else "", above=(*above, path.resolve()))
+        layers, problems = [base, *layers], more + problems
+    return functools.reduce(merge, layers), problems
+
+
+def _paths(extends: Node | None) -> list[str]:
+    value = extends.plain() if extends else []
+    paths = [value] if isinstance(value, str) else value
+    if extends and not (isinstance(paths, list) and paths and all(isinstance(path, str) for path in paths)):
+        raise ConfigError(f"{extends.place}  extends: found {value!r}; allowed is the path of a YAML file or a list of paths")
+    return list(paths)

@@ -1,0 +1,103 @@
+"""What can be known about a config's files without loading a model: they exist, and the sizes fit."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.report import panel
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+WEIGHTS = ("*.safetensors", "*.bin")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def check_files(config: Config) -> None:
+    """Checks the files a config names on this host; names of the Hugging Face hub are left alone.
+
+    Raises:
+        ConfigError: its text lists everything that is missing or does not fit.
+    """
+    problems = [*_data(config), *_rewards(config), *_model(config), *_division(config)]
+    if problems:
+        raise ConfigError(panel(problems, title=f"the files of run `{config.run.name}` (looked from {Path.cwd()})"))
+
+
+def _data(config: Config) -> Iterator[str]:
+    for key in ("train", "eval"):
+        source = getattr(config.data, key)
+        if source and _is_local(source) and not Path(source).exists():
+            yield f"data.{key}: {_absent(source)}; give a JSONL or parquet file, a directory, or a Hugging Face dataset"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    for index, reward in enumerate(config.reward.functions):
+        file = reward.function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            yield f"reward.functions.{index}.function: {_absent(file)}; give `path.py:function`"
+
+
+def _is_local(source: str) -> bool:
+    """A path rather than a hub name, which has at most one slash."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
+
+
+def _absent(source: str) -> str:
+    path = Path(source)
+    neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, neighbours, n=1)
+    return f"found no {source}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
+
+
+def _model(config: Config) -> Iterator[str]:
+    directory = Path(config.model.path)
+    if not directory.is_dir():
+        if _is_local(config.model.path) or directory.exists():
+            yield f"model.path: {_absent(config.model.path)}; give a Hugging Face model directory or a hub name"
+        return
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        yield f"model.path: found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there"
+    if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
+        yield f"model.path: found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there"
+    if config.model.chat_template and not _has_chat_template(directory):
+        yield f"model.chat_template: is true, but the tokenizer in {directory} has no template; set it to false or add one"
+    yield from _architecture(config, directory / "config.json")
+
+
+def _has_chat_template(directory: Path) -> bool:
+    settings = directory / "tokenizer_config.json"
+    return (directory / "chat_template.jinja").is_file() or (
+        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+    )
+
+
+def _architecture(config: Config, path: Path) -> Iterator[str]:
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"model.path: cannot read {path}: {error}; give a Hugging Face model directory"
+        return
+    text: dict[str, Any] = {**model, **model.get("text_config", {})}
+    sampling, positions = config.sampling, text.get("max_position_embeddings")
+    if positions and sampling.max_tokens > positions:
+        yield (
+            f"sampling.max_response_tokens: found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens "
+            f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} (max_position_embeddings of the "
+            "model); lower one of them"
+        )
+    heads, parallel = text.get("num_attention_heads"), config.generator.tensor_parallel
+    if heads and heads % parallel:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        yield f"generator.tensor_parallel: found {parallel}; allowed is a divisor of the {heads} attention heads: {divisors}"
+
+
+def _division(config: Config) -> Iterator[str]:
+    sequences = config.batch.sequences // config.batch.minibatches
+    if sequences < config.learner.ranks:
+        yield (
+            f"learner.ranks: found {config.learner.ranks} ranks for {sequences} sequences per optimizer step "
+            "(batch.groups * group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks"
+        )

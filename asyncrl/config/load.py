@@ -1,0 +1,85 @@
+"""Reading a config: files and overrides in, a checked `Config` out, or every mistake at once with its line."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from asyncrl.config.choices import CHOICES, default_name, kind_at
+from asyncrl.config.document import Node, Problem, merge, override, read
+from asyncrl.config.files import check_files
+from asyncrl.config.report import describe, panel, problems_of, schema_at, shown
+from asyncrl.config.resolved import config_hash, config_json, dump_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+__all__ = ["check_files", "config_hash", "config_json", "dump_config", "load_config"]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file, with `key.path=value` overrides on top; the later of two wins.
+
+    A value of an override is YAML; a number in its path picks an item of a list (`reward.functions.0.weight=2`).
+    `extends: other.yaml` (or a list) puts the file on top of others; paths are relative to the file.
+
+    Raises:
+        ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
+    """
+    root, problems = read(path)
+    for text in overrides:
+        try:
+            root = merge(root, override(text))
+        except ConfigError as error:
+            problems.extend(Problem("", (), line) for line in str(error).splitlines())
+    root = _with_default_names(root)
+    problems += [*_misread(root), *_choice_problems(root)]
+    reported = {problem.keys for problem in problems}
+    try:
+        config = Config.model_validate(root.plain())
+    except ValidationError as error:
+        problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
+    if problems:
+        problems.sort(key=_reading_order)
+        raise ConfigError(panel(problems, title=str(path)))
+    return config
+
+
+def _reading_order(problem: Problem) -> tuple[bool, str, int]:
+    """Overrides last, files by line."""
+    file, _, line = problem.place.rpartition(":")
+    return (not line.isdecimal(), file, int(line) if line.isdecimal() else 0)
+
+
+def _with_default_names(root: Node) -> Node:
+    """Lets `algorithm.advantage.scale=none` speak of the default advantage."""
+    for keys in CHOICES:
+        name, node = default_name(keys), root.nearest(keys)
+        if root.has(keys) and isinstance(node.value, dict) and "name" not in node.value:
+            node.value["name"] = Node(name, node.place)
+    return root
+
+
+def _misread(root: Node) -> Iterator[Problem]:
+    """Truth values where numbers belong, which Python would take for 0 and 1."""
+    for keys, node in root.walk():
+        schema = schema_at(keys) if isinstance(node.value, bool) else {}
+        if schema.get("type") in ("integer", "number"):
+            yield Problem(node.place, keys, f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value")
+
+
+def _choice_problems(root: Node) -> Iterator[Problem]:
+    """What the registry has to say about chosen functions and their parameters."""
+    from asyncrl.algo import registry
+
+    for keys, node in root.walk():
+        kind = kind_at(keys)
+        params = node.plain() if kind else None
+        if kind is None or not isinstance(params, dict) or not isinstance(params.get("name"), str):
+            continue
+        name = params.pop("name")
+        try:
+            registry.check(kind, name, params)
+        except ConfigError as error:
+            wrong = next((key for key in params if f"`{key}`" in str(error)), "name")
+            place = node.nearest((wrong,)).place
+            yield Problem(place, (*keys, wrong), str(error))

@@ -1,0 +1,181 @@
+"""What is wrong with a config, said so that it can be mended: what was found, what is allowed, what was probably meant."""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
+from asyncrl.config.document import Node, Problem
+from asyncrl.config.schema import Config
+
+Schema = Mapping[str, Any]
+
+
+def panel(problems: Iterable[Problem | str], *, title: str) -> str:
+    """All problems, one a line, under a title that counts them."""
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in {title}", *(f"  {line}" for line in lines)])
+
+
+def problems_of(error: ValidationError, root: Node) -> list[Problem]:
+    """Pydantic's findings, with places and in our words."""
+    return [problem for detail in error.errors() for problem in _problems_of(detail, root)]
+
+
+def _problems_of(detail: Any, root: Node) -> list[Problem]:
+    keys: Keys = tuple(detail["loc"])
+    place = root.nearest(keys).place
+    match detail["type"]:
+        case "too_short" if detail["input"]:
+            return []  # A wrong item leaves the list short; the item is reported.
+        case "extra_forbidden":
+            return [Problem(place, keys, f"found an unknown key; {suggest_key(keys)}")]
+        case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
+            return []  # The section itself is reported.
+        case "missing":
+            schema = schema_at(keys)
+            return [Problem(place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`")]
+        case "value_error":
+            return [_rule(line, keys, root) for line in str(detail["ctx"]["error"]).splitlines()]
+    return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(keys, detail)}")]
+
+
+def _rule(text: str, keys: Keys, root: Node) -> Problem:
+    """A broken rule between keys: placed at the first key that it names and that was written."""
+    names = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)
+    candidates = [(*keys, *name.split(".")) for name in names]
+    written = next((candidate for candidate in candidates if root.has(candidate)), keys)
+    return Problem(root.nearest(written).place, written, text)
+
+
+def _allowed(keys: Keys, detail: Any) -> str:
+    schema = schema_at(keys)
+    text = f"allowed is {describe(schema)}"
+    found = detail["input"]
+    choices = schema.get("enum", ()) if isinstance(found, str) else ()
+    if close := difflib.get_close_matches(str(found), [str(choice) for choice in choices], n=1):
+        return f"{text}; did you mean `{close[0]}`?"
+    if detail["type"] == "string_type" and isinstance(found, (int, float)):
+        return f'{text}; write it in quotes: "{found}"'
+    if found is None:
+        return f"{text}; fill it in or delete the line"
+    return f"{text}; correct the value"
+
+
+def suggest_key(keys: Keys) -> str:
+    """The keys known at a place, and the one that was probably meant, there or elsewhere."""
+    key, known = str(keys[-1]), known_keys(keys[:-1])
+    meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    meant = meant or ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
+    meant = meant or [path for path in all_paths() if path.rsplit(".", 1)[-1] == key][:2]
+    meant = meant or difflib.get_close_matches(key, known, n=1)
+    text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
+    return f"{text}; did you mean `{'` or `'.join(meant)}`?" if meant else f"{text}; delete it"
+
+
+OTHER_NAMES = {
+    "learning_rate": "learner.optimizer.lr",
+    "weight_decay": "learner.optimizer.weight_decay",
+    "num_generations": "batch.group_size",
+    "max_completion_length": "sampling.max_response_tokens",
+    "max_prompt_length": "sampling.max_prompt_tokens",
+    "max_steps": "learner.steps",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "beta": "algorithm.kl.coefficient",
+    "off_policy_steps": "staleness.max_lag",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "report_to": "telemetry.wandb",
+}
+"""What other trainers call it."""
+
+
+@functools.cache
+def _json_schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def _resolved(schema: Schema) -> Schema:
+    reference = schema.get("$ref")
+    return _json_schema()["$defs"][reference.rsplit("/", 1)[-1]] if reference else schema
+
+
+def schema_at(keys: Keys) -> Schema:
+    """JSON schema of the value at `keys`; empty where the schema knows nothing."""
+    schema: Schema = _json_schema()
+    for key in keys:
+        schema = _resolved(schema)
+        if isinstance(key, int):
+            items = schema.get("prefixItems", [])
+            schema = items[key] if key < len(items) else schema.get("items", {})
+        else:
+            schema = schema.get("properties", {}).get(key, {})
+    return {**_resolved(schema), **{key: schema[key] for key in ("description",) if key in schema}}
+
+
+def known_keys(keys: Keys) -> list[str]:
+    """Keys of the section at `keys`."""
+    return list(schema_at(keys).get("properties", {}))
+
+
+@functools.cache
+def all_paths(keys: Keys = ()) -> tuple[str, ...]:
+    """Every dotted key of the schema, except inside choices."""
+    if keys in CHOICES or keys in CHOICE_LISTS:
+        return ()
+    below = [path for key in known_keys(keys) for path in all_paths((*keys, key))]
+    return (*([".".join(map(str, keys))] if keys else []), *below)
+
+
+TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+
+
+def describe(schema: Schema) -> str:
+    """For people: what a schema allows."""
+    schema = _resolved(schema)
+    if "anyOf" in schema:
+        return " or ".join(describe(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    kind = schema.get("type")
+    if kind == "object":
+        return f"a section with {', '.join(schema.get('properties', {}))}"
+    if kind == "array":
+        return _described_list(schema)
+    bounds = [
+        f"{sign} {schema[key]}"
+        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
+        if key in schema
+    ]
+    pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
+    return " ".join([TYPES.get(str(kind), "another value"), " and ".join(bounds), *pattern]).strip().replace("  ", " ")
+
+
+def _described_list(schema: Schema) -> str:
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(describe(item) for item in schema["prefixItems"])
+    least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
+    return f"a list of {least}{describe(schema.get('items', {}))}"
+
+
+def _described(schema: Schema) -> str:
+    text = str(schema.get("description", "")).strip().splitlines()
+    return (text[0].rstrip(".") if text else describe(schema)) or "a value"
+
+
+def shown(value: Any) -> str:
+    """A found value, short."""
+    if isinstance(value, Mapping):
+        return f"a section with {', '.join(map(str, value)) or 'nothing'}"
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

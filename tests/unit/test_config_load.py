@@ -1,0 +1,328 @@
+"""Every planted mistake is named with its line and a way out; good configs come back equal."""
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.load import check_files, config_hash, config_json, dump_config, load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+GOOD = """\
+run: {name: first}
+model: {path: some/model}
+data: {train: train.jsonl}
+reward:
+  functions:
+    - function: exact_match
+"""
+
+
+def write(directory: Path, text: str, name: str = "run.yaml") -> Path:
+    path = directory / name
+    path.write_text(dedent(text), encoding="utf-8")
+    return path
+
+
+def complaint(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+MISTAKES = [
+    # (text after the seven good lines, line of the mistake, key, what must be said)
+    ("batch: {gruops: 8}", 7, "batch.gruops", "did you mean `groups`?"),
+    ("batsh:\n  groups: 8", 7, "batsh", "did you mean `batch`?"),
+    ("learner:\n  lr: 1e-6", 8, "learner.lr", "did you mean `learner.optimizer.lr`?"),
+    ("num_generations: 8", 7, "num_generations", "did you mean `batch.group_size`?"),
+    ("learner:\n  optimizer:\n    lr: fast", 9, "learner.optimizer.lr", "found 'fast'; allowed is a number > 0"),
+    ("learner:\n  optimizer:\n    lr: -1e-6", 9, "learner.optimizer.lr", "found -1e-06; allowed is a number > 0"),
+    ("learner: {zero_stage: 4}", 7, "learner.zero_stage", "found 4; allowed is one of 0, 1, 2, 3"),
+    ("batch:\n  groups: 0", 8, "batch.groups", "found 0; allowed is a whole number >= 1"),
+    ("batch:\n  groups: 2.5", 8, "batch.groups", "found 2.5; allowed is a whole number >= 1"),
+    ("batch:\n  groups: true", 8, "batch.groups", "found true; allowed is a whole number >= 1"),
+    ("batch:\n  minibatches: 5", 8, "batch.minibatches", "must divide into minibatches (5); use one of [1, 2, 4"),
+    ("telemetry:\n\n  wandb: offlin", 9, "telemetry.wandb", "one of off, online, offline; did you mean `offline`?"),
+    ("telemetry:\n  wandb: true", 8, "telemetry.wandb", "found true; allowed is one of off, online, offline"),
+    ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
+    ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
+    ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a number > 0"),
+    ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "training needs top_p=1.0"),
+    ("sampling: {stop: END}", 7, "sampling.stop", "found 'END'; allowed is a list of text"),
+    ("sampling:\n  stop: [a,\n    3]", 9, "sampling.stop.1", 'allowed is text; write it in quotes: "3"'),
+    ("model: {path: other}", 7, "model", "found the key twice, first at"),
+    ("weights:\n  transport: gloo\n  transport: nccl", 9, "weights.transport", "found the key twice, first at"),
+    ("algorithm:\n  advantage: grppo", 8, "algorithm.advantage.name", "did you mean `grpo`?"),
+    ("algorithm:\n  filters: [zero_varianc]", 8, "algorithm.filters.0.name", "did you mean `zero_variance`?"),
+    (
+        "algorithm:\n  correction:\n    name: truncate\n    captain: 3",
+        10,
+        "algorithm.correction.captain",
+        "no parameter `captain`",
+    ),
+    ("algorithm:\n  kl: {estimator: k9}", 8, "algorithm.kl.estimator.name", "unknown kl `k9`"),
+    ("algorithm:\n  advantage: [grpo]", 8, "algorithm.advantage", "found ['grpo']; allowed is a section"),
+    ("data2: !!python/object:os.system {}", 7, "data2", "unknown key"),
+    ("store: {url: !secret x}", 7, "store.url", "found the tag !secret"),
+    ("eval: {samples: 4}", 7, "eval.samples", "set a temperature"),
+    ("batch:\n  group_size: 1", 8, "batch.group_size", "use group_size >= 2"),
+    ("learner:\n  tokens_per_microbatch: 100", 8, "learner.tokens_per_microbatch", "raise it"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "said"), MISTAKES, ids=[mistake[2] + ":" + mistake[3][:20] for mistake in MISTAKES]
+)
+def test_a_mistake_is_named_with_line_key_and_way_out(tmp_path: Path, text: str, line: int, key: str, said: str) -> None:
+    path = write(tmp_path, GOOD + text + "\n")
+    message = complaint(path)
+    (named,) = [row for row in message.splitlines() if said in row]
+    assert named.startswith(f"  {path}:{line}  {key}: "), message
+
+
+def test_all_mistakes_of_a_file_come_at_once_in_reading_order(tmp_path: Path) -> None:
+    texts = [text for text, _, key, _ in MISTAKES if key.split(".")[0] in ("batsh", "telemetry", "num_generations", "learner")]
+    chosen = [texts[0], texts[1], texts[3], texts[-2]]
+    path = write(tmp_path, GOOD + "\n".join(chosen) + "\nrewards: 1\n")
+    message = complaint(path, "staleness.max_lag=-1", "eval.every=never")
+    lines = [int(found) for found in re.findall(r"run\.yaml:(\d+)  ", message)]
+    assert len(lines) >= 4 and lines == sorted(lines)
+    assert message.index("run.yaml:") < message.index("override `staleness.max_lag=-1`  staleness.max_lag: found -1")
+    assert "override `eval.every=never`  eval.every: found 'never'; allowed is a whole number >= 1" in message
+    assert message.startswith(f"{len(message.splitlines()) - 1} problems in {path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("run: {name: a\nmodel: b\n", 2, "is no YAML"),
+        ("run:\n\tname: a\n", 2, "indent with spaces, not tabs"),
+        ("run:\n  name: a: b\n", 2, "quotes"),
+        ("run: 'a\n", 2, "is no YAML"),
+        ("", 1, "found nothing"),
+        ("- a\n", 1, "found no section"),
+    ],
+)
+def test_what_is_no_yaml_is_said_with_its_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+    path = write(tmp_path, text)
+    message = complaint(path)
+    assert f"{path}:{line}  " in message and said in message
+
+
+def test_missing_sections_and_keys_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {}\nreward:\n  functions: []\nrun: {name: a}\n")
+    message = complaint(path)
+    assert f"{path}:1  model.path: found nothing; it is needed: A Hugging Face directory or hub name; add `path: ...`" in message
+    assert f"{path}  data: found nothing; it is needed: Where prompts come from; add `data: ...`" in message
+    assert f"{path}:3  reward.functions: found []; allowed is a list of at least 1" in message
+
+
+def test_missing_file_is_said(tmp_path: Path) -> None:
+    assert f"cannot read {tmp_path / 'none.yaml'}" in complaint(tmp_path / "none.yaml")
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        GOOD.replace("some/model", "on") + "learner: {optimizer: {lr: 1e-6, eps: 1E-10}, steps: 010}\ntelemetry: {wandb: off}\n"
+        "sampling: {stop: [no, 12:30, 2026-01-01, 1_000, '7']}\nbatch: {groups: 0x10}\n",
+    )
+    config = load_config(path)
+    assert (config.learner.optimizer.lr, config.learner.optimizer.eps) == (1e-6, 1e-10)
+    assert config.learner.steps == 10
+    assert config.batch.groups == 16
+    assert config.telemetry.wandb == "off"
+    assert config.model.path == "on"
+    assert config.sampling.stop == ("no", "12:30", "2026-01-01", "1_000", "7")
+
+
+def test_later_overrides_win_and_reach_into_lists_and_choices(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "batch: {groups: 4}\nalgorithm: {filters: [zero_variance]}\n")
+    config = load_config(
+        path,
+        [
+            "batch.groups=8",
+            "batch.groups=16",
+            "reward.functions.0.weight=2",
+            "algorithm.correction.cap=3.0",
+            "sampling.stop=[a, b]",
+            "data.eval=x=y.jsonl",
+            "staleness.window_groups=",
+        ],
+    )
+    assert config.batch.groups == 16
+    assert config.reward.functions[0].weight == 2.0
+    assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("truncate", {"cap": 3.0})
+    assert config.sampling.stop == ("a", "b")
+    assert config.data.eval == "x=y.jsonl"
+    assert config.staleness.window_groups is None
+
+
+def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "algorithm: {correction: {name: truncate, cap: 3.0}}\n")
+    assert load_config(path, ["algorithm.correction=none"]).algorithm.correction.params == {}
+    assert load_config(path, ["algorithm.correction.name=none"]).algorithm.correction.params == {}
+    assert load_config(path, ["algorithm.correction.name=truncate"]).algorithm.correction.params == {"cap": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch.groups", "found no `key.path=value`"),
+        ("=3", "found no `key.path=value`"),
+        ("batch.gruops=3", "did you mean `groups`?"),
+        ("batch.groups=many", "found 'many'; allowed is a whole number >= 1"),
+        ("batch.groups=[1", "is no YAML"),
+        ("reward.functions.1.weight=2", "allowed is 0 to 0"),
+        ("sampling.stop.0=a", "allowed is the whole list"),
+        ("data.train.x=1", "found a section with x; allowed is text"),
+        ("batch={groups: 1, groups: 2}", "found the key twice"),
+        ("algorithm.advantage=grppo", "did you mean `grpo`?"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> None:
+    message = complaint(write(tmp_path, GOOD), override)
+    (named,) = [row for row in message.splitlines() if said in row]
+    assert named.startswith(f"  override `{override}`")
+
+
+def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:
+    (tmp_path / "presets").mkdir()
+    write(tmp_path, "batch: {groups: 4, group_size: 2}\nalgorithm: {correction: {name: truncate, cap: 5.0}}\n", "presets/a.yaml")
+    write(tmp_path, "batch: {groups: 6}\nalgorithm: {correction: {name: none}}\n", "presets/b.yaml")
+    config = load_config(write(tmp_path, "extends: [presets/a.yaml, presets/b.yaml]\n" + GOOD))
+    assert (config.batch.groups, config.batch.group_size) == (6, 2)
+    assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("none", {})
+    config = load_config(write(tmp_path, "extends: presets/a.yaml\n" + GOOD + "algorithm: {correction: {cap: 2.0}}\n"))
+    assert config.algorithm.correction.params == {"cap": 2.0}
+    write(tmp_path, "batch: {groups: 4,\n  gruop_size: 2}\n", "presets/a.yaml")
+    message = complaint(write(tmp_path, "extends: presets/a.yaml\n" + GOOD))
+    assert f"{tmp_path}/presets/a.yaml:2  batch.gruop_size: " in message
+
+
+def test_extends_that_cannot_work_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "extends: run.yaml\n")
+    assert "extends itself" in complaint(path)
+    path = write(tmp_path, GOOD + "extends: none.yaml\n")
+    message = complaint(path)
+    assert f"{path}:7  extends: cannot read" in message
+    assert "found 3; allowed is the path" in complaint(write(tmp_path, GOOD + "extends: 3\n"))
+    assert "allowed is the path" in complaint(write(tmp_path, GOOD + "extends: []\n"))
+
+
+def test_an_anchor_that_holds_itself_ends(tmp_path: Path) -> None:
+    assert "found an anchor that holds itself" in complaint(write(tmp_path, GOOD + "batch: &a {groups: *a}\n"))
+
+
+words = st.text(min_size=1, max_size=12).filter(lambda text: max(text) < "\ud800" or min(text) > "\udfff")
+tricky = st.sampled_from(
+    ["off", "1e-6", "null", "~", "0x1F", "12:30", "yes", "=", "<<", "- a", "#x", "a: b", "\x00\x1b[31m", "\x85", ""]
+)
+configs = st.builds(
+    lambda name, text, stop, lr, lag, cap, groups: Config.model_validate(
+        {
+            "run": {"name": name},
+            "model": {"path": text},
+            "data": {"train": text, "template": text},
+            "reward": {"functions": [{"function": "a:" + text, "weight": lr}]},
+            "sampling": {"stop": stop, "temperature": lr},
+            "staleness": {"max_lag": lag},
+            "batch": {"groups": groups},
+            "learner": {"optimizer": {"lr": lr}},
+            "algorithm": {"correction": {"name": "truncate", "cap": cap}, "filters": ["zero_variance"]},
+        }
+    ),
+    st.from_regex(r"[A-Za-z0-9._-]{1,12}", fullmatch=True),
+    words | tricky,
+    st.lists(words | tricky, max_size=3),
+    st.floats(min_value=1e-12, max_value=1e12),
+    st.integers(0, 100),
+    st.floats(min_value=1.0, max_value=50.0),
+    st.integers(1, 64),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs)
+def test_what_is_dumped_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
+    path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    loaded = load_config(path)
+    assert loaded == config
+    assert config_json(loaded) == config_json(config)
+    assert config_hash(loaded) == config_hash(config)
+
+
+def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    same = [
+        "generator.count=7",
+        "learner.steps=9",
+        "telemetry.wandb=offline",
+        "learner.optimizer.lr=1",
+        "run.root=x",
+        "eval.every=3",
+    ]
+    other = ["run.seed=1", "batch.group_size=4", "sampling.temperature=0.5", "model.dtype=float32", "data.shuffle=false"]
+    other += ["reward.functions.0.weight=2", "staleness.max_lag=1", "weights.transport=disk", "eval.samples=1", "eval.prompts=3"]
+    base = config_hash(load_config(path))
+    assert {config_hash(load_config(path, [text])) for text in same} == {base}
+    assert base == config_hash(load_config(path, ["eval.samples=1"]))
+    hashes = [config_hash(load_config(path, [text])) for text in other if text != "eval.samples=1"]
+    assert base not in hashes and len(set(hashes)) == len(hashes)
+
+
+def make_model(directory: Path, **settings: object) -> Path:
+    import json
+
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "num_attention_heads": 6, **settings}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model")
+    write(tmp_path, '{"prompt": "a"}\n', "train.jsonl")
+    path = write(tmp_path, GOOD)
+    fits = ["model.path=./model", "sampling.max_prompt_tokens=64", "sampling.max_response_tokens=64"]
+    check_files(load_config(path, fits))
+    mistakes = {
+        "data.train=tain.jsonl": "did you mean `train.jsonl`?",
+        "data.eval=./eval.jsonl": "data.eval: found no ./eval.jsonl",
+        "model.path=./modle": "did you mean `model`?",
+        "model.chat_template=true": "has no template",
+        "sampling.max_response_tokens=65": "max_prompt_tokens 64 + max_response_tokens 65 = 129; allowed is 128",
+        "generator.tensor_parallel=4": "divisor of the 6 attention heads: [1, 2, 3, 6]",
+        "reward.functions.0.function=score.py:f": "reward.functions.0.function: found no score.py",
+        "learner.ranks=500": "found 500 ranks for 256 sequences",
+    }
+    for override, said in mistakes.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_files(load_config(path, [*fits, override]))
+    for name, said in {"tokenizer.json": "no tokenizer", "model.safetensors": "no weights", "config.json": "cannot read"}.items():
+        content = (tmp_path / "model" / name).read_bytes()
+        (tmp_path / "model" / name).unlink()
+        with pytest.raises(ConfigError, match=said):
+            check_files(load_config(path, fits))
+        (tmp_path / "model" / name).write_bytes(content)
+
+
+def test_hub_names_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_files(load_config(write(tmp_path, GOOD), ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k"]))
+
+
+def test_reading_a_config_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import asyncrl.config.load, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
