@@ -70,4 +70,4 @@ class Ledger:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`."""
-        return cls(**{**values, "above": set(values["above"])})
+        return cls(**{**values, "above": set(values["above"]), "rejected": dict(values["rejected"])})
