@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take
 from asyncrl.buffer.ledger import Ledger
@@ -153,3 +154,20 @@ class Intake:
 
     def _limit(self, version: int) -> int:
         return credit_limit(version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)
+
+
+def make_judge(filters: Sequence[Callable[[GroupOutcome], str | None]], *, drop_older_than: int | None) -> Judge:
+    """Rejects by the group filters, and, under `staleness.policy: drop`, groups with a token older than the bound."""
+
+    def judge(group: Group, version: int) -> str | None:
+        oldest = min((span.version for rollout in group.rollouts for span in rollout.version_spans), default=version)
+        if drop_older_than is not None and version - oldest > drop_older_than:
+            return "stale"
+        outcome = GroupOutcome(
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+            lengths=tuple(len(rollout.response_ids) for rollout in group.rollouts),
+            finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
+        )
+        return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
+
+    return judge

@@ -1,0 +1,135 @@
+"""One generator process: `python -m asyncrl.launch.generator --id g0 --store URL --config FILE`."""
+
+import argparse
+import asyncio
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from asyncrl import __version__
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.run_record import RunRecord
+from asyncrl.config.load import load_config
+from asyncrl.config.resolved import config_hash
+from asyncrl.config.schema import Config
+from asyncrl.control.base import Hello
+from asyncrl.data.prompts import PromptSource
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.evaluation import round_version
+from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.roles import run_role
+from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.logs import setup_logging
+
+
+def main() -> None:
+    """Parse arguments and generate until the run is over."""
+    parser = argparse.ArgumentParser(prog="asyncrl-generator")
+    parser.add_argument("--id", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    def role() -> None:
+        config = load_config(arguments.config)
+        directory = RunDirectory(config.run.directory)
+        setup_logging(arguments.id, directory.logs, console=True)
+        asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory))
+
+    run_role(role)
+
+
+async def _generate(config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory) -> None:
+    from asyncrl.control.zmq import ControlClient
+    from asyncrl.engine.vllm import VLLMEngine
+
+    prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    device = resolve_device(config)
+    engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device=device)
+    scorer = RewardPool(config.reward)
+    control = ControlClient(lambda: RunRecord(store).control_endpoint(), config.control)
+    tracker = JsonlTracker(directory.metrics / f"{generator_id}.jsonl")
+    try:
+        await Generator(
+            engine=engine,
+            lanes=lanes(config, store, prompts),
+            scorer=scorer,
+            control=control,
+            tracker=tracker,
+            decode=prompts.decode,
+            settings=GeneratorSettings(
+                max_running=config.generator.max_running,
+                lease_s=config.generator.lease_s,
+                heartbeat_s=config.control.heartbeat_s,
+                probe_limit=config.weights.probe_limit,
+                wire_key=wire_key(),
+            ),
+        ).run(_hello(config, generator_id))
+    finally:
+        await scorer.close()
+        await engine.close()
+        tracker.close()
+
+
+def resolve_device(config: Config) -> "Device":
+    """cuda where there is one, unless the learner was told to stay on the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
+
+
+def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list[Lane]:
+    """Evaluation first: it is small, and people wait for it."""
+    held_out = prompts.eval_prompts(config.eval.prompts)
+    found = []
+    if held_out:
+        found.append(
+            Lane(
+                name="eval",
+                buffer=eval_lane(config, store, len(held_out)),
+                prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
+                spec=_spec(config, config.eval.temperature),
+                group_size=config.eval.samples,
+                minimum_version=lambda ticket: round_version(
+                    ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
+                ),
+            )
+        )
+    found.append(
+        Lane(
+            name="train",
+            buffer=train_lane(config, store),
+            prompt=prompts.prompt,
+            spec=_spec(config, config.sampling.temperature),
+            group_size=config.batch.group_size,
+            minimum_version=lambda ticket: ticket.minimum_version,
+        )
+    )
+    return found
+
+
+def _spec(config: Config, temperature: float) -> SamplingSpec:
+    return SamplingSpec(
+        temperature=temperature, max_response_tokens=config.sampling.max_response_tokens, stop=config.sampling.stop
+    )
+
+
+def _hello(config: Config, generator_id: str) -> Hello:
+    return Hello(
+        generator_id=generator_id,
+        incarnation=uuid.uuid4().hex[:12],
+        release=__version__,
+        config_hash=config_hash(config),
+        version=0,
+        tensor_parallel=config.generator.tensor_parallel,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What learner and generators connect alike: the store, the lanes, the wire key."""
+
+import os
+
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.config.schema import Config
+
+STORE_VARIABLE = "ASYNCRL_STORE_URL"
+WIRE_KEY_VARIABLE = "ASYNCRL_WIRE_KEY"
+"""Secret of a run, shared by its learner and generators; frames of anybody else are refused."""
+
+
+def connect_store(config: Config, url: str) -> StoreConnection:
+    """A connection; the password comes from the environment, never from the command line."""
+    return StoreConnection(url, password=os.environ.get(config.store.password_env))
+
+
+def wire_key() -> bytes:
+    """Key of the frames' checksums; empty unless the environment holds one."""
+    return os.environ.get(WIRE_KEY_VARIABLE, "").encode()
+
+
+def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer:
+    """The lane of training tickets."""
+    rules = BufferRules(
+        groups=config.batch.groups,
+        lease_s=config.generator.lease_s,
+        max_attempts=config.reward.attempts,
+        max_bytes=int(config.store.max_gib * 2**30),
+    )
+    return RedisBuffer(connection, config.run.name, rules, lane="train")
+
+
+def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
+    """The lane of held-out evaluation; one round is `prompts` groups."""
+    rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
+    return RedisBuffer(connection, config.run.name, rules, lane="eval")

@@ -1,0 +1,95 @@
+"""The shape of the code base: imports point down, the pure part is pure, heavy libraries stay in their packages, files stay small."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "asyncrl"
+LAYER = {
+    "types": 0, "errors": 0, "processes": 0,
+    "algo": 1,
+    "config": 2, "wire": 2,
+    "buffer": 3, "weights": 3, "control": 3, "engine": 3, "trainer": 3, "rewards": 3, "telemetry": 3, "data": 3,
+    "learner": 4, "generator": 4, "evaluation": 4, "supervisor": 4,
+    "launch": 5, "cli": 5,
+}  # fmt: skip
+OWNERS = {
+    "vllm": {"engine", "weights"},  # weights: the plugin that runs inside the engine's own processes
+    "deepspeed": {"trainer"},
+    "redis": {"buffer"},
+    "zmq": {"control"},
+    "wandb": {"telemetry"},
+    "typer": {"cli"},
+}
+PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
+REGISTRY = {"ast", "difflib", "functools", "importlib", "inspect", "pathlib"}
+"""What finding functions by name needs on top."""
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imports_of(path: Path) -> list[str]:
+    """Every module named in an import statement, wherever it stands."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "asyncrl":
+            found += [f"asyncrl.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+    return found
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    here = part_of(path)
+    for module in imports_of(path):
+        there = module.split(".")[1] if module.startswith("asyncrl.") else here
+        if there in (here, "__version__"):
+            continue
+        # evaluation and learner are read by what reports on them, one layer up; on one layer only interfaces are seen
+        is_interface = module.endswith(".base") or module == "asyncrl.buffer.ledger"
+        same_layer_is_fine = LAYER[here] == 5
+        assert LAYER[there] < LAYER[here] or (LAYER[there] == LAYER[here] and (is_interface or same_layer_is_fine)), module
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_a_heavy_library_is_imported_in_its_package_only(library):
+    users = {part_of(path) for path in MODULES if any(module.split(".")[0] == library for module in imports_of(path))}
+    assert users <= OWNERS[library]
+
+
+def test_the_mathematics_does_no_io():
+    for path in (PACKAGE / "algo").rglob("*.py"):
+        allowed = PURE | REGISTRY if path.name == "registry.py" else PURE
+        outside = {module.split(".")[0] for module in imports_of(path)} - allowed
+        assert not outside, f"{path.name} imports {sorted(outside)}"
+
+
+def test_no_module_needs_a_second_sitting():
+    too_long = {path.name: lines for path in MODULES if (lines := len(path.read_text().splitlines())) > 400}
+    assert not too_long
+
+
+def test_few_functions_are_long():
+    lengths = [
+        node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    ]
+    assert sorted(lengths)[len(lengths) // 2] <= 12
+    assert sum(length > 60 for length in lengths) <= 0.03 * len(lengths)
+
+
+@pytest.mark.parametrize("module", ["asyncrl.cli.main", "asyncrl.config.load", "asyncrl.supervisor", "asyncrl.algo.registry"])
+def test_commands_that_need_no_model_start_without_torch(module):
+    check = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'deepspeed')))"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
