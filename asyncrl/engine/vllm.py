@@ -4,6 +4,7 @@ No HTTP server: vLLM's routes for weight updates are unauthenticated, and none o
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -11,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 _GRACE_S = 5.0
 """The receiver's own deadline is to fire first: it knows what it waited for."""
-_CLOSE_S = 10.0
+_CLOSE_S = 3.0
 
 
 class VLLMEngine:
@@ -96,7 +98,7 @@ class VLLMEngine:
         finally:
             task.cancel()  # when this one was cancelled or the engine hangs; else it is done
         if task.cancelled():
-            raise EngineError("the request was dropped, because the engine's weights turned out to be wrong; sample it again")
+            raise EngineError("the request was dropped: the engine was closed or its weights turned out to be wrong")
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -211,10 +213,19 @@ class VLLMEngine:
         )
 
     async def close(self) -> None:
-        """Stop the engine's processes; requests that still run get EngineError."""
-        for task in list(self._running):
+        """Stop the engine's processes, by force after a few seconds; requests that still run end with EngineError."""
+        tasks = list(self._running)
+        for task in tasks:
             task.cancel()
-        await asyncio.to_thread(self._llm.shutdown, _CLOSE_S)
+        llm, self._llm = self._llm, None  # its finalizer fails when it outlives vLLM's modules
+        processes = _engine_processes(llm)
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # else it reports the end of the engine as a crash
+        await asyncio.to_thread(llm.shutdown, _CLOSE_S)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, processes, _CLOSE_S)
 
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
         from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
@@ -227,6 +238,17 @@ class VLLMEngine:
             ) from error
         except EngineDeadError as error:
             raise _dead() from error
+
+
+def _engine_processes(llm: Any) -> list[psutil.Process]:
+    """The core and its workers."""
+    found = []
+    manager = llm.engine_core.resources.engine_manager
+    for core in manager.processes if manager is not None else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(core.pid)
+            found += [*process.children(recursive=True), process]
+    return found
 
 
 def _dead() -> EngineError:

@@ -10,6 +10,7 @@
 A failed update leaves the model usable for the next one, but its weights are a mixture: the engine must not sample.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ from asyncrl.weights import gloo
 from asyncrl.weights.layout import Layout
 
 Update = dict[str, Any]
+
+# It warns of every layer without weights of its own, at every update; what is really missing is found by `reloading`.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -134,7 +138,8 @@ class _OverVLLM(_Receives):
     """vLLM's own transports, bounded: a communicator that does not finish in time is aborted."""
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
-        watchdog = threading.Timer(deadline_s, self.shutdown)
+        cut_off = threading.Event()
+        watchdog = threading.Timer(deadline_s, lambda: (cut_off.set(), self.shutdown()))
         watchdog.start()
         try:
             if details.get("init") is not None:
@@ -142,18 +147,14 @@ class _OverVLLM(_Receives):
                 self.init_transfer_engine(self.parse_init_info(details["init"]))
             self._require_working()
             self.receive_weights(self.parse_update_info(details["update"]))
-            if self.device.type == "cuda":
-                torch.accelerator.synchronize()
+            torch.accelerator.synchronize()
         finally:
             watchdog.cancel()
-        if watchdog.finished.is_set() and not watchdog.is_alive() and self._was_aborted():
-            raise TransferError(f"the transfer was cut off after {deadline_s:g} s")
+            if cut_off.is_set():
+                raise TransferError(f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group")
 
     def _require_working(self) -> None:
-        pass
-
-    def _was_aborted(self) -> bool:
-        return False
+        """Raises TransferError when the group exists but moves nothing."""
 
 
 class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
@@ -161,14 +162,19 @@ class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
 
     def _require_working(self) -> None:
         if self.model_update_group is None or self.model_update_group.disabled:
-            raise TransferError("vLLM disabled its NCCL communicator, whose broadcasts then do nothing: NCCL >= 2.29.7 is needed")
-
-    def _was_aborted(self) -> bool:
-        return self.model_update_group is None
+            raise TransferError(
+                "vLLM has no working NCCL communicator, whose broadcasts do nothing then: NCCL >= 2.29.7 is needed"
+            )
 
 
 class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
     """vLLM's CUDA IPC: learner and generator on one GPU."""
+
+    def _over_vllm(self, details: Update, deadline_s: float) -> None:
+        try:
+            super()._over_vllm(details, deadline_s)
+        finally:
+            self._packed_importer.close()  # the sender may reuse its buffer
 
 
 @dataclass

@@ -1,0 +1,171 @@
+"""A real engine on a loop of its own, models whose answers are known, and a sender."""
+
+import asyncio
+import contextlib
+import copy
+import shutil
+import threading
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.vllm import VLLMEngine
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import TensorSpec, UpdateOrder
+from asyncrl.weights.gloo import open_group, send
+from asyncrl.weights.layout import Layout, checksums
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here")
+
+BUCKET_BYTES = 100_000
+"""Several buckets even for the smallest model."""
+
+
+@contextmanager
+def running_engine(model, *, deadline_s=30.0, max_response_tokens=256, **generator):
+    """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
+    with asyncio.Runner() as runner:
+        engine = runner.run(
+            VLLMEngine.start(
+                ModelConfig(path=str(model), dtype="float32"),
+                GeneratorConfig(**{"max_running": 64, "kv_cache_gib": 0.25, "threads": 1} | generator),
+                SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens),
+                WeightsConfig(deadline_s=deadline_s),
+                device="cpu",
+            )
+        )
+        try:
+            yield runner, engine
+        finally:
+            runner.run(engine.close())
+
+
+def untied_qwen2(directory):
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return save(Qwen2ForCausalLM(config), directory)
+
+
+def one_token_llama(directory):
+    """An untied model that can be made to answer one token always, see `saying`."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return save(saying(LlamaForCausalLM(config), 100), directory)
+
+
+def saying(model, token):
+    """Every position's hidden state is the same vector; only `token`'s row of the output head looks along it."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "embed" in name or "norm" in name else 0.0)
+        model.lm_head.weight[token] = 10.0
+    return model
+
+
+def scrambled(model, seed):
+    """A copy with other weights."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.02 * seed)
+    return other
+
+
+def save(model, directory):
+    model.float().save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STORIES / file, directory)
+    return directory
+
+
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def logprobs_of(model, token_ids, temperature=1.0):
+    """The oracle: ln p of token_ids[1:], by Hugging Face."""
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1).numpy()
+
+
+def order(version, transport, details, deadline_s=20.0):
+    return UpdateOrder(
+        version=version, transport=transport, deadline_s=deadline_s, details=details, probe_ids=(), probe_logprobs=()
+    )
+
+
+def disk_order(version, model, directory):
+    directory = Path(directory) / f"v{version}-{uuid.uuid4().hex[:6]}"
+    directory.mkdir(parents=True)
+    save_file({name: tensor.detach().clone() for name, tensor in model.named_parameters()}, directory / "model.safetensors")
+    return order(version, "disk", {"directory": str(directory)})
+
+
+async def apply(engine, update):
+    await engine.begin_update()
+    await engine.receive(update)
+    await engine.finish_update(update.version)
+
+
+class Sender:
+    """The learner's side of one Gloo group, on a thread."""
+
+    def __init__(self, directory, deadline_s=10.0):
+        self.rendezvous = {"name": uuid.uuid4().hex, "world_size": 2, "directory": str(directory)}
+        self.deadline_s = deadline_s
+        self.group = None
+
+    def order(self, version, model, *, leave_out=(), spoil=None, absent=False):
+        """Sends in the background; the engine has only to receive.
+
+        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent.
+        """
+        tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
+        specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
+        layout = Layout.plan(specs, BUCKET_BYTES)
+        buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        for index, (_, tensor) in enumerate(tensors):
+            layout.view(buffer, index).copy_(tensor)
+        sums = checksums(buffer, layout)
+        if spoil is not None:
+            layout.view(buffer, spoil).view(-1)[0] += 1.0
+        if not absent:
+            threading.Thread(target=self._send, args=(buffer, layout), daemon=True).start()
+        details = {"rendezvous": self.rendezvous, "layout": layout.to_plain(), "checksums": list(sums)}
+        return order(version, "gloo", details, self.deadline_s)
+
+    def _send(self, buffer, layout):
+        with contextlib.suppress(TransferError):  # the receiver's side is what is tested
+            if self.group is None:
+                self.group = open_group(self.rendezvous, rank=0, deadline_s=self.deadline_s)
+            send(self.group, buffer, layout)
