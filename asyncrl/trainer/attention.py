@@ -55,7 +55,7 @@ def segment_attention(
     outputs = [
         scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
         for query, key, value in zip(
-            query_1HND.split(lengths, dim=2), key_1HND.split(lengths, dim=2), value_1HND.split(lengths, dim=2), strict=True
+            *(torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND)), strict=True
         )
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None

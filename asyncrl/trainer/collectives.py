@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.errors import RunError
 
@@ -75,10 +76,10 @@ class Ranks:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     if rendezvous.ranks == 1:
-        return dist.HashStore()
-    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.ranks, is_master=rendezvous.rank == 0, timeout=timeout)
+        return HashStore()
+    return TCPStore(rendezvous.address, rendezvous.port, rendezvous.ranks, is_master=rendezvous.rank == 0, timeout=timeout)
 
 
 def _bytes_tensor(value: bytes) -> Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +12,16 @@ from safetensors.torch import load_file, save_file
 def save_rng(path: Path) -> None:
     """Write the state of this process's generators to `path`, a safetensors file."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert (version, name) == (3, "MT19937"), "the layout of CPython's and numpy's global generators"
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    assert (version, numpy_state["bit_generator"]) == (3, "MT19937"), "the layout of CPython's and numpy's global generators"
+    keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
     state = {
         "torch": torch.get_rng_state(),
         "python_words": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy_keys": torch.tensor(keys.astype(np.int64)),
-        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy_position": torch.tensor([position, numpy_state["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

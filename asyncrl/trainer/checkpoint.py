@@ -1,0 +1,224 @@
+"""Checkpoints that are whole or not there: written aside, signed, made durable, then renamed into place.
+
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, generators of random numbers, `hf/` export), the learner's
+`state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key. DeepSpeed's files are pickles, so
+nothing is loaded whose manifest does not verify. Order of a save, each line durable before the next:
+
+    trainer's files, state.json   in .writing-step-000012/
+    MANIFEST.json                 ... and every directory
+    rename to step-000012/        ... and the parent directory
+    removal of the oldest
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import CheckpointError
+from asyncrl.trainer.files import FileOps
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+EXPORT = "hf"
+
+
+class Saveable(Protocol):
+    """The part of `Trainer` that checkpoints need."""
+
+    @property
+    def rank(self) -> int: ...
+    def broadcast(self, value: bytes | None) -> bytes: ...
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+class CheckpointStore:
+    """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others follow."""
+
+    def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
+        """`key` is the run's secret: with it a manifest is signed, without it none verifies."""
+        self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
+
+    def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
+        """Make a durable checkpoint of `step`, then prune; the oldest step that is kept, on every rank. `state` must survive JSON.
+
+        A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when rank 0
+        cannot write; what was there before is still there.
+        """
+        writing = self._directory / f".writing-{_name(step)}"
+        if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
+            trainer.save(writing)
+            self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
+        return self._on_rank_0(trainer, self._prune)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that verifies; those that do not are logged with the reason and passed over."""
+        for directory in reversed(self._steps()):
+            try:
+                self.verify(directory)
+            except CheckpointError as error:
+                log.warning("checkpoint passed over: %s", error)
+            else:
+                return directory
+        return None
+
+    def load(self, trainer: Saveable) -> dict[str, Any] | None:
+        """Restore `trainer` from the newest valid checkpoint and return the state saved with it; None when there is none.
+
+        Newer ones that did not verify are set aside as `rejected-...`, so that they count neither as kept nor as newest.
+        """
+        step = self._on_rank_0(trainer, self._choose)
+        if step < 0:
+            return None
+        directory = self._directory / _name(step)
+        trainer.load(directory)
+        return self.state(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The learner's state of a kept step. Raises CheckpointError."""
+        return dict(json.loads(_read(self._directory / _name(step) / STATE)))
+
+    def export(self, step: int) -> Path:
+        """The Hugging Face directory of a kept step, verified. Raises CheckpointError."""
+        self.verify(self._directory / _name(step))
+        return self._directory / _name(step) / EXPORT
+
+    def verify(self, directory: Path) -> None:
+        """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
+        manifest = _parse(directory / MANIFEST)
+        if not hmac.compare_digest(self._sign(manifest), str(manifest.get("hmac"))):
+            raise CheckpointError(
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it or remove it"
+            )
+        if _name(manifest["step"]) != directory.name:
+            raise CheckpointError(f"{directory}: signed as step {manifest['step']}; give the directory its name back")
+        expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
+        found.pop(MANIFEST)
+        if expected.keys() != found.keys():
+            names = sorted(expected.keys() ^ found.keys())
+            raise CheckpointError(
+                f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or remove it"
+            )
+        for name, path in found.items():
+            if path.is_symlink() or _sha256(path) != expected[name]:
+                raise CheckpointError(f"{directory}: {name} is not what was written; restore the directory or remove it")
+
+    def _on_rank_0(self, trainer: Saveable, action: Callable[[], int]) -> int:
+        """Rank 0's result on every rank; its failure too, so that nobody waits for a rank that has given up."""
+        if trainer.rank > 0:
+            return _result(trainer.broadcast(None))
+        try:
+            outcome: dict[str, Any] = {"value": int(action())}
+        except (OSError, CheckpointError) as error:
+            outcome = {"error": f"{self._directory}: {error}"}
+        return _result(trainer.broadcast(json.dumps(outcome).encode()))
+
+    def _prepare(self, step: int, writing: Path) -> bool:
+        """False when the step needs no writing; leftovers of crashed saves are removed."""
+        target = self._directory / _name(step)
+        if target.exists():
+            try:
+                self.verify(target)
+            except CheckpointError as error:
+                self._set_aside(target, error)
+            else:
+                return False
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self._directory.glob(".writing-*"):
+            self._files.remove(leftover)
+        writing.mkdir()
+        return True
+
+    def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
+        self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
+        files = list(_files_in(writing))
+        for path in files:
+            self._files.fsync(path)
+        manifest: dict[str, Any] = {"step": step, "files": {str(path.relative_to(writing)): _sha256(path) for path in files}}
+        manifest["hmac"] = self._sign(manifest)
+        self._files.write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
+        self._files.fsync(writing / MANIFEST)
+        for directory in [*(path for path in writing.rglob("*") if path.is_dir()), writing]:
+            self._files.fsync(directory)
+        self._files.rename(writing, self._directory / _name(step))
+        self._files.fsync(self._directory)
+        return True
+
+    def _prune(self) -> int:
+        steps = self._steps()
+        for directory in steps[: -self._keep]:
+            self._files.remove(directory)
+        return _step(steps[-self._keep :][0])
+
+    def _choose(self) -> int:
+        newest = self.latest()
+        for directory in self._steps():
+            if newest is None or _step(directory) > _step(newest):
+                self._set_aside(directory, "did not verify")
+        return -1 if newest is None else _step(newest)
+
+    def _set_aside(self, directory: Path, reason: object) -> None:
+        aside = directory.with_name(f"rejected-{directory.name}")
+        if aside.exists():
+            self._files.remove(aside)
+        log.warning("checkpoint set aside as %s: %s", aside, reason)
+        self._files.rename(directory, aside)
+
+    def _steps(self) -> list[Path]:
+        """Directories of checkpoints, oldest first."""
+        return sorted((p for p in self._directory.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)), key=_step)
+
+    def _sign(self, manifest: dict[str, Any]) -> str:
+        content = {key: value for key, value in manifest.items() if key != "hmac"}
+        return hmac.new(self._key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06}"
+
+
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); use a step that is kept") from error
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(_read(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it")
+    return manifest
+
+
+def _result(message: bytes) -> int:
+    outcome = json.loads(message)
+    if "error" in outcome:
+        raise CheckpointError(outcome["error"])
+    return int(outcome["value"])
