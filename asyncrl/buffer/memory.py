@@ -35,6 +35,8 @@ class _Store:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: int = 0
+    owner: object = None
+    """The handle that recovered last."""
     version: int = 0
     limit: int = 0
     closed: bool = False
@@ -194,7 +196,9 @@ class MemoryBuffer:
         """Rebuild every place from the ledger, the takes that continue it, and the frames that exist."""
         store = self._store
         with store.lock:
-            self._epoch = store.epoch = max(store.epoch, self._epoch) + 1
+            if store.owner is not self:
+                store.epoch, store.owner = max(store.epoch, self._epoch) + 1, self
+            self._epoch = store.epoch
             store.issued = max(store.issued, ledger.watermark, *ledger.above, 0)
             store.watermark, store.done = ledger.watermark, set(ledger.above)
             kept = self._continued(ledger)
@@ -317,7 +321,8 @@ class MemoryBuffer:
             )
 
     def _check_epoch(self) -> None:
-        if self._epoch != self._store.epoch:
-            raise BufferFenced(
-                f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}; stop this one"
-            )
+        found = f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}"
+        if self._store.epoch < self._epoch:
+            raise BufferGap(f"{found}: it was rolled back or wiped; recover from the ledger")
+        if self._store.owner is not self:
+            raise BufferFenced(f"{found}: another learner has the run, this one must stop")

@@ -1,0 +1,289 @@
+"""The buffer contract over real servers, and what only a real server can do."""
+
+import itertools
+import multiprocessing
+import shutil
+
+import pytest
+from buffer_contract import RULES, BufferContract, fill, ids, places, take
+
+from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import PLACES, RedisBuffer
+from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.schema import StoreConfig
+from asyncrl.errors import BufferGap, ForeignRunError, StoreError
+
+pytestmark = pytest.mark.integration
+run_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=["bundled", "redis-server"])
+def server(request, tmp_path_factory):
+    if request.param != "bundled" and shutil.which(request.param) is None:
+        pytest.skip(f"no {request.param} on PATH")
+    with StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("store"), server=request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def connection(server):
+    connection = StoreConnection(server.url, retry_s=5.0)
+    yield connection
+    connection.close()
+
+
+class RedisLane:
+    kind = RedisBuffer
+
+    def __init__(self, connection, rules=RULES):
+        self.connection, self.rules = connection, rules
+        self.run = f"run-{next(run_numbers)}"
+
+    def handle(self):
+        return self.kind(self.connection, self.run, self.rules)
+
+    def key(self, place):
+        return f"{{{self.run}:train}}:{place}"
+
+    def expire(self):
+        client = self.connection.client
+        client.zadd(self.key("deadlines"), dict.fromkeys(client.zrange(self.key("deadlines"), 0, -1), 1), xx=True)
+
+    def wipe(self):
+        self.connection.client.delete(*map(self.key, PLACES))
+
+    def snapshot(self):
+        return {place: self.connection.client.dump(self.key(place)) for place in PLACES}
+
+    def roll_back(self, snapshot):
+        self.wipe()
+        for place, value in snapshot.items():
+            if value is not None:
+                self.connection.client.restore(self.key(place), 0, value)
+
+
+class TestRedisBuffer(BufferContract):
+    @pytest.fixture
+    def lane(self, connection):
+        return RedisLane(connection)
+
+
+class Repeating(RedisBuffer):
+    """Every reply is lost once: the server does each call twice, and the second time changes and says nothing else."""
+
+    def _fcall(self, client, function, arguments):
+        reply = super()._fcall(client, function, arguments)
+        before = super()._fcall(client, "audit", ())
+        again = super()._fcall(client, function, arguments)
+        after = super()._fcall(client, "audit", ())
+        assert after[:7] == before[:7], f"{function} moved ids when it was called again"
+        if function not in ("put", "commit", "revoke", "audit"):
+            assert again == reply
+        return reply
+
+
+class RepeatingLane(RedisLane):
+    kind = Repeating
+
+
+class TestLostReplies(BufferContract):
+    @pytest.fixture
+    def lane(self, connection):
+        return RepeatingLane(connection)
+
+    # These count calls.
+    test_a_group_is_stored_once_at_every_stage_of_its_life = None
+    test_over_the_cap_nothing_is_dropped_and_only_the_awaited_group_gets_in = None
+
+
+@pytest.fixture
+def lane(connection):
+    return RedisLane(connection)
+
+
+@pytest.fixture
+def buffer(lane):
+    buffer = lane.handle()
+    buffer.recover(Ledger(), version=0, limit=8)
+    return buffer
+
+
+def test_lanes_of_a_run_are_separate(connection, lane, buffer):
+    other = RedisBuffer(connection, lane.run, RULES, lane="eval")
+    other.recover(Ledger(), version=0, limit=2)
+    assert ids(buffer.lease("g", 8)) == list(range(1, 9))
+    assert ids(other.lease("g", 8)) == [1, 2]
+    buffer.set_version(1, limit=9)
+
+
+def test_functions_are_loaded_again_after_the_server_lost_them(connection, lane, buffer):
+    fill(buffer, 2)
+    connection.client.function_flush()
+    assert take(buffer, Ledger(), 2).ids == (1, 2)
+    connection.client.flushall()
+    connection.client.function_flush()
+    with pytest.raises(BufferGap):
+        buffer.close()
+
+
+def test_dead_letters_keep_the_beginning_of_the_frame_and_are_few(connection, lane, buffer):
+    buffer.set_version(0, limit=1000)
+    ledger = Ledger()
+    for i in range(105):
+        (ticket_id,) = ids(buffer.lease("g", 1))
+        assert buffer.put("g", ticket_id, b"bad-%d" % i) is PutOutcome.STORED
+        ledger.consume(buffer.reject_frame(buffer.take(ledger, 1, window=1), ticket_id, "no frame").ids)
+    letters = connection.client.lrange(lane.key("dead_letters"), 0, -1)
+    assert len(letters) == 100
+    assert letters[0] == b"1 no frame\nbad-104"
+
+
+def test_a_server_out_of_memory_holds_back_groups_and_still_frees_them(connection):
+    lane = RedisLane(connection, BufferRules(groups=2, max_bytes=1 << 40))
+    buffer, ledger = lane.handle(), Ledger()
+    buffer.recover(ledger, version=0, limit=1000)
+    leased = ids(buffer.lease("g", 200))
+    client = connection.client
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
+    try:
+        outcomes = [buffer.put("g", i, bytes(1 << 20)) for i in leased[:8]]
+        stored = outcomes.count(PutOutcome.STORED)
+        assert 0 < stored < 8
+        assert set(outcomes[stored:]) == {PutOutcome.FULL}
+        client.config_set("maxmemory", 1)
+        assert buffer.lease("g", 1).tickets == ()
+        buffer.renew("g", leased[:9])
+        taken = take(buffer, ledger, stored)
+        assert buffer.commit(taken.number, taken.chain) == stored
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
+        assert buffer.put("g", leased[stored], bytes(1 << 20)) is PutOutcome.STORED
+    finally:
+        client.config_set("maxmemory", 0)
+    assert buffer.audit().missing == 0
+
+
+def test_ids_and_windows_may_be_huge(lane):
+    buffer, ledger = lane.handle(), Ledger(watermark=10**13)
+    buffer.recover(ledger, version=10**9, limit=10**13 + 3)
+    assert fill(buffer, 9) == [10**13 + 1, 10**13 + 2, 10**13 + 3]
+    taken = take(buffer, ledger, 3, window=10**15)
+    assert taken.ids == (10**13 + 1, 10**13 + 2, 10**13 + 3)
+    buffer.commit(taken.number, taken.chain)
+    assert places(buffer)["done"] == 10**13 + 3
+
+
+def lease_all(url, run, holder, queue):
+    connection = StoreConnection(url)
+    buffer = RedisBuffer(connection, run, RULES)
+    mine = []
+    while leased := ids(buffer.lease(holder, 3)):
+        mine += leased
+        for ticket_id in leased:
+            buffer.put(holder, ticket_id, b"x")
+    queue.put(mine)
+    connection.close()
+
+
+def test_processes_share_the_ids_without_overlap(server, lane):
+    buffer = lane.handle()
+    buffer.recover(Ledger(), version=0, limit=400)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=lease_all, args=(server.url, lane.run, f"g{i}", queue)) for i in range(3)]
+    try:
+        for worker in workers:
+            worker.start()
+        shares = [queue.get(timeout=60) for _ in workers]
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            worker.kill()
+    assert sorted(itertools.chain(*shares)) == list(range(1, 401))
+    assert take(buffer, Ledger(), 400).ids == tuple(range(1, 401))
+
+
+# -- connection and record
+
+
+def test_an_unreachable_store_is_an_error_in_bounded_time_without_the_password():
+    with pytest.raises(StoreError, match=r"redis://\*\*\*@127\.0\.0\.1:1/0 has not answered for 0") as caught:
+        StoreConnection("redis://user:secret@127.0.0.1:1/0", retry_s=0.3).check()
+    assert "secret" not in str(caught.value)
+    with pytest.raises(StoreError, match="use redis://"):
+        StoreConnection("http://somewhere")
+
+
+def test_a_wrong_password_is_not_retried(connection):
+    connection.client.config_set("requirepass", "right")
+    try:
+        StoreConnection(connection.url, password="right").check()
+        with pytest.raises(StoreError, match="refused"):
+            StoreConnection(connection.url, password="wrong", retry_s=60).check()
+    finally:
+        connection.client.config_set("requirepass", "")
+
+
+def test_a_store_that_evicts_is_refused(connection):
+    connection.check()
+    connection.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(StoreError, match=r"allkeys-lru.*noeviction"):
+            connection.check()
+    finally:
+        connection.client.config_set("maxmemory-policy", "noeviction")
+
+
+RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1")
+
+
+@pytest.fixture
+def record(connection):
+    connection.client.flushall()
+    yield RunRecord(connection)
+    connection.client.flushall()
+
+
+def test_a_generator_reads_what_the_learner_claimed(record):
+    with pytest.raises(StoreError, match="no run yet"):
+        record.read()
+    record.claim(RUN, fresh=False)
+    assert record.read() == RUN
+    assert record.control_endpoint() is None
+    record.set_control_endpoint("ipc:///somewhere")
+    assert record.control_endpoint() == "ipc:///somewhere"
+    changed = StoredRun(name="first", config_json='{"a": 2}', config_hash="def", release="0.2")
+    record.claim(changed, fresh=False)
+    assert record.read() == changed
+
+
+def test_another_run_is_refused_and_its_groups_are_left_alone(connection, record):
+    record.claim(RUN, fresh=False)
+    buffer = RedisBuffer(connection, "first", RULES)
+    buffer.recover(Ledger(), version=0, limit=8)
+    fill(buffer, 3)
+    with pytest.raises(ForeignRunError, match=r"'first'.*'second'.*another"):
+        record.claim(StoredRun(name="second", config_json="", config_hash="", release=""), fresh=True)
+    assert record.read() == RUN
+    assert places(buffer)["ready"] == 3
+    record.claim(RUN, fresh=False)
+    assert places(buffer)["ready"] == 3
+
+
+def test_fresh_deletes_this_runs_lanes_and_nothing_else(connection, record):
+    record.claim(RUN, fresh=True)
+    buffers = [
+        RedisBuffer(connection, run, RULES, lane=lane)
+        for run, lane in (("first", "train"), ("first", "eval"), ("first1", "train"))
+    ]
+    for buffer in buffers:
+        buffer.recover(Ledger(), version=0, limit=8)
+        fill(buffer, 2)
+    record.claim(RUN, fresh=True)
+    assert [places(buffer)["issued"] for buffer in buffers] == [0, 0, 2]
+    record.forget("first")
+    with pytest.raises(StoreError, match="no run yet"):
+        record.read()
+    assert places(buffers[2])["issued"] == 2

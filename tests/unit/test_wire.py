@@ -1,0 +1,414 @@
+import dataclasses
+import hashlib
+import pathlib
+import resource
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.extra.numpy as hnp
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
+from asyncrl.errors import WireError, WireVersionError
+from asyncrl.types import Group, Rollout, VersionSpan, version_spans
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.wire import codec
+from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
+from asyncrl.wire.messages import MessageCodec
+from asyncrl.wire.schema import GROUP_LIMITS, REASON_CHARACTERS, decode_group, encode_group
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+KEY = b"the run's key"
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+names = st.text(max_size=12)
+
+
+@st.composite
+def rollouts(draw):
+    length = draw(st.integers(0, 12))
+    versions = sorted(draw(st.lists(st.integers(0, 2**40), min_size=length, max_size=length)))
+    ids = st.integers(0, 2**31 - 1)
+    return Rollout(
+        prompt_ids=np.array(draw(st.lists(ids, max_size=6)), dtype=np.int32),
+        response_ids=draw(hnp.arrays(np.int32, length, elements=ids)),
+        action_mask=draw(hnp.arrays(np.bool_, length)),
+        behaviour_logprobs=draw(hnp.arrays(np.float32, length, elements=finite)),
+        version_spans=version_spans(versions),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        reward=draw(finite),
+        reward_parts=draw(st.dictionaries(names, finite, max_size=3)),
+    )
+
+
+groups = st.builds(
+    Group,
+    ticket_id=st.integers(1, 2**53),
+    rollouts=st.lists(rollouts(), max_size=4).map(tuple),
+    generator_id=names,
+    finished_version=st.integers(-1, 2**40),
+    sampling_s=finite,
+    reward_s=finite,
+    dead_reason=st.none() | names,
+)
+
+
+def assert_same_group(left, right):
+    for field in dataclasses.fields(Group):
+        if field.name != "rollouts":
+            assert getattr(left, field.name) == getattr(right, field.name), field.name
+    assert len(left.rollouts) == len(right.rollouts)
+    for one, other in zip(left.rollouts, right.rollouts, strict=True):
+        for field in dataclasses.fields(Rollout):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(a, np.ndarray):
+                assert a.dtype == b.dtype
+                np.testing.assert_array_equal(a, b)
+            else:
+                assert a == b, field.name
+
+
+@given(groups, st.binary(max_size=32))
+def test_a_group_survives_the_wire(group, key):
+    assert_same_group(decode_group(encode_group(group, key), key), group)
+
+
+def group_of(rng, rollouts_count=3, tokens=20):
+    return Group(
+        ticket_id=41,
+        rollouts=tuple(
+            Rollout(
+                prompt_ids=rng.integers(0, 1000, 5, dtype=np.int32),
+                response_ids=rng.integers(0, 1000, tokens, dtype=np.int32),
+                action_mask=rng.random(tokens) < 0.8,
+                behaviour_logprobs=-rng.random(tokens, dtype=np.float32),
+                version_spans=(VersionSpan(6, tokens - 3), VersionSpan(7, 3)),
+                finish_reason=("stop", "length")[r % 2],
+                reward=r / 2,
+                reward_parts={"exact": float(r), f"only_{r}": 0.25},
+            )
+            for r in range(rollouts_count)
+        ),
+        generator_id="generator-1",
+        finished_version=7,
+        sampling_s=1.5,
+        reward_s=0.125,
+    )
+
+
+GROUP = group_of(np.random.default_rng(0))
+DEAD = Group.dead(7, "reward worker was killed", generator_id="generator-1", version=3)
+MESSAGES = MessageCodec((Hello, Heartbeat, Leave, Welcome, Refused, Stop, UpdateOrder, UpdateReport))
+ORDER = UpdateOrder(
+    version=3,
+    transport="gloo",
+    deadline_s=60.0,
+    details={"address": "127.0.0.1:29500", "buckets": [[0, 4], [4, 9]], "checksums": [1, 2**63], "more": {"keep": True}},
+    probe_ids=(1, 2, 3),
+    probe_logprobs=(-0.5, -1.25),
+)
+FRAMES = {
+    "group.v1": (encode_group(GROUP, KEY), lambda data: assert_same_group(decode_group(data, KEY), GROUP)),
+    "dead_group.v1": (encode_group(DEAD), lambda data: assert_same_group(decode_group(data), DEAD)),
+    "update_order.v1": (MESSAGES.encode(ORDER, KEY), lambda data: _assert_equal(MESSAGES.decode(data, KEY), ORDER)),
+}
+
+
+def _assert_equal(left, right):
+    assert left == right
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frozen_frames_are_still_read_and_written(name):
+    """If this fails, old processes cannot talk to new ones: add a field with a default, or raise WIRE_VERSION."""
+    encoded, check = FRAMES[name]
+    frozen = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
+    check(frozen)
+    assert encoded == frozen
+
+
+@pytest.mark.parametrize("key", [b"", b"another run's key"])
+def test_a_frame_made_with_another_key_is_refused(key):
+    with pytest.raises(WireError, match="checksum"):
+        decode_group(encode_group(GROUP, KEY), key)
+
+
+def test_every_single_flipped_bit_is_noticed():
+    frame = bytearray(encode_group(DEAD, KEY))
+    for bit in range(8 * len(frame)):
+        frame[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            decode_group(bytes(frame), KEY)
+        frame[bit // 8] ^= 1 << bit % 8
+    decode_group(bytes(frame), KEY)
+
+
+def test_another_wire_version_is_named():
+    frame = bytearray(encode_group(DEAD))
+    struct.pack_into("<H", frame, 8, 9)
+    with pytest.raises(WireVersionError, match=r"version 9.*speaks 1.*same asyncrl release"):
+        decode_group(bytes(frame))
+
+
+def test_a_message_is_no_group():
+    with pytest.raises(WireError, match="kind 2 where kind 1"):
+        decode_group(MESSAGES.encode(Leave(generator_id="a", incarnation="b")))
+
+
+MESSAGE = Limits(kind=2, meta_bytes=0, body_bytes=0, items=0, text_bytes=0)
+
+
+def sealed(meta, body=b"", limits=GROUP_LIMITS, key=b""):
+    """A frame with a valid checksum around anything."""
+    packed = meta if isinstance(meta, bytes) else msgpack.packb(meta)
+    fields = codec._FIELDS.pack(codec.MAGIC, codec.WIRE_VERSION, limits.kind, len(packed), len(body))
+    digest = hashlib.blake2b(key=key, digest_size=16)
+    for part in (fields, body, packed):
+        digest.update(part)
+    return fields + digest.digest() + body + packed
+
+
+@given(st.binary(max_size=200))
+def test_garbage_only_ever_gives_wire_errors(data):
+    for attempt in (data, codec.MAGIC + data, sealed(data), encode_group(DEAD)[:HEADER_BYTES] + data):
+        with pytest.raises(WireError):
+            decode_group(attempt)
+    with pytest.raises(WireError):
+        MESSAGES.decode(sealed(data, limits=MESSAGE))
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
+    """Somebody with the key, and a bug: any meta entry, any entry of the table, any tensor byte may be wrong."""
+    frame = encode_group(GROUP)
+    body_bytes = codec._FIELDS.unpack_from(frame)[4]
+    body, meta = bytearray(frame[HEADER_BYTES : HEADER_BYTES + body_bytes]), msgpack.unpackb(frame[HEADER_BYTES + body_bytes :])
+    target = data.draw(st.sampled_from([*meta, "table", "body", "cut"]))
+    if target == "table":
+        row = data.draw(st.integers(0, len(meta["arrays"]) - 1))
+        column = data.draw(st.integers(0, 2))
+        value = data.draw(plain | st.sampled_from(["int64", "uint8", "float32", "spans", 0, 1, 2**62, -1, True, [], {}]))
+        meta["arrays"][row][column] = value
+    elif target == "body":
+        for _ in range(data.draw(st.integers(1, 5))):
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    elif target == "cut":
+        del body[data.draw(st.integers(0, len(body) - 1)) :]
+    else:
+        meta[target] = data.draw(plain)
+    try:
+        group = decode_group(sealed(meta, bytes(body)))
+    except WireError:
+        return
+    for rollout in group.rollouts:
+        assert len(rollout.response_ids) == len(rollout.versions) == len(rollout.behaviour_logprobs)
+        assert np.isfinite(rollout.behaviour_logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"\xdd\xff\xff\xff\xff",  # a list of 4 billion, in 5 bytes
+        b"\xc6\xff\xff\xff\xff",  # binary of 4 GiB
+        b"\x90" * 60_000,
+        b"\x91" * 60_000,
+        b"\x81\xa1a" * 20_000,
+        msgpack.packb(list(range(257))),
+        msgpack.packb({"a": "x" * 5000}),
+        msgpack.packb({"a": b"binary"}),
+        msgpack.packb({"a": msgpack.ExtType(1, b"x")}),
+        msgpack.packb({1: 2}),
+        msgpack.packb({}) + b"more",
+    ],
+)
+def test_meta_beyond_the_limits_is_refused_without_memory_for_it(meta):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WireError):
+        decode_group(sealed(meta))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
+
+
+def test_a_header_that_promises_too_much_is_refused_by_its_numbers():
+    header = codec._FIELDS.pack(codec.MAGIC, codec.WIRE_VERSION, 1, 1 << 20, 1 << 60) + bytes(16)
+    with pytest.raises(WireError, match="at most"):
+        decode_group(header)
+
+
+@pytest.mark.parametrize("field", ["behaviour_logprobs", "reward", "reward_parts"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_where_they_are_made(field, bad):
+    rollout = GROUP.rollouts[0]
+    values = {"behaviour_logprobs": np.full(20, bad, dtype=np.float32), "reward": bad, "reward_parts": {"exact": bad}}
+    broken = dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollout, **{field: values[field]}),))
+    with pytest.raises(WireError, match="finite"):
+        encode_group(broken)
+
+
+def test_a_frame_that_no_peer_would_take_is_not_sent():
+    with pytest.raises(WireError, match="at most"):
+        encode_frame(Limits(kind=1, meta_bytes=100, body_bytes=3, items=9, text_bytes=9), {}, {"a": np.zeros(1, np.float32)})
+    with pytest.raises(WireError, match="dtype"):
+        encode_frame(GROUP_LIMITS, {}, {"a": np.zeros(1, np.complex64)})
+    with pytest.raises(WireError):
+        encode_group(dataclasses.replace(DEAD, generator_id="g" * 5000))
+
+
+def test_a_long_reason_is_cut():
+    decoded = decode_group(encode_group(Group.dead(1, "é" * 100_000, generator_id="g", version=0)))
+    assert decoded.dead_reason == "é" * REASON_CHARACTERS
+
+
+def test_tensors_are_aligned_views_of_the_frame():
+    arrays = {"a": np.arange(3, dtype=np.uint8), "b": np.arange(2, dtype=np.float64), "c": np.arange(5, dtype=np.int32)}
+    frame = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {"x": 1}, arrays))
+    assert frame.meta == {"x": 1}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(frame.arrays[name], array)
+        assert frame.arrays[name].flags.aligned
+        assert not frame.arrays[name].flags.owndata
+        assert not frame.arrays[name].flags.writeable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Everything:
+    number: int
+    real: float
+    flag: bool
+    text: str
+    maybe: str | None
+    data: bytes
+    many: tuple[float, ...]
+    rows: list[list[int]]
+    table: Mapping[str, int]
+    anything: dict[str, Any]
+    inner: Inner
+    inners: tuple[Inner, ...] = ()
+
+
+EVERYTHING = MessageCodec((Everything, Inner))
+inners = st.builds(Inner, number=st.integers(-5, 5))
+anything = plain.filter(lambda value: "nan" not in repr(value))
+
+
+@given(
+    st.builds(
+        Everything,
+        number=st.integers(-(2**63), 2**63),
+        real=finite,
+        flag=st.booleans(),
+        text=names,
+        maybe=st.none() | names,
+        data=st.binary(max_size=9),
+        many=st.lists(finite).map(tuple),
+        rows=st.lists(st.lists(st.integers(0, 9))),
+        table=st.dictionaries(names, st.integers(0, 9)),
+        anything=st.dictionaries(names, anything, max_size=4),
+        inner=inners,
+        inners=st.lists(inners).map(tuple),
+    )
+)
+def test_messages_survive_the_wire(message):
+    assert EVERYTHING.decode(EVERYTHING.encode(message, KEY), KEY) == message
+
+
+GOOD = {"number": 1, "real": 1.0, "flag": True, "text": "", "maybe": None, "data": b"", "many": [], "rows": [], "table": {}}
+GOOD |= {"anything": {}, "inner": {"type": "Inner", "fields": {"number": 1}}}
+
+
+def sealed_message(fields, name="Everything"):
+    return sealed({"message": {"type": name, "fields": fields}, "arrays": []}, limits=MESSAGE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("number", True),
+        ("number", 1.0),
+        ("number", None),
+        ("real", "1.0"),
+        ("real", True),
+        ("flag", 1),
+        ("text", b"x"),
+        ("maybe", 3),
+        ("data", "x"),
+        ("many", [1.0, "x"]),
+        ("many", 1.0),
+        ("rows", [[1], 2]),
+        ("table", {"a": 1.5}),
+        ("table", []),
+        ("anything", []),
+        ("inner", {"type": "Everything", "fields": {}}),
+        ("inner", {"number": 1}),
+        ("inner", {"type": "Inner", "fields": {"number": "1"}}),
+        ("more", 1),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(field, value):
+    EVERYTHING.decode(sealed_message(GOOD))
+    with pytest.raises(WireError, match=r"Everything|Inner"):
+        EVERYTHING.decode(sealed_message({**GOOD, field: value}))
+
+
+def test_a_missing_field_needs_a_default():
+    assert EVERYTHING.decode(sealed_message(GOOD)).inners == ()
+    with pytest.raises(WireError, match="text"):
+        EVERYTHING.decode(sealed_message({name: value for name, value in GOOD.items() if name != "text"}))
+
+
+def test_unknown_types_are_neither_sent_nor_read():
+    with pytest.raises(WireError, match="Inner cannot be sent"):
+        MESSAGES.encode(Inner(number=1))
+    with pytest.raises(WireError, match="known messages"):
+        MESSAGES.decode(EVERYTHING.encode(Inner(number=1)))
+    with pytest.raises(WireError, match="number"):
+        EVERYTHING.encode(Inner(number="one"))
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [20, 300, 500])
+def test_deep_nesting_is_refused_in_both_directions(depth):
+    with pytest.raises(WireError):
+        EVERYTHING.decode(sealed_message({**GOOD, "anything": {"a": nested(depth)}}))
+    with pytest.raises(WireError):
+        MESSAGES.encode(dataclasses.replace(ORDER, details={"a": nested(depth)}))
+
+
+@settings(max_examples=300)
+@given(
+    st.fixed_dictionaries(
+        {
+            "message": st.fixed_dictionaries({"type": st.sampled_from(["Hello", "UpdateOrder", 3]), "fields": plain}) | plain,
+            "arrays": st.just([]) | plain,
+        }
+    )
+)
+def test_any_sealed_message_is_a_message_or_a_wire_error(meta):
+    try:
+        packed = sealed(meta, limits=MESSAGE)
+    except ValueError:
+        return
+    with pytest.raises(WireError):
+        MESSAGES.decode(packed)
