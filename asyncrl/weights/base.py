@@ -53,11 +53,61 @@ class UpdateReport:
     transfer_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A sender's reply: everything has left it. What arrived, the generator's report says."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A sender's reply: it could not, or it died."""
+
+    reason: str
+
+
+class Sender(Protocol):
+    """One sender process and its generator, seen from the control plane. No method waits.
+
+    One update: `prepare` -> replies with the UpdateOrder -> `transfer`, when the generator has been sent the order,
+    -> replies Sent. After a Failed, or when it takes too long, `restart`.
+    """
+
+    def fileno(self) -> int:
+        """Readable when there are replies. Changes with `restart`."""
+        ...
+
+    def prepare(self, transport: str) -> bool:
+        """Make ready to send the newest version; False when there is none at this moment: ask again soon."""
+        ...
+
+    def replies(self) -> "list[UpdateOrder | Sent | Failed]":
+        """What the process has said since the last call, about the update that was prepared last."""
+        ...
+
+    def transfer(self) -> None:
+        """Send the prepared version."""
+        ...
+
+    def restart(self) -> None:
+        """Kill the process, whatever it does, and start another one; nothing of the old one's groups is used again."""
+        ...
+
+    def close(self) -> None:
+        """Kill the process."""
+        ...
+
+
 class Publisher(Protocol):
     """The learner's end: one per run, in rank 0."""
 
     def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]) -> float:
         """Copy full parameters into a free slot and make `version` the newest; returns seconds. Never waits for senders."""
+        ...
+
+    def open_sender(self, workers: int) -> Sender:
+        """A new sender process for one generator with that many workers (its tensor parallelism)."""
         ...
 
     def close(self) -> None:

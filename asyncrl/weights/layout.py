@@ -79,7 +79,7 @@ class Layout:
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
     """CRC-32 of the bytes of every tensor, padding left out."""
-    return tuple(_checksum(buffer, layout, index, 0) for index in range(len(layout.specs)))
+    return tuple(checksum(buffer, layout, index) for index in range(len(layout.specs)))
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
@@ -92,7 +92,7 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
         raise TransferError(f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed")
     first, end, start_byte, _ = bucket or Bucket(0, len(layout.specs), 0, layout.total_bytes)
     for index in range(first, end):
-        found = _checksum(buffer, layout, index, start_byte)
+        found = checksum(buffer, layout, index, start_byte)
         if found != expected[index]:
             raise TransferError(
                 f"weights: tensor {layout.specs[index].name!r} has checksum {found:#010x}, the learner sent "
@@ -100,7 +100,8 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
             )
 
 
-def _checksum(buffer: Tensor, layout: Layout, index: int, start_byte: int) -> int:
+def checksum(buffer: Tensor, layout: Layout, index: int, start_byte: int = 0) -> int:
+    """CRC-32 of the bytes of one tensor in a buffer that begins at `start_byte` of the layout."""
     offset = layout.offsets[index] - start_byte
     return zlib.crc32(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
 

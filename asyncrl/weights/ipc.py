@@ -1,0 +1,74 @@
+"""Sending by CUDA IPC to vLLM's own `ipc` engine: learner and generator share a GPU.
+
+The sender keeps one copy of the weights on the GPU and exports a handle per tensor. Handles cross the wire as plain
+values; the receiver turns them back with `lift_update` before it hands them to vLLM. The copy stays as it is until
+the next version is prepared, which the learner asks for only after the generator's report.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.transports import Job, SenderSetup
+
+_CLASSES = (0, 4, 5)
+"""Positions in the arguments of `rebuild_cuda_tensor` that hold the tensor class, the storage class and the dtype."""
+
+
+@dataclass(slots=True)
+class IpcTransport:
+    """One copy of the weights on this process's GPU."""
+
+    setup: SenderSetup
+    _copy: Tensor | None = None
+
+    def prepare(self, job: Job) -> dict[str, Any]:
+        """Copy to the GPU and export."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        if not torch.cuda.is_available():
+            raise TransferError("ipc transport: this host shows no CUDA device to the sender; use gloo or disk")
+        if self._copy is None:
+            self._copy = torch.empty(self.setup.layout.total_bytes, dtype=torch.uint8, device="cuda")
+        self._copy.copy_(job.buffer)
+        torch.cuda.synchronize()
+        uuid = str(torch.cuda.get_device_properties(self._copy.device).uuid)
+        specs = self.setup.layout.specs
+        views = [self.setup.layout.view(self._copy, index) for index in range(len(specs))]
+        return {
+            "init": {"packed": False},
+            "update": {
+                "names": [spec.name for spec in specs],
+                "dtype_names": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "ipc_handles": [{uuid: _lower(reduce_tensor(view)[1])} for view in views],  # type: ignore[no-untyped-call]
+            },
+        }
+
+    def transfer(self, job: Job) -> None:
+        """Nothing: the receiver reads."""
+
+
+def lift_update(update: Mapping[str, Any]) -> dict[str, Any]:
+    """The `update` part of an order's details as vLLM's `IPCWeightTransferUpdateInfo` takes it."""
+    handles = [
+        {uuid: _lift(arguments, dtype) for uuid, arguments in handle.items()}
+        for handle, dtype in zip(update["ipc_handles"], update["dtype_names"], strict=True)
+    ]
+    return {**update, "ipc_handles": handles}
+
+
+def _lower(arguments: tuple[Any, ...]) -> list[Any]:
+    plain = [None if position in _CLASSES else value for position, value in enumerate(arguments)]
+    return [list(value) if isinstance(value, tuple) else value for value in plain]
+
+
+def _lift(plain: list[Any], dtype: str) -> tuple[Any, ...]:
+    lifted = [tuple(value) if isinstance(value, list) else value for value in plain]
+    for position, value in zip(_CLASSES, (Tensor, torch.storage.TypedStorage, getattr(torch, dtype)), strict=True):
+        lifted[position] = value
+    return tuple(lifted)

@@ -1,0 +1,120 @@
+"""Publishing: one copy into shared memory, and the newest version for everybody who asks.
+
+`publish` runs in the training loop; `open_sender` and the senders' bookkeeping run in the control plane's thread.
+The lock between them is held for bookkeeping only, never during a copy or a transfer.
+"""
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.layout import Layout, checksum
+from asyncrl.weights.sender_process import Published, SenderProcess
+from asyncrl.weights.slots import Slot, Slots
+from asyncrl.weights.transports import SenderSetup
+
+
+class SharedMemoryPublisher:
+    """Implements `weights.base.Publisher`.
+
+    Args:
+        layout: of the parameters that every `publish` brings.
+        probe_ids: the fixed token sequence of the probe.
+        directory: owned by this object; holds rendezvous files and, for the disk transport, versions.
+        deadline_s: bound on one transfer.
+        interface: address of this host for generators elsewhere; None when all are on this host.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        probe_ids: Sequence[int],
+        directory: Path,
+        deadline_s: float,
+        interface: str | None = None,
+    ) -> None:
+        # What an earlier learner left may carry the same version numbers on other weights, hence also a name of our own.
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True, mode=0o700)
+        self._layout = layout
+        self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
+        self._probe_ids = tuple(probe_ids)
+        self._directory = directory
+        self._versions = directory / f"versions-{secrets.token_hex(4)}"
+        self._deadline_s = deadline_s
+        self._interface = interface
+        self._lock = threading.Lock()
+        self._slots = Slots(layout.total_bytes)
+        self._newest: Published | None = None
+        self._senders: list[SenderProcess] = []
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
+        """See `Publisher`. Raises TransferError when `tensors` are not those of the layout."""
+        started_s = time.perf_counter()
+        slot = self._begin()
+        checksums = self._copy(slot, tensors)
+        published = Published(version=version, slot=slot, checksums=checksums, probe_logprobs=tuple(probe_logprobs))
+        with self._lock:
+            self._newest = published
+        return time.perf_counter() - started_s
+
+    def open_sender(self, workers: int) -> SenderProcess:
+        """See `Publisher`."""
+        setup = SenderSetup(
+            layout=self._layout,
+            workers=workers,
+            deadline_s=self._deadline_s,
+            rendezvous_directory=str(self._directory / "rendezvous"),
+            interface=self._interface,
+            version_directory=str(self._versions),
+        )
+        sender = SenderProcess(setup, probe_ids=self._probe_ids, take=self._take, give_back=self._give_back)
+        with self._lock:
+            self._senders = [*(each for each in self._senders if not each.is_closed), sender]
+        return sender
+
+    def close(self) -> None:
+        """See `Publisher`."""
+        for sender in self._senders:
+            sender.close()
+        self._slots.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _begin(self) -> Slot:
+        with self._lock:
+            newest = self._newest.slot if self._newest else None
+            slot = self._slots.writable(newest)
+            if slot is newest:
+                self._newest = None  # until it holds a whole version again
+        return slot
+
+    def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+        sums: dict[int, int] = {}
+        for name, tensor in tensors:
+            index = self._index.get(name)
+            if index is None or index in sums or tuple(tensor.shape) != self._layout.specs[index].shape:
+                raise TransferError(
+                    f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another shape than the layout's"
+                )
+            self._layout.view(slot.buffer, index).copy_(tensor)
+            sums[index] = checksum(slot.buffer, self._layout, index)
+        if missing := [spec.name for index, spec in enumerate(self._layout.specs) if index not in sums]:
+            raise TransferError(f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}")
+        return tuple(sums[index] for index in range(len(self._layout.specs)))
+
+    def _take(self) -> Published | None:
+        with self._lock:
+            if self._newest is not None:
+                self._newest.slot.readers += 1
+            return self._newest
+
+    def _give_back(self, published: Published) -> None:
+        with self._lock:
+            published.slot.readers -= 1

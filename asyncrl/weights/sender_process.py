@@ -1,0 +1,192 @@
+"""The learner's handle on a sender process: starts it, talks to it without ever waiting, kills it."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from asyncrl.weights.base import Failed, Sent, UpdateOrder
+from asyncrl.weights.sender import LENGTH, pack
+from asyncrl.weights.slots import Slot
+from asyncrl.weights.transports import SenderSetup
+
+_REAP_S = 2.0
+"""A killed process is gone in milliseconds; one that the kernel holds longer is reaped with the learner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Published:
+    """The newest version and where it lies."""
+
+    version: int
+    slot: Slot
+    checksums: tuple[int, ...]
+    probe_logprobs: tuple[float, ...]
+
+
+class SenderProcess:
+    """Implements `weights.base.Sender`. `take` pins a published version in its slot, `give_back` frees it."""
+
+    def __init__(
+        self,
+        setup: SenderSetup,
+        *,
+        probe_ids: tuple[int, ...],
+        take: Callable[[], Published | None],
+        give_back: Callable[[Published], None],
+    ) -> None:
+        self._setup = setup
+        self._probe_ids = probe_ids
+        self._take = take
+        self._give_back = give_back
+        self._held: Published | None = None
+        self._transport = ""
+        self._job = 0
+        self.is_closed = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """See `Sender`."""
+        return self._channel.fileno()
+
+    def prepare(self, transport: str) -> bool:
+        """See `Sender`."""
+        self._release()
+        self._held = self._take()
+        if self._held is None:
+            return False
+        self._job += 1
+        self._transport = transport
+        self._say(
+            op="prepare",
+            version=self._held.version,
+            transport=transport,
+            slot=self._held.slot.path,
+            checksums=self._held.checksums,
+        )
+        return True
+
+    def transfer(self) -> None:
+        """See `Sender`."""
+        self._say(op="transfer")
+
+    def replies(self) -> list[UpdateOrder | Sent | Failed]:
+        """See `Sender`."""
+        ended = self._receive()
+        found: list[UpdateOrder | Sent | Failed] = []
+        while (message := self._next_message()) is not None:
+            if message["job"] == self._job:
+                found.append(self._interpret(message))
+        if ended:
+            self._release()
+            found.append(Failed(reason=f"the sender process died with status {self._process.poll()}; see the learner's log"))
+        return found
+
+    def restart(self) -> None:
+        """See `Sender`."""
+        self._end()
+        self._start()
+
+    def close(self) -> None:
+        """See `Sender`."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_REAP_S)
+        self._channel.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._release()
+
+    def _start(self) -> None:
+        # A directory per process: a killed one leaves its rendezvous files behind.
+        self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
+        self._directory.mkdir(parents=True, mode=0o700)
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.weights.sender", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
+            )
+        self._channel.setblocking(False)
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        setup = replace(self._setup, rendezvous_directory=str(self._directory.absolute()))
+        plain = {name: getattr(setup, name) for name in SenderSetup.__slots__}
+        self._write(pack({**plain, "layout": setup.layout.to_plain()}))
+
+    def _say(self, **message: Any) -> None:
+        self._write(pack({**message, "job": self._job}))
+
+    def _write(self, data: bytes) -> None:
+        """Into the socket as far as it goes; the rest follows with the next call of `replies`."""
+        self._outgoing += data
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # a death shows in `replies`
+            while self._outgoing:
+                del self._outgoing[: self._channel.send(self._outgoing)]
+
+    def _receive(self) -> bool:
+        """Read what is there; True at the end of the stream."""
+        self._flush()
+        try:
+            while piece := self._channel.recv(1 << 20):
+                self._incoming += piece
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        return True
+
+    def _next_message(self) -> dict[str, Any] | None:
+        if len(self._incoming) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._incoming)
+        end = LENGTH.size + length
+        if len(self._incoming) < end:
+            return None
+        message: dict[str, Any] = msgpack.unpackb(self._incoming[LENGTH.size : end])
+        del self._incoming[:end]
+        return message
+
+    def _interpret(self, message: dict[str, Any]) -> UpdateOrder | Sent | Failed:
+        if message["op"] == "prepared":
+            assert self._held is not None
+            return UpdateOrder(
+                version=self._held.version,
+                transport=self._transport,
+                deadline_s=self._setup.deadline_s,
+                details=message["details"],
+                probe_ids=self._probe_ids,
+                probe_logprobs=self._held.probe_logprobs,
+            )
+        self._release()
+        if message["op"] == "sent":
+            return Sent(seconds=message["seconds"])
+        return Failed(reason=message["reason"])
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._give_back(self._held)
+            self._held = None

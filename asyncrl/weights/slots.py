@@ -1,0 +1,66 @@
+"""Shared memory for whole versions of the weights: anonymous files that vanish with the last process that has them.
+
+Senders open a slot as /proc/<learner>/fd/<n>, so there is no name to leak and nothing to clean up after kill -9.
+`Slots` only keeps the books, in the learner; its owner holds a lock around it.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory for one version and how many senders read it."""
+
+    fd: int
+    buffer: Tensor
+    """uint8."""
+    readers: int = 0
+    path: str = field(init=False)
+    """Where senders open it."""
+
+    def __post_init__(self) -> None:
+        self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+
+
+class Slots:
+    """Slots of one size. At most one more than there are readers is ever made."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._slots: list[Slot] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def writable(self, newest: Slot | None) -> Slot:
+        """A slot that nobody reads, `newest` only if there is no other; a new one when all are read."""
+        free = [slot for slot in self._slots if not slot.readers]
+        free.sort(key=lambda slot: slot is newest)
+        return free[0] if free else self._grow()
+
+    def close(self) -> None:
+        """Forget the memory; what senders still have open goes with them."""
+        for slot in self._slots:
+            os.close(slot.fd)
+        self._slots.clear()
+
+    def _grow(self) -> Slot:
+        fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+        os.ftruncate(fd, max(self._size_bytes, 1))
+        self._slots.append(Slot(fd, _as_tensor(mmap.mmap(fd, max(self._size_bytes, 1)), self._size_bytes)))
+        return self._slots[-1]
+
+
+def open_slot(path: str, size_bytes: int) -> Tensor:
+    """A slot's bytes in another process: writes to them stay private to it."""
+    with open(path, "rb") as file:
+        return _as_tensor(mmap.mmap(file.fileno(), max(size_bytes, 1), access=mmap.ACCESS_COPY), size_bytes)
+
+
+def _as_tensor(memory: mmap.mmap, size_bytes: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]

@@ -1,0 +1,229 @@
+"""Publisher, sender processes and receivers, all real; the control plane is played by the test."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.publisher import SharedMemoryPublisher
+
+pytestmark = pytest.mark.integration
+
+LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000)
+PROBE = (1, 2, 3)
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    return [(spec.name, torch.randn(spec.shape, generator=generator).to(torch.bfloat16)) for spec in LAYOUT.specs]
+
+
+def expected_sum(version):
+    return sum(int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, tensor in weights(version))
+
+
+class Receiver:
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "receiver_stand_in.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def obey(self, order):
+        self.process.stdin.write(json.dumps(asdict(order)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        while (line := self.process.stdout.readline()) == "ready\n":
+            pass
+        return json.loads(line)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def next_reply(sender, timeout_s=30.0):
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        select.select([sender], [], [], 0.5)
+        if replies := sender.replies():
+            return replies[0]
+    raise AssertionError("no reply")
+
+
+def update(sender, receiver, transport="gloo"):
+    """One whole update; what the receiver answers."""
+    assert sender.prepare(transport)
+    order = next_reply(sender)
+    assert isinstance(order, UpdateOrder), order
+    receiver.obey(order)
+    sender.transfer()
+    reply = next_reply(sender)
+    return order, reply, receiver.answer()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    publishers, receivers = [], []
+
+    def publisher(**kwargs):
+        options = {"probe_ids": PROBE, "directory": tmp_path / "weights", "deadline_s": 20.0, **kwargs}
+        publishers.append(SharedMemoryPublisher(LAYOUT, **options))
+        return publishers[-1]
+
+    def receiver():
+        receivers.append(Receiver())
+        return receivers[-1]
+
+    yield publisher, receiver
+    for made in receivers:
+        made.close()
+    for made in publishers:
+        made.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"interface": "127.0.0.1"}])
+def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
+    publisher, receiver = stage[0](**options), stage[1]()
+    sender = publisher.open_sender(1)
+    names = set()
+    for version in (3, 4, 9):
+        publisher.publish(version, weights(version), (0.5, 0.25))
+        order, reply, answer = update(sender, receiver)
+        assert (order.version, order.probe_ids, order.probe_logprobs) == (version, PROBE, (0.5, 0.25))
+        assert isinstance(reply, Sent)
+        assert answer == {"sum": expected_sum(version)}
+        names.add(order.details["rendezvous"]["name"])
+    assert len(names) == 1
+
+
+def test_the_disk_transport_keeps_two_versions(stage, tmp_path):
+    publisher, receiver = stage[0](), stage[1]()
+    sender = publisher.open_sender(1)
+    for version in (1, 2, 7):
+        publisher.publish(version, weights(version), ())
+        order, reply, answer = update(sender, receiver, "disk")
+        assert isinstance(reply, Sent)
+        assert answer == {"sum": expected_sum(version)}
+    assert sorted(path.name for path in Path(order.details["directory"]).parent.iterdir()) == ["v2", "v7"]
+
+
+def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_group(stage):
+    publisher, receiver = stage[0](deadline_s=5.0), stage[1]()
+    sender = publisher.open_sender(1)
+    publisher.publish(1, weights(1), ())
+    first, _, _ = update(sender, receiver)
+    receiver.process.kill()
+    receiver.process.wait(10)
+    assert sender.prepare("gloo")
+    assert isinstance(next_reply(sender), UpdateOrder)
+    sender.transfer()
+    reply = next_reply(sender)
+    assert isinstance(reply, Failed)
+    old_pid = sender.pid
+    sender.restart()
+    assert not Path(f"/proc/{old_pid}").exists()
+    second, reply, answer = update(sender, stage[1]())
+    assert isinstance(reply, Sent)
+    assert answer == {"sum": expected_sum(1)}
+    assert first.details["rendezvous"]["name"] != second.details["rendezvous"]["name"]
+
+
+def test_a_killed_sender_is_reported_and_can_be_restarted(stage):
+    publisher = stage[0]()
+    sender = publisher.open_sender(1)
+    publisher.publish(1, weights(1), ())
+    assert sender.prepare("gloo")
+    os.kill(sender.pid, signal.SIGKILL)
+    while not isinstance(reply := next_reply(sender), Failed):
+        pass
+    assert "died" in reply.reason
+    sender.restart()
+    assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
+def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):
+    publisher, stopped, well = stage[0](deadline_s=20.0), stage[1](), stage[1]()
+    slow, fast = publisher.open_sender(1), publisher.open_sender(1)
+    publisher.publish(1, weights(1), ())
+    update(slow, stopped)
+    assert slow.prepare("gloo")
+    order = next_reply(slow)
+    stopped.process.send_signal(signal.SIGSTOP)
+    stopped.obey(order)
+    slow.transfer()
+    for version in range(2, 8):
+        assert publisher.publish(version, weights(version), ()) < 5.0
+        assert update(fast, well)[2] == {"sum": expected_sum(version)}
+    stopped.process.send_signal(signal.SIGCONT)
+    assert stopped.answer() == {"sum": expected_sum(1)}  # its slot was left alone all the time
+    assert len(publisher._slots) <= 3
+
+
+def test_preparing_before_the_first_version_is_refused(stage):
+    assert not stage[0]().open_sender(1).prepare("gloo")
+
+
+def test_tensors_that_are_not_the_layouts_are_refused(stage):
+    publisher = stage[0]()
+    good = weights(1)
+    for bad, message in [
+        (good[1:], "missing"),
+        ([*good, good[0]], "repeated"),
+        ([("other", good[0][1]), *good[1:]], "unknown"),
+        ([(good[0][0], good[0][1][:1]), *good[1:]], "another shape"),
+    ]:
+        with pytest.raises(TransferError, match=message):
+            publisher.publish(1, bad, ())
+
+
+def test_senders_and_memory_go_when_the_learner_is_killed(tmp_path):
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import test_senders as t
+publisher = t.SharedMemoryPublisher(t.LAYOUT, probe_ids=(1,), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0)
+publisher.publish(1, t.weights(1), ())
+sender = publisher.open_sender(1)
+sender.prepare("gloo")
+t.next_reply(sender)
+print(sender.pid, flush=True)
+time.sleep(60)
+"""
+    learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(learner.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        learner.kill()
+        learner.wait(10)
+        learner.stdout.close()
+    until_s = time.monotonic() + 10
+    while _is_running(pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def _is_running(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
