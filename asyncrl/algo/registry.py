@@ -167,7 +167,7 @@ def _load(target: str) -> Callable[..., Any]:
             f"cannot load `{target}`: {error}; give an importable `package.module:function` or `path.py:function`"
         ) from error
     if not callable(function):
-        raise ConfigError(f"`{target}` is a {type(function).__name__}, not a function")
+        raise ConfigError(f"`{target}` is of type {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 

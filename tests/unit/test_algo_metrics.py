@@ -1,0 +1,171 @@
+"""Metrics: raw ratios against plain floats, and sums that add up however the batch was cut."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from algo_cases import cast, make_case, make_rewards, pick, rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algo.metrics import finish, group_metrics, merge, policy_metrics
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def expected_pair(differences: list[float]) -> dict[str, float]:
+    """Published numbers of a pair from ln(to / from), sampled from `from`."""
+    differences = [max(-20.0, min(20.0, d)) for d in differences]
+    ratios = [math.exp(d) for d in differences]
+    return {
+        "k1": -mean(differences),
+        "k3": mean([r - 1 - d for r, d in zip(ratios, differences, strict=True)]),
+        "ratio": mean(ratios),
+        "ess": sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios),
+        "tail_high": mean([r > 2 for r in ratios]),
+        "tail_low": mean([r < 0.5 for r in ratios]),
+        "ratio/max": max(ratios),
+        "abs_log_ratio/max": max(map(abs, differences)),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), proximal=st.booleans())
+def test_published_metrics_are_the_formulas_written_out(seed, proximal):
+    case = make_case(seed, proximal=proximal, lengths=[4, 0, 3, 2])
+    published = finish(policy_metrics(case.batch, case.logprobs_T, case.entropy_T))
+    flat = [token for row in rows(case) for token in row]
+    expected = {
+        "tokens": 9.0,
+        "sequences": 3.0,
+        "policy/logprob": mean([t.logprob for t in flat]),
+        "policy/entropy": mean([t.entropy for t in flat]),
+        "advantage/mean": mean([t.advantage for t in flat]),
+        "advantage/abs": mean([abs(t.advantage) for t in flat]),
+        "weight/mean": mean([t.weight for t in flat]),
+        "weight/zero": 0.0,
+        "weight/max": max(t.weight for t in flat),
+        "lag/mean": mean(case.batch.lag_T.tolist()),
+        "lag/stale": mean([lag > 0 for lag in case.batch.lag_T.tolist()]),
+        "lag/max": max(case.batch.lag_T.tolist()),
+    }
+    pairs = {
+        "mismatch": [t.anchor - t.behaviour for t in flat],
+        "policy": [t.logprob - t.anchor for t in flat],
+        "drift": [t.logprob - t.behaviour for t in flat],
+    }
+    expected |= {f"{pair}/{key}": value for pair, ds in pairs.items() for key, value in expected_pair(ds).items()}
+    assert published == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
+    case = make_case(seed)
+    order = data.draw(st.permutations(range(case.batch.num_sequences)))
+    cut = data.draw(st.integers(0, len(order)))
+    parts = [pick(case, order[:cut]), pick(case, order[cut:])]
+    merged = merge(policy_metrics(part.batch, part.logprobs_T, part.entropy_T) for part in parts)
+    whole = policy_metrics(case.batch, case.logprobs_T, case.entropy_T)
+    assert merged == pytest.approx(whole)
+    assert finish(merged) == pytest.approx(finish(whole))
+
+
+def test_merge_takes_maxima_of_maxima_and_keeps_names_that_only_one_has():
+    merged = merge([{"a": 1.0, "b/max": -5.0, "c/max": 9.0}, {"a": 2.0, "b/max": -7.0, "d": 4.0}, {"c/max": 3.0}])
+    assert merged == {"a": 3.0, "b/max": -5.0, "c/max": 9.0, "d": 4.0}
+
+
+def test_the_ratio_is_raw():
+    """A truncated ratio could not show its tail: the weights' cap must not reach the metrics."""
+    case = make_case(1, lengths=[4])
+    behaviour_T = case.batch.anchor_logprobs_T - torch.tensor([0.0, 0.0, 0.0, 5.0])
+    batch = dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T, weights_T=torch.tensor([1.0, 1.0, 0.0, 2.0]))
+    published = finish(policy_metrics(batch, case.logprobs_T))
+    assert published["mismatch/ratio/max"] == pytest.approx(math.exp(5))
+    assert published["mismatch/ess"] == pytest.approx((3 + math.exp(5)) ** 2 / (3 + math.exp(10)) / 4)
+    assert published["mismatch/tail_high"] == 0.25
+    assert published["weight/zero"] == 0.25
+    assert "policy/entropy" not in published
+
+
+def test_on_policy_everything_is_at_rest():
+    case = make_case(2, lengths=[5, 3])
+    same_T = case.batch.behaviour_logprobs_T
+    published = finish(policy_metrics(dataclasses.replace(case.batch, proximal_logprobs_T=same_T), same_T))
+    for pair in ("mismatch", "policy", "drift"):
+        assert published[f"{pair}/ess"] == pytest.approx(1.0)
+        assert published[f"{pair}/ratio"] == 1.0
+        assert published[f"{pair}/k1"] == published[f"{pair}/k3"] == 0.0
+
+
+def test_extremes_are_finite():
+    case = cast(make_case(3, lengths=[4, 2]), torch.float32)
+    behaviour_T = torch.tensor([math.inf, -math.inf, 100.0, -100.0, -1.0, -1.0])
+    published = finish(policy_metrics(dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T), case.logprobs_T))
+    assert all(math.isfinite(value) for value in published.values())
+    assert published["mismatch/abs_log_ratio/max"] == 20.0
+
+
+def test_columns_that_are_missing_are_left_out():
+    case = make_case(4, lengths=[2])
+    bare = dataclasses.replace(case.batch, weights_T=None, lag_T=None)
+    names = set(finish(policy_metrics(bare, case.logprobs_T)))
+    assert not any(name.startswith(("weight", "lag", "reference")) for name in names)
+
+
+def test_an_empty_micro_batch_adds_nothing():
+    empty = make_case(1, lengths=[0])
+    sums = policy_metrics(empty.batch, empty.logprobs_T, empty.entropy_T)
+    assert set(sums.values()) == {0.0}
+    assert not any(name.endswith("/max") for name in sums)
+    assert finish(sums)["mismatch/ess"] == 0.0
+
+
+def test_the_distance_to_the_reference_is_k3():
+    case = make_case(5, lengths=[3])
+    reference_T = case.logprobs_T + torch.tensor([0.5, -0.5, 0.0])
+    published = finish(policy_metrics(dataclasses.replace(case.batch, reference_logprobs_T=reference_T), case.logprobs_T))
+    assert published["reference/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5) / 3)
+
+
+def test_metrics_carry_no_graph():
+    case = make_case(6, lengths=[3])
+    assert all(isinstance(value, float) for value in policy_metrics(case.batch, case.logprobs_T.requires_grad_()).values())
+
+
+def test_a_loss_s_sums_become_shares_of_tokens():
+    published = finish({"tokens": 8.0, "clipped_low": 2.0, "clipped_high": 1.0, "rejected": 4.0})
+    assert published == {"tokens": 8.0, "clipped_low": 0.25, "clipped_high": 0.125, "rejected": 0.5}
+
+
+def test_group_metrics_count_each_group_once():
+    rewards = dataclasses.replace(
+        make_rewards(1, sizes=[1, 3, 2]),
+        rewards_S=torch.tensor([0.5, 1.0, 1.0, 1.0, 0.0, 1.0]),
+    )
+    published = finish(merge([group_metrics(rewards)]))
+    values = [0.5, 1, 1, 1, 0, 1]
+    assert published == pytest.approx(
+        {
+            "groups": 3.0,
+            "group/singleton": 1 / 3,
+            "group/zero_variance": 2 / 3,  # a group of one has none either
+            "group/reward_std": math.sqrt(0.5) / 3,
+            "reward/mean": mean(values),
+            "reward/std": math.sqrt(mean([v * v for v in values]) - mean(values) ** 2),
+        }
+    )
+
+
+def test_group_metrics_of_ranks_add_up():
+    both = [make_rewards(seed) for seed in (3, 4)]
+    sums = [group_metrics(rewards) for rewards in both]
+    published = finish(merge(sums))
+    everything = torch.cat([rewards.totals_S for rewards in both])
+    assert published["reward/mean"] == pytest.approx(everything.mean().item())
+    assert published["reward/std"] == pytest.approx(everything.std(correction=0).item())
+    assert published["groups"] == sum(rewards.num_groups for rewards in both)
