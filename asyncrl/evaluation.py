@@ -69,21 +69,25 @@ class Evaluation:
     ledger: Ledger
     decode: Callable[[bytes], Group]
     prompts: int
+    """N; 0 when there is no held-out data: then no round is ever due."""
     every: int
     steps: int
     _opened: int = field(default=0)
 
     def recover(self, version: int) -> None:
         """Make the lane agree with the ledger and open the rounds due at `version`."""
-        self._opened = rounds_due(version, every=self.every, steps=self.steps)
-        self.buffer.recover(self.ledger, version=self._opened - 1, limit=self._opened * self.prompts)
+        self._opened = self._due(version)
+        self.buffer.recover(self.ledger, version=max(self._opened - 1, 0), limit=self._opened * self.prompts)
 
     def open(self, version: int) -> None:
         """Open the rounds that are due once `version` is published."""
-        due = rounds_due(version, every=self.every, steps=self.steps)
+        due = self._due(version)
         if due > self._opened:
             self._opened = due
             self.buffer.set_version(due - 1, limit=due * self.prompts)
+
+    def _due(self, version: int) -> int:
+        return rounds_due(version, every=self.every, steps=self.steps) if self.prompts else 0
 
     def poll(self) -> list[EvalResult]:
         """The rounds that have become complete, oldest first."""

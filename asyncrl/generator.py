@@ -87,6 +87,50 @@ class _Busy:
         return self.busy_s
 
 
+class Sampler:
+    """Samples and scores whole groups; in training and in `asyncrl eval` alike."""
+
+    def __init__(self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._decode = decode
+        self._generator_id = generator_id
+        self.busy = _Busy()
+
+    async def group(self, prompt: Prompt, ticket_id: int, size: int, spec: SamplingSpec) -> Group:
+        """The scored group of one ticket. Raises RewardError and EngineError."""
+        started_s = time.monotonic()
+        with self.busy.sampling():
+            rollouts = await self._engine.sample(prompt.token_ids, size, spec)
+        sampled_s = time.monotonic()
+        scored = await self._score(prompt, rollouts)
+        return Group(
+            ticket_id=ticket_id,
+            rollouts=scored,
+            generator_id=self._generator_id,
+            # The engine may be dirty by now; then the newest token tells.
+            finished_version=max(self._engine.version, *(span.version for r in rollouts for span in r.version_spans)),
+            sampling_s=sampled_s - started_s,
+            reward_s=time.monotonic() - sampled_s,
+        )
+
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        inputs = [
+            RewardInput(
+                prompt=prompt.text,
+                response=self._decode(rollout.response_ids.tolist()),
+                row=prompt.row,
+                truncated=rollout.finish_reason == "length",
+            )
+            for rollout in rollouts
+        ]
+        scores = await self._scorer.score(inputs)
+        return tuple(
+            replace(rollout, reward=score.total, reward_parts=score.parts)
+            for rollout, score in zip(rollouts, scores, strict=True)
+        )
+
+
 class Generator:
     """One generator process's work. Create it, then `await run(hello)` once."""
 
@@ -95,21 +139,18 @@ class Generator:
         *,
         engine: Engine,
         lanes: Sequence[Lane],
-        scorer: Scorer,
+        sampler: Sampler,
         control: GeneratorControl,
         tracker: Tracker,
-        decode: Callable[[Sequence[int]], str],
         settings: GeneratorSettings,
     ) -> None:
         self._engine = engine
         self._lanes = lanes
-        self._scorer = scorer
+        self._sampler = sampler
         self._control = control
         self._tracker = tracker
-        self._decode = decode
         self._settings = settings
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in lanes}  # ticket id -> sequences
-        self._busy = _Busy()
         self._adopted = asyncio.Condition()
         self._verified = asyncio.Event()
         self._verified.set()
@@ -186,7 +227,7 @@ class Generator:
         try:
             await self._wait_for_version(lane.minimum_version(ticket))
             spoiled = self._spoiled
-            group = await self._sample_group(lane, ticket)
+            group = await self._sampler.group(lane.prompt(ticket.id), ticket.id, lane.group_size, lane.spec)
             await self._verified.wait()
             if self._spoiled == spoiled:
                 await self._hand_over(lane, group)
@@ -203,38 +244,6 @@ class Generator:
     async def _wait_for_version(self, minimum: int) -> None:
         async with self._adopted:
             await self._adopted.wait_for(lambda: self._engine.version >= minimum)
-
-    async def _sample_group(self, lane: Lane, ticket: Ticket) -> Group:
-        prompt = lane.prompt(ticket.id)
-        started_s = time.monotonic()
-        with self._busy.sampling():
-            rollouts = await self._engine.sample(prompt.token_ids, lane.group_size, lane.spec)
-        sampled_s = time.monotonic()
-        scored = await self._score(prompt, rollouts)
-        return Group(
-            ticket_id=ticket.id,
-            rollouts=scored,
-            generator_id=self._id,
-            finished_version=max(self._engine.version, max(r.version_spans[-1].version for r in rollouts if r.version_spans)),
-            sampling_s=sampled_s - started_s,
-            reward_s=time.monotonic() - sampled_s,
-        )
-
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        inputs = [
-            RewardInput(
-                prompt=prompt.text,
-                response=self._decode(rollout.response_ids.tolist()),
-                row=prompt.row,
-                truncated=rollout.finish_reason == "length",
-            )
-            for rollout in rollouts
-        ]
-        scores = await self._scorer.score(inputs)
-        return tuple(
-            replace(rollout, reward=score.total, reward_parts=score.parts)
-            for rollout, score in zip(rollouts, scores, strict=True)
-        )
 
     async def _hand_over(self, lane: Lane, group: Group) -> None:
         frame = encode_group(group, self._settings.wire_key)
@@ -338,7 +347,7 @@ class Generator:
             "tokens_per_s": (stats.sampled_tokens - tokens_before) / elapsed_s,
             "running_requests": stats.running_requests,
             "paused_s": stats.paused_s,
-            "idle_s": alive_s - self._busy.total_s(),
+            "idle_s": alive_s - self._sampler.busy.total_s(),
             "alive_s": alive_s,
             "groups": self._groups,
         }
@@ -348,6 +357,6 @@ class Generator:
             return "updating"
         if self._engine.version < 0:
             return "dirty"
-        if self._busy.running:
+        if self._sampler.busy.running:
             return "sampling"
         return "waiting_weights" if self._holds_anything else "waiting_tickets"

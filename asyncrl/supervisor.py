@@ -88,7 +88,7 @@ class Supervisor:
         Raises:
             RunError: a process found a user's mistake, or died too often.
         """
-        while self._stop_reason is None and not self._is_over():
+        while self._stop_reason is None and not self.is_over:
             for child in self._children.values():
                 self._look_after(child)
             on_tick()
@@ -122,7 +122,9 @@ class Supervisor:
             _kill_session(child.process)
         self._on_change({})
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """The learner has finished, or everybody has."""
         children = self._children.values()
         return any(child.finished and child.spec.ends_run for child in children) or all(child.finished for child in children)
 

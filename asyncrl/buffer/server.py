@@ -88,6 +88,11 @@ class StoreServer:
             raise StoreError("the store server is not running; start it first")
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """False once the server has died or was stopped."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Start and wait until it answers. Raises StoreError with the end of its log."""
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -87,9 +88,38 @@ class RunDirectory:
         record = json.loads(self.processes.read_text())
         return record["supervisor"], record["children"]
 
+    def secret(self) -> str:
+        """The run's secret, made once and readable by its owner only: signs frames and checkpoints."""
+        path = self.path / "run.key"
+        if not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+        return path.read_text()
+
+    def write_store_url(self, url: str) -> None:
+        """Where this run's store listens, for commands on this machine."""
+        (self.path / "store.url").write_text(url)
+
+    def store_url(self) -> str | None:
+        """None when the run has never been up here."""
+        path = self.path / "store.url"
+        return path.read_text() if path.exists() else None
+
     def socket_path(self, name: str) -> Path:
         """A path for a unix socket: below the run directory, or in a private directory when that is too long."""
         path = (self.path / name).resolve()
         if len(str(path)) < 100:  # the kernel allows 107 bytes
             return path
         return Path(tempfile.mkdtemp(prefix="asyncrl-")) / name
+
+
+def find_run(run: Path | None) -> RunDirectory:
+    """The run that a command means: a directory, a name below runs/, or the newest run there. Raises RunError."""
+    root = Path("runs")
+    candidates = [run, root / run] if run else sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    for path in candidates:
+        directory = RunDirectory(path.parent if path.name == "config.yaml" else path)
+        if directory.config.exists():
+            return directory
+    raise RunError(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")

@@ -16,8 +16,9 @@ from asyncrl.config.schema import Config
 from asyncrl.control.base import Hello
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.vllm_args import Device
 from asyncrl.evaluation import round_version
-from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.generator import Generator, GeneratorSettings, Lane, Sampler
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
@@ -57,10 +58,9 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
         await Generator(
             engine=engine,
             lanes=lanes(config, store, prompts),
-            scorer=scorer,
+            sampler=Sampler(engine, scorer, prompts.decode, generator_id),
             control=control,
             tracker=tracker,
-            decode=prompts.decode,
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
                 lease_s=config.generator.lease_s,
@@ -75,7 +75,7 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
         tracker.close()
 
 
-def resolve_device(config: Config) -> "Device":
+def resolve_device(config: Config) -> Device:
     """cuda where there is one, unless the learner was told to stay on the CPU."""
     import torch
 
@@ -92,7 +92,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list
                 name="eval",
                 buffer=eval_lane(config, store, len(held_out)),
                 prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
-                spec=_spec(config, config.eval.temperature),
+                spec=sampling_spec(config, config.eval.temperature),
                 group_size=config.eval.samples,
                 minimum_version=lambda ticket: round_version(
                     ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
@@ -104,7 +104,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list
             name="train",
             buffer=train_lane(config, store),
             prompt=prompts.prompt,
-            spec=_spec(config, config.sampling.temperature),
+            spec=sampling_spec(config, config.sampling.temperature),
             group_size=config.batch.group_size,
             minimum_version=lambda ticket: ticket.minimum_version,
         )
@@ -112,7 +112,8 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list
     return found
 
 
-def _spec(config: Config, temperature: float) -> SamplingSpec:
+def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
+    """How a lane samples."""
     return SamplingSpec(
         temperature=temperature, max_response_tokens=config.sampling.max_response_tokens, stop=config.sampling.stop
     )

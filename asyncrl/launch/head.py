@@ -2,24 +2,25 @@
 
 import json
 import logging
-import threading
+import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import torch
+from torch import Tensor
 
 from asyncrl import __version__
 from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.run_record import RunRecord
-from asyncrl.config.resolved import config_hash
+from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.config.resolved import config_hash, config_json
 from asyncrl.config.schema import Config
+from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.evaluation import EvalResult, Evaluation
@@ -27,7 +28,10 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.report import eval_records, sample_records, step_metrics
 from asyncrl.launch.wiring import eval_lane, train_lane, wire_key
 from asyncrl.learner import Step
-from asyncrl.trainer.deepspeed import DeepSpeedTrainer
+from asyncrl.telemetry.fanout import open_trackers
+from asyncrl.telemetry.status import StatusSnapshot
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.publisher import SharedMemoryPublisher
 from asyncrl.wire.schema import decode_group
 
 log = logging.getLogger(__name__)
@@ -64,39 +68,86 @@ class Head:
     """Rank 0's surroundings. A context manager: leaving it stops senders, control plane and trackers."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, store: StoreConnection, trainer: DeepSpeedTrainer, state: LearnerState
+        self,
+        config: Config,
+        directory: RunDirectory,
+        store: StoreConnection,
+        state: LearnerState,
+        *,
+        layout: Layout,
+        probe_ids: Sequence[int],
     ) -> None:
         self._config = config
-        self._directory = directory
         self._store = store
+        self.version = state.version
+        self._phase = "starting"
+        self._started_at = time.time()
+        self._is_recovered = False
+        self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
-        decode = partial(decode_group, key=wire_key())
+        self._intake = self._make_intake(state.ledger)
+        self._evaluation = self._make_evaluation(state.eval_ledger)
+        self._publisher = SharedMemoryPublisher(
+            layout,
+            probe_ids=probe_ids,
+            directory=directory.weights,
+            deadline_s=config.weights.deadline_s,
+        )
+        self._trackers = open_trackers(
+            config.telemetry,
+            run=config.run.name,
+            directory=directory.path,
+            metrics=directory.metrics / "learner.jsonl",
+            samples=directory.samples,
+            resolved=config.model_dump(mode="json"),
+        )
+        self._hub = ControlHub()
+
+    def __enter__(self) -> Self:
+        record = RunRecord(self._store)
+        record.claim(
+            StoredRun(
+                name=self._config.run.name,
+                config_json=config_json(self._config),
+                config_hash=config_hash(self._config),
+                release=__version__,
+            ),
+            fresh=self.version == 0,
+        )
+        self._hub.start()
+        record.set_control_endpoint(self._hub.endpoint)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._hub.stop("the learner ends" if error is None else f"the learner failed: {error}")
+        self._publisher.close()
+        self._trackers.close()
+
+    def _make_intake(self, ledger: Ledger) -> Intake:
+        config = self._config
         filters = [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters]
-        too_old = config.staleness.max_lag if config.staleness.policy == "drop" else None
-        self._intake = Intake(
-            buffer=train_lane(config, store),
-            ledger=state.ledger,
-            decode=decode,
-            judge=make_judge(filters, drop_older_than=too_old),
+        return Intake(
+            buffer=train_lane(config, self._store),
+            ledger=ledger,
+            decode=partial(decode_group, key=wire_key()),
+            judge=make_judge(
+                filters, drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None
+            ),
             groups=config.batch.groups,
             window=config.window_groups,
             max_lag=config.staleness.max_lag,
             max_refills=config.algorithm.max_refills,
             stall_s=config.control.stall_s,
         )
-        self._evaluation = self._make_evaluation(decode, state.eval_ledger)
-        self._version = state.version
-        self._recovered = False
 
-    def _make_evaluation(self, decode: Any, ledger: Ledger) -> Evaluation | None:
+    def _make_evaluation(self, ledger: Ledger) -> Evaluation:
         config = self._config
-        if config.data.eval is None:
-            return None
-        prompts = min(config.eval.prompts, len(load_rows(config.data.eval, config.data.eval_split)))
+        held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
+        prompts = min(config.eval.prompts, held_out)
         return Evaluation(
             buffer=eval_lane(config, self._store, prompts),
             ledger=ledger,
-            decode=decode,
+            decode=partial(decode_group, key=wire_key()),
             prompts=prompts,
             every=config.eval.every,
             steps=config.learner.steps,
@@ -112,8 +163,69 @@ class Head:
 
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """JSON list of the ids of the next step's groups; empty while they are not all there."""
-        self._log_evaluation(self._evaluation.poll() if self._evaluation else [])
+        self._log_evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
             return b""
         return json.dumps([group.ticket_id for group in self._collected.groups]).encode()
+
+    def publish(self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]) -> None:
+        """New weights first, then the credit for the groups that they will sample."""
+        self._publisher.publish(version, parameters, probe_logprobs)
+        self._hub.announce(version)
+        self.version = version
+        if self._is_recovered:
+            self._intake.open(version)
+            self._evaluation.open(version)
+        else:
+            self._intake.recover(version)
+            self._evaluation.recover(version)
+            self._is_recovered = True
+
+    def report(self, step: Step) -> None:
+        """Metrics and samples of a finished step."""
+        counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
+        self._trackers.log(step_metrics(step) | counters, step=step.version)
+        self._trackers.samples(sample_records(step, self._decode_text, self._config.telemetry.samples_per_step))
+        self._log_evaluation(self._evaluation.poll())
+
+    def state(self, version: int) -> LearnerState:
+        """What the next checkpoint must hold."""
+        return LearnerState(version=version, ledger=self._intake.ledger, eval_ledger=self._evaluation.ledger)
+
+    def commit(self, oldest: LearnerState) -> None:
+        """Let the store forget what the oldest kept checkpoint holds."""
+        self._intake.commit(oldest.ledger.takes, oldest.ledger.chain, self.version)
+
+    def finish(self) -> None:
+        """Wait for the evaluation of the final weights, then send everybody home."""
+        self._phase = "evaluating"
+        self._log_evaluation(self._evaluation.wait(LAST_EVAL_S))
+        self._intake.buffer.close()
+        self._hub.stop("the training is done")
+        self._phase = "finished"
+
+    def _log_evaluation(self, results: Sequence[EvalResult]) -> None:
+        for result in results:
+            self._trackers.log(result.metrics, step=result.version)
+            self._trackers.samples(eval_records(result.groups, result.version, self._decode_text, count=4))
+
+    # --- being seen ------------------------------------------------------------------------------------------------
+
+    def snapshot(self, *, message: str = "") -> StatusSnapshot:
+        """One moment of the run, for the dashboard and `asyncrl status`."""
+        return StatusSnapshot(
+            run=self._config.run.name,
+            state=self._phase,
+            step=self.version,
+            total_steps=self._config.learner.steps,
+            version=self.version,
+            started_at=self._started_at,
+            updated_at=time.time(),
+            pid=os.getpid(),
+            lag_bound=self._config.lag_bound,
+            members=tuple(self._hub.members()),
+            audit=self._intake.buffer.audit(),
+            counters=self._hub.counters(),
+            message=message,
+        )

@@ -4,23 +4,20 @@ import argparse
 import json
 import logging
 import os
+import random
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from asyncrl import __version__
 from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head, LearnerState
 from asyncrl.launch.ranks import run_ranks
@@ -28,11 +25,15 @@ from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import connect_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.trainer.checkpoint import CheckpointStore, RunLock
+from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed import DeepSpeedTrainer
+from asyncrl.trainer.engine_settings import choose_device
+from asyncrl.trainer.files import RunLock
 from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.plan import PlanSettings, make_plan
+from asyncrl.trainer.plan import Plan, PlanSettings, make_plan
+from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout
 from asyncrl.wire.schema import decode_group
 
 log = logging.getLogger(__name__)
@@ -50,14 +51,15 @@ class LearnerRun:
         trainer: DeepSpeedTrainer,
         buffer: RedisBuffer,
         checkpoints: CheckpointStore,
+        probe_ids: Sequence[int],
         head: Head | None,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._buffer = buffer
         self._checkpoints = checkpoints
+        self._probe_ids = probe_ids
         self._head = head
-        self._probe_ids = probe_ids(config, trainer.vocabulary_size)
 
     def collect(self, version: int) -> Collected:
         """Rank 0 takes; the others fetch the same groups from the store."""
@@ -74,7 +76,7 @@ class LearnerRun:
         probe = self._trainer.score(self._probe_ids)
         parameters = self._trainer.parameters()
         if self._head:
-            self._head.publish(version, parameters, self._probe_ids, probe)
+            self._head.publish(version, parameters, probe)
         else:
             for _ in parameters:
                 pass
@@ -91,14 +93,24 @@ class LearnerRun:
         state = self._head.state(version).to_dict() if self._head else {}
         oldest = self._checkpoints.save(version, self._trainer, state)
         if self._head:
-            self._head.commit(LearnerState.from_dict(oldest))
+            self._head.commit(LearnerState.from_dict(self._checkpoints.state(oldest)))
 
 
-def probe_ids(config: Config, vocabulary_size: int) -> tuple[int, ...]:
+def draw_probe(config: Config) -> tuple[int, ...]:
     """A fixed random sequence: cheap to score, and every weight takes part."""
-    draw = torch.Generator().manual_seed(config.run.seed)
-    length = min(config.weights.probe_tokens, config.sampling.max_tokens)
-    return tuple(torch.randint(vocabulary_size, (length,), generator=draw).tolist())
+    draw = random.Random(config.run.seed)
+    length = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
+    vocabulary = len(load_tokenizer(config.model))
+    return tuple(draw.randrange(vocabulary) for _ in range(length))
+
+
+def weights_layout(config: Config, trainer: DeepSpeedTrainer) -> Layout:
+    """Of the parameters that will be published; every rank takes part in gathering them."""
+    specs = [
+        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in trainer.parameters()
+    ]
+    return Layout.plan(specs, config.weights.bucket_mib << 20)
 
 
 def main() -> None:
@@ -122,27 +134,29 @@ def main() -> None:
 
 def train(config: Config, directory: RunDirectory, store: StoreConnection) -> None:
     """One rank's whole life."""
-    rank = int(os.environ.get("RANK", "0"))
     with ExitStack() as stack:
-        if config.learner.ranks == 1:
+        if config.learner.ranks == 1:  # with more, the process that started them holds it
             stack.enter_context(RunLock(directory.lock))
+        rendezvous = _rendezvous(config)
         trainer = DeepSpeedTrainer(
             config.model,
             config.learner,
             temperature=config.sampling.temperature,
-            rendezvous=_rendezvous(rank, config),
+            rendezvous=rendezvous,
             reference=config.algorithm.kl.coefficient > 0,
         )
         stack.callback(trainer.close)
-        checkpoints = CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep)
+        checkpoints = CheckpointStore(directory.checkpoints, directory.secret().encode(), config.checkpoint.keep)
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
-        head = stack.enter_context(Head(config, directory, store, trainer, state)) if rank == 0 else None
-        run = LearnerRun(config, trainer, train_lane(config, store), checkpoints, head)
+        probe, layout = draw_probe(config), weights_layout(config, trainer)
+        head = None
+        if rendezvous.rank == 0:
+            head = stack.enter_context(Head(config, directory, store, state, layout=layout, probe_ids=probe))
         run_learner(
             trainer,
-            run,
+            LearnerRun(config, trainer, train_lane(config, store), checkpoints, probe, head),
             Objective.build(config.algorithm),
-            _planner(config, trainer),
+            _planner(config, rendezvous),
             version=state.version,
             steps=config.learner.steps,
             epochs=config.batch.epochs,
@@ -151,9 +165,9 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection) -> No
             head.finish()
 
 
-def _rendezvous(rank: int, config: Config) -> Rendezvous:
+def _rendezvous(config: Config) -> Rendezvous:
     return Rendezvous(
-        rank=rank,
+        rank=int(os.environ.get("RANK", "0")),
         ranks=config.learner.ranks,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -161,7 +175,7 @@ def _rendezvous(rank: int, config: Config) -> Rendezvous:
     )
 
 
-def _planner(config: Config, trainer: DeepSpeedTrainer) -> "Planner":
+def _planner(config: Config, rendezvous: Rendezvous) -> Callable[[Collected, int], Plan]:
     algorithm = config.algorithm
     plan = partial(
         make_plan,
@@ -174,9 +188,9 @@ def _planner(config: Config, trainer: DeepSpeedTrainer) -> "Planner":
             max_response_tokens=config.sampling.max_response_tokens,
             minibatches=config.batch.minibatches,
             tokens_per_microbatch=config.learner.tokens_per_microbatch,
-            rank=trainer.rank,
-            ranks=trainer.ranks,
-            device=trainer.device,
+            rank=rendezvous.rank,
+            ranks=rendezvous.ranks,
+            device=choose_device(config.learner, rendezvous.local_rank),
         ),
     )
     return lambda collected, version: plan(collected.groups, version)

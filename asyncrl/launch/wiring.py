@@ -12,9 +12,9 @@ WIRE_KEY_VARIABLE = "ASYNCRL_WIRE_KEY"
 """Secret of a run, shared by its learner and generators; frames of anybody else are refused."""
 
 
-def connect_store(config: Config, url: str) -> StoreConnection:
+def connect_store(config: Config, url: str, *, retry_s: float = 30.0) -> StoreConnection:
     """A connection; the password comes from the environment, never from the command line."""
-    return StoreConnection(url, password=os.environ.get(config.store.password_env))
+    return StoreConnection(url, password=os.environ.get(config.store.password_env), retry_s=retry_s)
 
 
 def wire_key() -> bytes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class Objective:
     def build(cls, config: AlgorithmConfig) -> "Objective":
         """Resolve names of `config`. Raises ConfigError."""
 
-        def resolve(kind: str, choice: Choice) -> Callable[..., object]:
+        def resolve(kind: str, choice: Choice) -> Callable[..., Any]:
             return registry.resolve(kind, choice.name, choice.params)
 
         return cls(
@@ -49,17 +50,14 @@ class Objective:
 
     def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
         """Proximal and reference columns, then the importance weights behaviour -> proximal. Once per batch."""
-        columns: list[dict[str, Tensor]] = [{} for _ in microbatches]
-        if self.recompute_proximal:
-            for column, logprobs_T in zip(columns, trainer.logprobs(microbatches), strict=True):
-                column["proximal_logprobs_T"] = logprobs_T
-        if self.kl_coefficient:
-            for column, logprobs_T in zip(columns, trainer.reference_logprobs(microbatches), strict=True):
-                column["reference_logprobs_T"] = logprobs_T
-        return tuple(
-            replace(microbatch, tokens=self._correct(replace(microbatch.tokens, **column)))
-            for microbatch, column in zip(microbatches, columns, strict=True)
-        )
+        nothing = [None] * len(microbatches)
+        proximal = trainer.logprobs(microbatches) if self.recompute_proximal else nothing
+        reference = trainer.reference_logprobs(microbatches) if self.kl_coefficient else nothing
+        filled = []
+        for microbatch, proximal_T, reference_T in zip(microbatches, proximal, reference, strict=True):
+            tokens = replace(microbatch.tokens, proximal_logprobs_T=proximal_T, reference_logprobs_T=reference_T)
+            filled.append(replace(microbatch, tokens=self._correct(tokens)))
+        return tuple(filled)
 
     def _correct(self, tokens: TokenBatch) -> TokenBatch:
         if not self.recompute_proximal:

@@ -3,7 +3,9 @@
 Axes in names:  S sequences (rollouts) of the batch, T action tokens of the batch before any mask.
 """
 
-from collections.abc import Callable, Sequence as Sequenced
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +71,7 @@ def make_plan(groups: Sequenced[Group], version: int, *, advantage: Advantage, s
     per_minibatch = len(groups) // settings.minibatches
     bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
     minibatches = tuple(
-        _minibatch(sequences[start:stop], settings) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        _minibatch(sequences[start:stop], settings) for start, stop in itertools.pairwise(bounds)
     )
     return Plan(minibatches=minibatches, sequences=sequences, rewards=rewards)
 

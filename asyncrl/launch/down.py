@@ -1,0 +1,51 @@
+"""`asyncrl down`: stop a run and prove that nothing of it is left."""
+
+import signal
+from pathlib import Path
+
+import psutil
+
+from asyncrl.errors import RunError
+from asyncrl.launch.directory import find_run
+from asyncrl.launch.roles import RUN_VARIABLE
+
+PATIENCE_S = 60.0
+
+
+def stop_run(run: Path | None) -> None:
+    """Ask the supervisor to stop, wait, and end what is left. Raises RunError when something survives."""
+    directory = find_run(run)
+    pid, _ = directory.read_processes()
+    members = processes_of(directory.path)
+    if _is_asyncrl(pid):
+        psutil.Process(pid).send_signal(signal.SIGTERM)
+        members = [*members, psutil.Process(pid)] if psutil.pid_exists(pid) else members
+    _, alive = psutil.wait_procs(members, timeout=PATIENCE_S)
+    alive += [process for process in processes_of(directory.path) if process not in alive]
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=10.0)
+    if left := processes_of(directory.path):
+        raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
+    killed = f" ({len(alive)} had to be killed)" if alive else ""
+    print(f"{directory.path}: stopped, no process is left{killed}")  # noqa: T201 - the command's output
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """Every process that carries the run's mark in its environment."""
+    mark = str(directory.resolve())
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone, or somebody else's
+    return found
+
+
+def _is_asyncrl(pid: int) -> bool:
+    try:
+        return "asyncrl" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,90 @@
+"""Commands that look at a run: status, samples, audit, export."""
+
+import json
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.load import load_config
+from asyncrl.errors import RunError, StoreError
+from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.telemetry.dashboard import render, sample_lines
+from asyncrl.telemetry.jsonl import to_json
+from asyncrl.telemetry.live import watch
+from asyncrl.telemetry.state import read_state, sample_from
+from asyncrl.telemetry.status import read_status, status_json
+
+
+def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
+    """Print the dashboard once, keep showing it, or print the learner's own status as JSON."""
+    directory = find_run(run)
+    if watch_it:
+        watch(directory.path, over=lambda: False)
+    elif as_json:
+        status = read_status(directory.status)
+        print(json.dumps(status_json(status) if status else None))  # noqa: T201 - the command's output
+    else:
+        console = Console()
+        console.print(render(read_state(directory.path), console.width))
+
+
+def show_samples(run: Path | None, *, count: int, step: int | None, kind: str | None) -> None:
+    """Print the newest rollouts that match."""
+    directory = find_run(run)
+    if not directory.samples.exists():
+        raise RunError(f"{directory.samples} does not exist yet; samples are written after each step")
+    records = [sample_from(json.loads(line)) for line in directory.samples.read_text().splitlines()]
+    chosen = [r for r in records if (step is None or r.step == step) and (kind is None or r.kind == kind)]
+    console = Console(highlight=False)
+    for record in chosen[-count:]:
+        for line in sample_lines(record, console.width, 40):
+            console.print(line)
+
+
+def show_audit(run: Path | None, store_url: str | None) -> None:
+    """Print where every issued id is; RunError when one is missing or in two places."""
+    directory = find_run(run)
+    config = load_config(directory.config)
+    try:
+        audit = audit_store(directory, store_url)
+    except StoreError:
+        with StoreServer(config.store, directory.store) as server:  # the run is over; its data is still there
+            audit = audit_store(directory, server.url)
+    print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
+    if audit["missing"]:
+        raise RunError(f"{audit['missing']} issued ids are nowhere or in two places; please report this with the run directory")
+
+
+def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, object]:
+    """The conservation law of the train lane, with the ledger's split of what is done."""
+    from dataclasses import asdict
+
+    from asyncrl.launch.wiring import connect_store, train_lane
+
+    config = load_config(directory.config)
+    url = store_url or directory.store_url()
+    if url is None:
+        raise RunError(f"{directory.path} has never been up here; give --store URL")
+    audit = train_lane(config, connect_store(config, url, retry_s=2.0)).audit()
+    return asdict(audit) | {"missing": audit.missing}
+
+
+def newest_export(directory: RunDirectory) -> Path:
+    """The Hugging Face directory in the newest valid checkpoint."""
+    from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
+
+    newest = CheckpointStore(directory.checkpoints, directory.secret().encode(), keep=1).latest()
+    if newest is None:
+        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; one is made every checkpoint.every steps and at the end")
+    return newest / EXPORT
+
+
+def export_run(run: Path | None, to: Path) -> None:
+    """Copy the newest checkpoint's model directory."""
+    if to.exists():
+        raise RunError(f"{to} exists; give --to a new directory")
+    source = newest_export(find_run(run))
+    shutil.copytree(source, to)
+    print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output

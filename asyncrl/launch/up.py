@@ -1,0 +1,127 @@
+"""A run on this machine: the store, the learner, the generators, and somebody who looks after them."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import psutil
+
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.load import load_config
+from asyncrl.config.resolved import dump_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.roles import child_environment
+from asyncrl.launch.view import show_result, viewer
+from asyncrl.launch.wiring import WIRE_KEY_VARIABLE
+from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.telemetry.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 20.0
+"""After the learner has finished, generators get this long to leave by themselves."""
+
+
+def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> None:
+    """Run until the training is done or somebody stops it. Raises RunError."""
+    directory = RunDirectory(config.run.directory)
+    refuse_second_run(directory)
+    directory.create(fresh=fresh)
+    directory.config.write_text(dump_config(config))
+    setup_logging("supervisor", directory.logs, console=plain)
+    os.environ.setdefault(WIRE_KEY_VARIABLE, directory.secret())
+    with ExitStack() as stack:
+        url, tend_store = _store(config, directory, stack)
+        directory.write_store_url(url)
+        specs = [learner_spec(config, directory, url)]
+        if generators:
+            specs += [generator_spec(config, directory, url, f"g{index}") for index in range(config.generator.count)]
+        else:
+            print(f"generators join with: asyncrl generator --store {url}", flush=True)  # noqa: T201 - the command's output
+        supervisor = stack.enter_context(
+            Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
+        )
+        view = stack.enter_context(viewer(directory, plain=plain))
+        with stop_on_signals(supervisor):
+            supervisor.run(lambda: (tend_store(), view()) and None)
+        supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
+    show_result(directory, finished=supervisor.is_over)
+
+
+def refuse_second_run(directory: RunDirectory) -> None:
+    """Two supervisors on one run directory would start everything twice."""
+    if directory.processes.exists():
+        pid, _ = directory.read_processes()
+        if pid != os.getpid() and psutil.pid_exists(pid) and "asyncrl" in " ".join(psutil.Process(pid).cmdline()):
+            raise RunError(
+                f"run {directory.path} is running already (process {pid}); watch it with `asyncrl status --watch {directory.path}`, "
+                f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
+            )
+
+
+def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:
+    """(url, what to do every tick so that it stays up)."""
+    if config.store.url is not None:
+        return config.store.url, lambda: None
+    server = stack.enter_context(StoreServer(config.store, directory.store))
+
+    def tend() -> None:
+        if not server.is_running:
+            log.warning("the store died and is started again; the learner's ledger decides what it still knows")
+            server.stop()
+            server.start()
+
+    return server.url, tend
+
+
+def share_of_cores(config: Config) -> int:
+    """Threads per busy process: cores shared out among learner ranks and generators."""
+    busy = config.learner.ranks + config.generator.count
+    return max(1, len(os.sched_getaffinity(0)) // busy)
+
+
+def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
+    """The learner; with several ranks it starts them itself."""
+    threads = config.learner.threads or share_of_cores(config)
+    return ProcessSpec(
+        name="learner",
+        argv=[sys.executable, "-m", "asyncrl.launch.learner", "--config", str(directory.config), "--store", store_url],
+        env=child_environment(directory.path, threads=threads),
+        log_path=directory.logs / "learner.out",
+        ends_run=True,
+    )
+
+
+def generator_spec(config: Config, directory: RunDirectory, store_url: str, generator_id: str) -> ProcessSpec:
+    """One generator."""
+    threads = config.generator.threads or share_of_cores(config)
+    return ProcessSpec(
+        name=generator_id,
+        argv=[
+            *[sys.executable, "-m", "asyncrl.launch.generator", "--id", generator_id],
+            *["--config", str(directory.config), "--store", store_url],
+        ],
+        env=child_environment(directory.path, threads=threads),
+        log_path=directory.logs / f"{generator_id}.out",
+    )
+
+
+@contextmanager
+def stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run in good order; a second Ctrl-C does not shorten it."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        supervisor.request_stop(signal.Signals(signum).name)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,67 @@
+"""What a person sees of a run: the dashboard while it runs, the result when it is over."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.telemetry.dashboard import sample_lines
+from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
+from asyncrl.telemetry.state import DashboardState, StateReader, read_state
+
+
+@contextmanager
+def viewer(directory: RunDirectory, *, plain: bool) -> Iterator[Callable[[], None]]:
+    """A function that shows what is new, to be called often; on a terminal the dashboard, else one line per step."""
+    console = Console()
+    view: View = PlainReporter(lambda line: print(line, flush=True)) if plain or not console.is_terminal else Dashboard(console)  # noqa: T201
+    reader = StateReader(directory.path)
+    shown_at_s = 0.0
+
+    def show() -> None:
+        nonlocal shown_at_s
+        if time.monotonic() - shown_at_s >= INTERVAL_S:
+            shown_at_s = time.monotonic()
+            view.show(reader.read())
+
+    try:
+        yield show
+        view.show(reader.read())
+    finally:
+        view.close()
+
+
+def show_result(directory: RunDirectory, *, finished: bool) -> None:
+    """Before and after, a few samples, where everything is, what to do next."""
+    state = read_state(directory.path)
+    console = Console(highlight=False)
+    console.print()
+    for name in ("eval/accuracy", "eval/reward_mean", "reward/mean"):
+        if line := _before_and_after(state, name):
+            console.print(line)
+    for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:
+        for text in sample_lines(sample, console.width, 2):
+            console.print(text)
+    console.print(Text(f"run directory: {directory.path}"), soft_wrap=True)
+    console.print(Text(_next_steps(directory, finished=finished)), soft_wrap=True)
+
+
+def _before_and_after(state: DashboardState, name: str) -> str:
+    series = state.series(name)
+    if len(series) < 2:
+        return ""
+    (first_step, first), (last_step, last) = series[0], series[-1]
+    return f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})"
+
+
+def _next_steps(directory: RunDirectory, *, finished: bool) -> str:
+    path = directory.path
+    if not finished:
+        return f"stopped before the end; `asyncrl up --config {directory.config}` resumes"
+    return (
+        f"next: `asyncrl samples {path}`, `asyncrl export {path} --to model`, `asyncrl audit {path}`; "
+        f"a longer run: `asyncrl up --config {directory.config} learner.steps=...`"
+    )
