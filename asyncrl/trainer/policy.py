@@ -29,11 +29,12 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)  # at least float32
+        logprobs_T = torch.empty(len(target_T), dtype=dtype, device=hidden_TD.device)
         logsumexp_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
-            logits_CV = linear(hidden_TD[part], weight_VD).float().div_(temperature)
+            logits_CV = linear(hidden_TD[part], weight_VD).to(dtype).div_(temperature)
             peak_C = logits_CV.amax(-1)
             exp_CV = (logits_CV - peak_C[:, None]).exp_()
             sum_C = exp_CV.sum(-1)
@@ -51,11 +52,11 @@ class TokenLogprobs(torch.autograd.Function):
         gradient_T = torch.zeros_like(entropy_T) if gradients[0] is None else gradients[0]
         entropy_gradient_T = gradients[1]
         hidden_gradient_TD = torch.empty_like(hidden_TD)
-        # float32, so that many chunks in bfloat16 do not round each other away.
-        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        # Not in the weight's dtype, so that many chunks in bfloat16 do not round each other away.
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p_CV = linear(hidden_TD[part], weight_VD).float().div_(ctx.temperature).sub_(logsumexp_T[part, None])
+            log_p_CV = linear(hidden_TD[part], weight_VD).to(entropy_T.dtype).div_(ctx.temperature).sub_(logsumexp_T[part, None])
             logit_gradient_CV = log_p_CV.exp()
             factor_CV = -gradient_T[part, None]
             if entropy_gradient_T is not None:
