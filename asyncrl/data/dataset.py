@@ -1,0 +1,137 @@
+"""Rows from files: JSONL, a JSON array, parquet, or a Hugging Face dataset.
+
+Every row is a mapping from column to value. A file that cannot be read completely is refused, with the line: a
+dataset that silently lost rows would change the sample plan.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+from asyncrl.errors import DataError
+
+Row = Mapping[str, Any]
+FORMATS = (".jsonl", ".json", ".parquet")
+
+
+class Rows(Sequence[Row]):
+    """The rows of one dataset, in order."""
+
+    def __init__(self, rows: Sequence[Row], source: str) -> None:
+        if not rows:
+            raise DataError(f"{source} holds no rows; at least one is needed")
+        self._rows = rows
+        self.source = source
+        """Where they came from, for messages."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content, whatever file format it came in: two processes with equal ones have equal rows."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode())
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+
+def load_rows(source: str, split: str = "train") -> Rows:
+    """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset (directory or hub name)."""
+    path = Path(source)
+    if path.is_file():
+        return Rows(_read_file(path), source)
+    if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
+        raise DataError(
+            f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a dataset's name"
+        )
+    return Rows(_load_hub(source, split), f"{source} [{split}]")
+
+
+def _read_file(path: Path) -> list[Row]:
+    match path.suffix:
+        case ".jsonl":
+            return _read_jsonl(path)
+        case ".json":
+            return _read_json(path)
+        case ".parquet":
+            return _read_parquet(path)
+    raise DataError(f"dataset {path} has the suffix `{path.suffix}`; supported are {', '.join(FORMATS)}")
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                rows.append(_parse_object(line, f"{path}:{number}"))
+    return rows
+
+
+def _parse_object(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        shown = line.strip()[:80].decode("utf-8", "replace")
+        raise DataError(f"{where}: no JSON ({error}), found `{shown}`; every line must be one JSON object") from error
+    return _as_row(row, where)
+
+
+def _read_json(path: Path) -> list[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(
+            f"{path}: no JSON ({error}); a .json dataset is one array of objects, one object per line is .jsonl"
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects")
+    return [_as_row(row, f"{path}, element {index}") for index, row in enumerate(rows)]
+
+
+def _as_row(row: object, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: found a JSON {type(row).__name__}, `{str(row)[:80]}`; a row is an object with columns")
+    return row
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs pyarrow; install asyncrl[data]") from error
+    try:
+        rows: list[Row] = parquet.read_table(path).to_pylist()
+    except ArrowInvalid as error:
+        raise DataError(f"{path}: no parquet file ({error})") from error
+    return rows
+
+
+def _load_hub(source: str, split: str) -> Sequence[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"dataset {source} is no {', '.join(FORMATS)} file, so it would be a Hugging Face dataset, which needs the package "
+            "`datasets`; install asyncrl[data] or give a file"
+        ) from error
+    try:
+        loaded = datasets.load_dataset(source, split=split)
+    except (OSError, ValueError) as error:  # what `datasets` raises for unknown names, splits and broken files
+        raise DataError(f"dataset {source}, split `{split}`: {error}") from error
+    rows: Iterable[Row] = loaded
+    return list(rows)

@@ -1,0 +1,213 @@
+"""Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run goes on.
+
+Each worker works on one response at a time. The clock of a call starts when the worker says that it has begun, so
+waiting for a free worker costs nobody their time. A worker that is late, dies, or is left in the middle of a call is
+killed with its process group and started anew at the next call; its replies can never be taken for another call's.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import struct
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import RewardError
+from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.worker import LENGTH, pack_frame
+
+log = logging.getLogger(__name__)
+
+START_S = 60.0
+"""For a worker to start, import the reward functions, and to begin a call."""
+END_S = 5.0
+"""For killed workers to end when the pool closes."""
+MAX_REPLY_BYTES = 64 * 1024
+OUTPUT_TAIL_BYTES = 4096
+"""Of what user code prints: the end is kept for the error message, the rest is read and thrown away."""
+
+
+class RewardPool:
+    """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._workers = [_Worker(config) for _ in range(config.workers)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def start(self) -> None:
+        """Start all workers, so that a function that cannot be loaded stops the run and not the first tickets."""
+        await asyncio.gather(*(worker.start() for worker in self._workers))
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """One score per input; the first failure ends the call with RewardError and gives up the others."""
+        tasks = [asyncio.create_task(self._score_one(one)) for one in inputs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Kill all workers."""
+        for worker in self._workers:
+            worker.kill()
+        await asyncio.gather(*(worker.wait() for worker in self._workers))
+
+    async def _score_one(self, one: RewardInput) -> Score:
+        worker = await self._idle.get()
+        try:
+            parts = await worker.call(one)
+        finally:
+            self._idle.put_nowait(worker)
+        total = math.fsum(function.weight * parts[function.part] for function in self._config.functions)
+        if not math.isfinite(total):
+            raise RewardError(f"weighted sum of the reward parts {parts} is {total}; lower the weights")
+        return Score(total=total, parts=parts)
+
+
+class _Worker:
+    """One process and its pipes; started when needed, killed when in doubt."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+        self._tail: deque[int] = deque(maxlen=OUTPUT_TAIL_BYTES)
+        self._readers: set[asyncio.Task[None]] = set()
+        """Of the output of this process and of killed ones that are still ending."""
+
+    async def call(self, one: RewardInput) -> dict[str, float]:
+        """All parts of one response. Whenever it does not end well in step with the worker, the worker is killed."""
+        in_step = False
+        try:
+            await self.start()
+            await self._send(_request(one))
+            await self._receive(START_S, "did not begin")
+            parts: dict[str, float] = {}
+            for function in self._config.functions:
+                reply = await self._receive(self._config.timeout_s, f"reward part `{function.part}`")
+                if "error" in reply:
+                    in_step = True
+                    raise RewardError(f"reward part `{function.part}` {reply['error']}")
+                parts[function.part] = reply["value"]
+            in_step = True
+            return parts
+        finally:
+            if not in_step:
+                self.kill()
+
+    async def start(self) -> None:
+        """Start the process and have it load the functions, unless it is running."""
+        if self._process is not None and self._process.returncode is None:
+            return
+        self.kill()
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "asyncrl.rewards.worker", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # its own process group: killed with its children
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+        )
+        self._tail = deque(maxlen=OUTPUT_TAIL_BYTES)
+        reader = asyncio.create_task(_read_output(self._process, self._tail))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        ready = False
+        try:
+            await self._send({"functions": [[function.part, function.function] for function in self._config.functions]})
+            reply = await self._receive(START_S, "start of the reward worker")
+            if "error" in reply:
+                raise RewardError(reply["error"])
+            ready = True
+        finally:
+            if not ready:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the process with its group, at once. The next call starts a new one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            log.debug("reward worker %d and its group are gone already", process.pid)
+
+    async def wait(self) -> None:
+        """After `kill`: until everything that was killed has ended."""
+        if not self._readers:
+            return
+        _, pending = await asyncio.wait(self._readers, timeout=END_S)
+        for reader in pending:  # a child that left the process group still holds the pipe
+            reader.cancel()
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(_packed(message))
+            async with asyncio.timeout(START_S):
+                await self._process.stdin.drain()
+        except (ConnectionError, TimeoutError) as error:
+            raise RewardError(f"the reward worker takes no calls ({type(error).__name__}){self._output()}") from error
+
+    async def _receive(self, limit_s: float, doing: str) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+                if length > MAX_REPLY_BYTES:
+                    raise RewardError(f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}")
+                reply: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
+                return reply
+        except TimeoutError:
+            raise RewardError(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
+        except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
+            raise RewardError(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
+
+    async def _status(self) -> str:
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(1.0):
+                status = await self._process.wait()
+        except TimeoutError:
+            return "its pipe is closed or speaks nonsense"
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def _output(self) -> str:
+        text = bytes(self._tail).decode("utf-8", "replace").strip()
+        return f"; it last printed: {text[-500:]}" if text else ""
+
+
+async def _read_output(process: asyncio.subprocess.Process, tail: deque[int]) -> None:
+    """Read what user code prints, so that it never blocks on a full pipe; ends with the process."""
+    assert process.stderr is not None
+    while chunk := await process.stderr.read(65536):
+        tail.extend(chunk[-OUTPUT_TAIL_BYTES:])
+    await process.wait()
+
+
+def _packed(message: Mapping[str, Any]) -> bytes:
+    try:
+        return pack_frame(message)
+    except ValueError as error:  # nested too deeply, or text that is no Unicode
+        raise RewardError(f"the reward worker cannot be sent this row: {error}; mend the dataset") from error
+
+
+def _request(one: RewardInput) -> dict[str, Any]:
+    """The call as the worker gets it; prompt and response are its own arguments, not columns."""
+    columns = {"truncated": one.truncated} | dict(one.row)
+    columns = {name: value for name, value in columns.items() if name not in ("prompt", "response")}
+    return {"prompt": one.prompt, "response": one.response, "columns": columns}

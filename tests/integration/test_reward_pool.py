@@ -1,0 +1,292 @@
+"""The reward pool against user code that misbehaves in every way we know, in real processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import RewardError
+from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.pool import RewardPool
+
+pytestmark = pytest.mark.integration
+
+FUNCTIONS = '''
+import asyncio, os, signal, subprocess, sys, time
+
+def good(prompt, response): return float(len(response))
+async def later(prompt, response):
+    await asyncio.sleep(0.01)
+    return 0.5
+def misbehave(prompt, response, how, note=None):
+    """Does what column `how` says; then the worker must be as good as new."""
+    if how == "raise": raise KeyError("lost")
+    if how == "nan": return float("nan")
+    if how == "text": return "1.0"
+    if how == "none": return None
+    if how == "bool": return True
+    if how == "sleep": time.sleep(60)
+    if how == "busy":
+        while True: pass
+    if how == "async hang": return asyncio.sleep(60)
+    if how == "_exit": os._exit(3)
+    if how == "exit": sys.exit(4)
+    if how == "interrupt": raise KeyboardInterrupt
+    if how == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "orphan":
+        with open(note, "w") as file: file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
+    if how == "fork":
+        if os.fork() == 0: return 100.0
+        return 1.0
+    if how == "print":
+        for _ in range(2000): print("x" * 1000)
+        os.write(1, b"\\x00" * 100_000)
+        os.system("echo from a child")
+    if how == "read": assert sys.stdin.read() == ""
+    if how == "dirty exit":
+        print("the last words", flush=True)
+        os._exit(5)
+    return 1.0
+def columns(prompt, response, **row): return float(len(row))
+'''
+
+
+@pytest.fixture
+def functions(tmp_path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def config(functions: Path, *names: str, timeout_s: float = 1.0, workers: int = 1, weights=None) -> RewardConfig:
+    listed = [
+        {"function": f"{functions}:{name}" if name != "exact_match" else name, "weight": (weights or {}).get(name, 1.0)}
+        for name in names
+    ]
+    return RewardConfig.model_validate({"functions": listed, "timeout_s": timeout_s, "workers": workers})
+
+
+def ask(response: str = "abc", **row) -> RewardInput:
+    return RewardInput(prompt="p", response=response, row=row)
+
+
+def run(config: RewardConfig, scenario) -> None:
+    """`scenario(pool)` on a fresh loop, bounded; afterwards no child process may be left."""
+
+    async def main() -> None:
+        pool = RewardPool(config)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(pool)
+        finally:
+            await pool.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    asyncio.run(main())
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", r"raised KeyError: 'lost' \(.*functions.py:\d+\)"),
+        ("nan", "returned nan"),
+        ("text", "returned str `1.0`"),
+        ("none", "returned NoneType"),
+        ("bool", "returned bool"),
+        ("sleep", "took longer than 1 s"),
+        ("busy", "took longer than 1 s"),
+        ("async hang", "took longer than 1 s"),
+        ("_exit", "process died .exit status 3."),
+        ("exit", "raised SystemExit: 4"),
+        ("interrupt", "raised KeyboardInterrupt"),
+        ("segfault", "process died .killed by SIGSEGV."),
+        ("dirty exit", "exit status 5.*the last words"),
+    ],
+)
+def test_a_failure_names_the_part_and_the_reason_and_the_next_call_works(functions, how, reason):
+    async def scenario(pool):
+        with pytest.raises(RewardError, match=f"(?s)reward part `misbehave`.*{reason}"):
+            await pool.score([ask(how=how)])
+        [score] = await pool.score([ask(how="well")])
+        assert (score.total, dict(score.parts)) == (1.0, {"misbehave": 1.0})
+
+    run(config(functions, "misbehave"), scenario)
+
+
+@pytest.mark.parametrize("how", ["print", "fork", "read"])
+def test_what_user_code_does_to_its_standard_streams_disturbs_nobody(functions, how):
+    async def scenario(pool):
+        for _ in range(2):
+            scores = await pool.score([ask(how=how), ask(how="well")])
+            assert [score.total for score in scores] == [1.0, 1.0]
+
+    run(config(functions, "misbehave", timeout_s=10), scenario)
+
+
+def test_a_hung_call_dies_with_its_children(functions, tmp_path):
+    note = tmp_path / "pid"
+
+    async def scenario(pool):
+        with pytest.raises(RewardError, match="took longer"):
+            await pool.score([ask(how="orphan", note=str(note))])
+        child = int(note.read_text())
+        for _ in range(100):
+            if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+                return
+            await asyncio.sleep(0.05)
+        pytest.fail(f"child {child} of a killed reward worker still runs")
+
+    run(config(functions, "misbehave"), scenario)
+
+
+def test_parts_are_weighted_and_reported_raw_sync_and_async(functions):
+    async def scenario(pool):
+        scores = await pool.score([ask("abc", answer="abc"), ask("ab", answer="abc")])
+        assert [dict(score.parts) for score in scores] == [
+            {"good": 3.0, "later": 0.5, "exact_match": 1.0},
+            {"good": 2.0, "later": 0.5, "exact_match": 0.0},
+        ]
+        assert [score.total for score in scores] == [3 * 0.1 + 2 * 0.5 - 1, 2 * 0.1 + 2 * 0.5]
+
+    run(config(functions, "good", "later", "exact_match", weights={"good": 0.1, "later": 2, "exact_match": -1}), scenario)
+
+
+def test_the_part_that_failed_is_named_not_its_neighbours(functions):
+    async def scenario(pool):
+        for _ in range(2):  # a reply left over from the first failure would show in the second
+            with pytest.raises(RewardError, match="reward part `misbehave` returned nan"):
+                await pool.score([ask("abcd", how="nan")])
+            [score] = await pool.score([ask("abcd", how="well")])
+            assert dict(score.parts) == {"good": 4.0, "misbehave": 1.0, "later": 0.5}
+
+    run(config(functions, "good", "misbehave", "later"), scenario)
+
+
+def test_waiting_for_a_worker_is_nobodys_timeout_and_workers_run_side_by_side(functions):
+    (functions.parent / "functions.py").write_text(
+        FUNCTIONS + "def slow(prompt, response):\n    time.sleep(0.3)\n    return float(response)\n"
+    )
+
+    async def scenario(pool):
+        scores = await pool.score([ask(str(n)) for n in range(8)])  # one worker would need 2.4 s
+        assert [score.total for score in scores] == list(range(8))
+
+    run(config(functions, "slow", timeout_s=1.0, workers=2), scenario)
+
+
+def test_the_event_loop_never_stands_still(functions):
+    async def scenario(pool):
+        await pool.start()
+        largest_gap_s, done = 0.0, False
+
+        async def watch():
+            nonlocal largest_gap_s
+            while not done:
+                began_s = time.monotonic()
+                await asyncio.sleep(0.01)
+                largest_gap_s = max(largest_gap_s, time.monotonic() - began_s)
+
+        watcher = asyncio.create_task(watch())
+        with pytest.raises(RewardError):
+            await pool.score([ask(how="busy")])
+        await pool.score([ask(how="print")])
+        done = True
+        await watcher
+        assert largest_gap_s < 0.9  # the hung call alone took 1 s
+
+    run(config(functions, "misbehave"), scenario)
+
+
+def test_a_cancelled_call_leaves_a_clean_worker(functions):
+    async def scenario(pool):
+        await pool.start()
+        call = asyncio.create_task(pool.score([ask(how="sleep"), ask(how="well")]))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [score.total for score in await pool.score([ask(how="well")] * 3)] == [1.0] * 3
+
+    run(config(functions, "misbehave", timeout_s=30), scenario)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "def good(prompt, response): return 1.0\nraise OSError('no disk')",
+            "part `good` cannot be loaded: raised OSError: no disk",
+        ),
+        ("def bad(prompt, response): return 1.0", "has no function `good`; it has .'bad'"),
+        ("import os; print('bye', flush=True); os._exit(7)", "start of the reward worker: .*exit status 7.*bye"),
+        ("def good(:", "raised SyntaxError"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_stops_the_start(functions, source, reason):
+    functions.write_text(source)
+
+    async def scenario(pool):
+        with pytest.raises(RewardError, match=f"(?s){reason}"):
+            await pool.start()
+
+    run(config(functions, "good"), scenario)
+
+
+def test_a_missing_column_is_named_and_odd_values_are_passed_as_text(functions):
+    from datetime import date
+
+    async def scenario(pool):
+        with pytest.raises(RewardError, match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]"):
+            await pool.score([ask(day=date(2026, 1, 1))])
+        with pytest.raises(RewardError, match=r"cannot be sent this row: .*surrogate"):
+            await pool.score([ask(how="\ud800")])
+        assert (await pool.score([ask(how="well", day=date(2026, 1, 1), huge=2**70)]))[0].total == 1.0
+
+    run(config(functions, "misbehave"), scenario)
+
+
+def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions):
+    async def scenario(pool):
+        row = {"prompt": "q", "response": "r", "answer": "x"}
+        [score] = await pool.score([RewardInput(prompt="p", response="abc", row=row)])
+        assert score.total == 2.0  # answer and truncated
+
+    run(config(functions, "columns"), scenario)
+
+
+def test_workers_die_with_a_killed_parent(functions, tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, sys\nfrom asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.pool import RewardPool\n"
+        f"pool = RewardPool(RewardConfig(functions=[{{'function': '{functions}:good'}}], workers=2))\n"
+        "async def main():\n    await pool.start()\n    print('up', flush=True)\n    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=os.environ)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert len(workers) == 2
+        os.kill(parent.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        parent.kill()
+        parent.wait(timeout=10)
+
+
+def test_the_worker_is_light():
+    heavy = ("torch", "pydantic", "numpy", "transformers")
+    code = f"import sys, asyncrl.rewards.worker; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert found.strip() == "[]"

@@ -1,0 +1,124 @@
+"""Datasets: what is read is what was written, and what cannot be read is named with its line."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.errors import DataError
+
+ROWS = [{"prompt": "12+34=", "answer": "46"}, {"prompt": "é\u2028\n", "words": ["pen", "crab"], "level": 3, "note": None}]
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+)
+
+
+def write_jsonl(path: Path, rows) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@given(rows=st.lists(st.dictionaries(st.text(), values), min_size=1, max_size=5))
+def test_jsonl_and_json_come_back_as_written(tmp_path_factory, rows):
+    directory = tmp_path_factory.mktemp("rows")
+    (directory / "rows.json").write_text(json.dumps(rows))
+    jsonl, array = load_rows(write_jsonl(directory / "rows.jsonl", rows)), load_rows(str(directory / "rows.json"))
+    assert list(jsonl) == list(array) == rows
+    assert len(jsonl) == len(rows)
+    assert jsonl.fingerprint == array.fingerprint
+
+
+def test_parquet_comes_back_as_written(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"prompt": "a", "words": ["x", "y"]}, {"prompt": "b", "words": []}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert list(load_rows(str(tmp_path / "rows.parquet"))) == rows
+    assert load_rows(str(tmp_path / "rows.parquet")).fingerprint == load_rows(write_jsonl(tmp_path / "r.jsonl", rows)).fingerprint
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"torn.parquet: no parquet file"):
+        load_rows(str(tmp_path / "torn.parquet"))
+
+
+def test_the_fingerprint_knows_content_and_order_but_not_the_order_of_columns():
+    def fingerprint(*rows):
+        return Rows(rows, "test").fingerprint
+
+    first, second = {"a": "1", "b": 2}, {"a": "2", "b": 2}
+    assert fingerprint(first, second) == fingerprint({"b": 2, "a": "1"}, second)
+    others = [(second, first), (first,), ({"a": 1, "b": 2}, second), ({"a": "1", "b": 2, "c": None}, second)]
+    assert len({fingerprint(*rows) for rows in [(first, second), *others]}) == 5
+    # frozen: learner and generators of different releases compare it
+    assert fingerprint({"a": "1"}) == hashlib.sha256(b'{"a": "1"}\n').hexdigest()
+
+
+def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n   \n{"a": 2}\n\n{"a": 3\n')
+    with pytest.raises(DataError, match=r'rows.jsonl:6: no JSON .*found `{"a": 3`; every line must be one JSON object'):
+        load_rows(str(path))
+    path.write_text('\n{"a": 1}\r\n\n{"a": 2}')
+    assert list(load_rows(str(path))) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"[1, 2]\n", r"a.jsonl:1: found a JSON list, `\[1, 2\]`; a row is an object"),
+        ("a.jsonl", b'{"a": 1}\n"text"\n', r"a.jsonl:2: found a JSON str"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a.jsonl:1: no JSON"),
+        ("a.jsonl", b"\n\n", r"a.jsonl holds no rows"),
+        ("a.json", b'{"a": 1}', r"a.json: found a JSON dict; a .json dataset is one array"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', r"a.json: no JSON .*one object per line is .jsonl"),
+        ("a.json", b"[]", r"a.json holds no rows"),
+        ("a.json", b'[{"a": 1}, 7]', r"a.json, element 1: found a JSON int"),
+        ("a.csv", b"a,b\n", r"suffix `.csv`; supported are .jsonl, .json, .parquet"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/nowhere/else", "nowhere.parquet"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(source):
+    with pytest.raises(DataError, match="does not exist"):
+        load_rows(source)
+
+
+def test_a_hub_dataset_needs_the_package_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"openai/gsm8k is no .* needs the package `datasets`; install asyncrl\[data\]"):
+        load_rows("openai/gsm8k")
+
+
+def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
+    def load_dataset(source, split):
+        if split != "test":
+            raise ValueError(f"Unknown split {split}")
+        return iter([{"a": source}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    rows = load_rows("openai/gsm8k", "test")
+    assert (list(rows), rows.source) == ([{"a": "openai/gsm8k"}], "openai/gsm8k [test]")
+    with pytest.raises(DataError, match="split `dev`: Unknown split dev"):
+        load_rows("openai/gsm8k", "dev")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real data in ../shared/data")
+@pytest.mark.parametrize(
+    ("name", "rows"), [("gsm8k/train.jsonl", 7473), ("story_words/test.jsonl", 120), ("svamp/SVAMP.json", 1000)]
+)
+def test_real_files_are_read_completely(name, rows):
+    assert len(load_rows(str(SHARED / name))) == rows

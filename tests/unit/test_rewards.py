@@ -1,0 +1,225 @@
+"""The built-in rewards on right, wrong and tricky answers; loading and calling functions; what counts as a number."""
+
+import json
+import random
+import re
+import struct
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards.builtin import arithmetic, exact_match, gsm8k, words_used
+from asyncrl.rewards.load import bind, checked_reward, load_function
+from asyncrl.rewards.worker import pack_frame, serve
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("46", 1),
+        (" 46\n", 1),
+        ("46+", 1),
+        ("is 46 or 47", 1),
+        ("46.0", 1),
+        ("465", 0),
+        ("4 6", 0),
+        ("-46", 0),
+        ("", 0),
+        ("none", 0),
+    ],
+)
+def test_arithmetic_judges_the_first_number(response, expected):
+    assert arithmetic("12+34=", response, "46") == expected
+    assert arithmetic("12+34=", response, 46) == expected
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["", "so ", "= "]), st.sampled_from(["", ".", " 17", ", 3"]))
+def test_arithmetic_finds_any_integer_it_is_given(value, before, after):
+    assert arithmetic("", f"{before}{value}{after}", value) == 1
+    assert arithmetic("", f"{before}{value + 1}{after}", value) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("... so 40 + 32 = 72\n#### 72", 1),
+        ("#### 72.00", 1),
+        ("####72", 1),
+        ("first #### 71, no: #### 72", 1),
+        ("the total is $72.", 1),
+        ("5 days at 14.4 make 72", 1),
+        ("#### 72 and 3 more", 1),
+        ("72 of 100", 0),
+        ("#### 7.2", 0),
+        ("#### -72", 0),
+        ("#### none, rather 72", 1),
+        ("no number", 0),
+        ("", 0),
+    ],
+)
+def test_gsm8k_takes_the_final_answer(response, expected):
+    assert gsm8k("q", response, "48+24=<<48+24=72>>72\n#### 72") == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("1,234", "1234"),
+        ("1234", "1,234"),
+        ("$1,234,567.50", "1234567.5"),
+        ("-3", "-3"),
+        (".5", "0.5"),
+        ("+7", "7"),
+        ("10 - 3", "3"),
+        ("007", "7"),
+    ],
+)
+def test_gsm8k_reads_numbers_as_people_write_them(response, answer):
+    assert gsm8k("q", response, f"#### {answer}") == 1
+
+
+def test_gsm8k_refuses_a_row_without_an_answer():
+    with pytest.raises(ValueError, match="no `#### number`"):
+        gsm8k("q", "72", "seventy-two")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real GSM8K in ../shared/data")
+def test_gsm8k_gives_1_to_every_reference_solution_and_0_to_its_neighbour():
+    rows = [json.loads(line) for line in (SHARED / "gsm8k" / "train.jsonl").open()]
+    assert len(rows) > 7000
+    for row in rows:
+        assert gsm8k(row["question"], row["answer"], row["answer"]) == 1, row
+        last = row["answer"].rsplit("#### ", 1)[1].replace(",", "")
+        assert gsm8k(row["question"], f"so the answer is {float(last):,.2f}", row["answer"]) == 1, row
+        assert gsm8k(row["question"], f"#### {float(last) + 1}", row["answer"]) == 0, row
+
+
+def words_by_hand(response, words):
+    """Splits at everything that is no letter: no regular expression with the word in it."""
+    tokens = set(re.split("[^a-z]+", response.lower()))
+    return sum(bool({word, word + "s", word + "es"} & tokens) for word in words) / len(words)
+
+
+@given(
+    st.lists(st.sampled_from(["pen", "pens", "boxes", "box", "penny", "crab"]), max_size=6),
+    st.sampled_from([" ", ", ", ".\n", " The "]),
+)
+def test_words_used_agrees_with_splitting_by_hand(used, between):
+    response = between.join(used).capitalize()
+    assert words_used("", response, ["pen", "box"]) == words_by_hand(response, ["pen", "box"])
+
+
+def test_words_used_quotes_the_word_and_refuses_a_row_without_words():
+    assert words_used("", "abc", ["a.c"]) == 0
+    for words in ([], "pen"):
+        with pytest.raises(ValueError, match="`words` must be a list"):
+            words_used("", "pen", words)
+
+
+def test_exact_match_ignores_outer_white_space_only():
+    assert [exact_match("", response, "a b") for response in ("a b", " a b\n", "a  b", "A b", "")] == [1, 1, 0, 0, 0]
+    assert exact_match("", "7", 7) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, None, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400]
+)
+def test_what_is_no_finite_number_is_refused(value):
+    with pytest.raises(RewardError, match="returned"):
+        checked_reward(value)
+
+
+@pytest.mark.parametrize("value", [1, -0.5, np.float32(0.5), np.int64(3), Fraction(1, 4)])
+def test_real_numbers_of_any_type_are_rewards(value):
+    assert checked_reward(value) == float(value)
+
+
+def test_a_function_gets_the_columns_it_names():
+    row = {"answer": "4", "words": ["a"], "level": 3}
+
+    async def takes_all(prompt, response, **columns):
+        return len(columns)
+
+    def with_default(prompt, response, *, level, other=2):
+        return level + other
+
+    assert bind(takes_all)("p", "r", row) == 3
+    assert bind(with_default)("p", "r", row) == 5
+    assert bind(lambda prompt, response: len(prompt) + len(response))("p", "rr", row) == 3
+    with pytest.raises(RewardError, match=r"\['answer'\].*\['level'\]"):
+        bind(exact_match)("p", "r", {"level": 3})
+
+
+def test_functions_are_loaded_from_files_and_modules(tmp_path):
+    (tmp_path / "helper_of_my_reward.py").write_text("FACTOR = 2\n")
+    (tmp_path / "my_reward.py").write_text(
+        "from helper_of_my_reward import FACTOR\ndef length(prompt, response):\n    return FACTOR * len(response)\n"
+    )
+    assert load_function(f"{tmp_path}/my_reward.py:length")("", "abc") == 6
+    assert load_function("asyncrl.rewards.builtin:gsm8k") is gsm8k
+    assert load_function("words_used") is words_used
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gms8k", "no built-in .*gsm8k"),
+        ("nowhere.py:f", "does not exist"),
+        ("no_such_module_here:f", "no_such_module_here.*must be installed"),
+        ("asyncrl.rewards.builtin:gms8k", "has no function `gms8k`.*gsm8k"),
+        ("asyncrl.rewards.builtin:BUILTINS", "has no function `BUILTINS`"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_says_why(name, message):
+    with pytest.raises(RewardError, match=message):
+        load_function(name)
+
+
+def frames_of(stream: bytes) -> list[dict]:
+    frames, rest = [], memoryview(stream)
+    while rest:
+        (length,) = struct.unpack("<I", rest[:4])
+        frames.append(msgpack.unpackb(rest[4 : 4 + length]))
+        rest = rest[4 + length :]
+    return frames
+
+
+def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
+    calls = [
+        {"functions": [["a", "arithmetic"], ["e", "exact_match"]]},
+        {"prompt": "", "response": "4", "columns": {"answer": "4"}},
+        {"prompt": "", "response": "4", "columns": {"answer": "four"}},
+        {"prompt": "", "response": "5", "columns": {"answer": "4"}},
+    ]
+    replies = BytesIO()
+    serve(BytesIO(b"".join(map(pack_frame, calls))), replies)
+    frames = frames_of(replies.getvalue())
+    error = frames.pop(5)
+    assert re.match(r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"])
+    assert frames == [
+        {"ready": True},
+        *({"started": True}, {"value": 1.0}, {"value": 1.0}),
+        {"started": True},
+        *({"started": True}, {"value": 0.0}, {"value": 0.0}),
+    ]
+
+
+def test_a_function_that_cannot_be_loaded_is_the_workers_only_reply():
+    replies = BytesIO()
+    serve(BytesIO(pack_frame({"functions": [["x", "nothing"]]})), replies)
+    [frame] = frames_of(replies.getvalue())
+    assert frame["error"].startswith("reward part `x` cannot be loaded: reward function `nothing` is no built-in")
+
+
+def test_numbers_in_long_random_text_are_found_in_linear_time():
+    text = "".join(random.Random(0).choices("0123456789,.$-# ", k=200_000))
+    assert gsm8k("", text, "#### 1") in (0.0, 1.0)
