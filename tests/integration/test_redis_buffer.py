@@ -6,6 +6,10 @@ import shutil
 
 import pytest
 from buffer_contract import RULES, BufferContract, fill, ids, places, take
+from buffer_walk import WALK_RULES, Walk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memory_lane import MemoryLane
 
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
@@ -49,11 +53,16 @@ class RedisLane:
         return f"{{{self.run}:train}}:{place}"
 
     def expire(self):
-        client = self.connection.client
-        client.zadd(self.key("deadlines"), dict.fromkeys(client.zrange(self.key("deadlines"), 0, -1), 1), xx=True)
+        client, deadlines = self.connection.client, self.key("deadlines")
+        if leased := client.zrange(deadlines, 0, -1):
+            client.zadd(deadlines, dict.fromkeys(leased, 1))
 
     def wipe(self):
         self.connection.client.delete(*map(self.key, PLACES))
+
+    def owner_is_newest(self, learners):
+        owner = self.connection.client.hget(self.key("meta"), "owner")
+        return owner in [learner._owner.encode() for learner in learners if isinstance(learner, RedisBuffer)]
 
     def snapshot(self):
         return {place: self.connection.client.dump(self.key(place)) for place in PLACES}
@@ -97,6 +106,13 @@ class TestLostReplies(BufferContract):
     # These count calls.
     test_a_group_is_stored_once_at_every_stage_of_its_life = None
     test_over_the_cap_nothing_is_dropped_and_only_the_awaited_group_gets_in = None
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_memory_and_server_answer_alike_whatever_happens(connection, data):
+    """Leases, groups, takes, commits, crashes, zombies, wipes and rollbacks in any order."""
+    Walk([MemoryLane(WALK_RULES), RedisLane(connection, WALK_RULES)], data.draw).run(50)
 
 
 @pytest.fixture
