@@ -1,0 +1,168 @@
+"""Who is there: a state machine over messages and the time they came, which the caller passes in.
+
+    hello --> refused                   another release, another config, or its name belongs to somebody alive
+      |-----> deferred                  its name is taken; wait for a sign of life of the old owner
+      '-----> member --> left           said goodbye
+                 '-----> died           silent for `timeout_s`, or replaced by its own restarted self
+
+A restarted generator comes with a new incarnation: it is a new member, and the old one is dead. That it is no
+duplicate shows when the old owner stays silent for a while after the newcomer's first hello.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused
+
+
+def holder_name(generator_id: str, incarnation: str) -> str:
+    """How one incarnation is called on the wire and in the store's leases."""
+    return f"{generator_id}:{incarnation}"
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation of a generator."""
+
+    hello: Hello
+    heard_at_s: float
+    state: str = "starting"
+    version: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def holder(self) -> str:
+        """Its name."""
+        return holder_name(self.hello.generator_id, self.hello.incarnation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The newcomer is a member; `replaced` is the holder that died for it, if any."""
+
+    member: Member
+    replaced: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyMember:
+    """A member said hello again, after a lost connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """No answer yet; the newcomer repeats its hello."""
+
+
+class Membership:
+    """The members by generator id."""
+
+    def __init__(self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float) -> None:
+        """`timeout_s`: silence that counts as death; `challenge_s`: shorter, for a name that somebody else asks for."""
+        self._release = release
+        self._config_hash = config_hash
+        self._timeout_s = timeout_s
+        self._challenge_s = challenge_s
+        self._members: dict[str, Member] = {}
+        self._challenges: dict[str, tuple[str, float]] = {}  # generator id -> incarnation, since
+        self.joined = 0
+        self.left = 0
+        self.died = 0
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """By generator id."""
+        return self._members
+
+    def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Deferred | Refused:
+        """Decide on a newcomer."""
+        if reason := self._objection(hello):
+            return Refused(reason=reason)
+        old = self._members.get(hello.generator_id)
+        if old is None:
+            return self._join(hello, now_s, replaced=None)
+        if old.hello.incarnation == hello.incarnation:
+            old.heard_at_s = now_s
+            return AlreadyMember()
+        return self._challenge(old, hello, now_s)
+
+    def heartbeat(self, beat: Heartbeat, now_s: float) -> bool:
+        """Take note; False when the sender is no member and must say hello."""
+        member = self._find(beat.generator_id, beat.incarnation)
+        if member is None:
+            return False
+        member.heard_at_s, member.state, member.version, member.metrics = now_s, beat.state, beat.version, beat.metrics
+        return True
+
+    def leave(self, leave: Leave) -> str | None:
+        """The holder that left; None when it was no member."""
+        member = self._find(leave.generator_id, leave.incarnation)
+        if member is None:
+            return None
+        self.left += 1
+        del self._members[leave.generator_id]
+        return member.holder
+
+    def expire(self, now_s: float) -> list[str]:
+        """The holders that have just died of silence."""
+        dead = [member for member in self._members.values() if now_s - member.heard_at_s > self._timeout_s]
+        for member in dead:
+            del self._members[member.hello.generator_id]
+        self.died += len(dead)
+        # A challenger that gave up must not shorten the life of a later conflict.
+        self._challenges = {
+            name: (incarnation, since_s)
+            for name, (incarnation, since_s) in self._challenges.items()
+            if now_s - since_s <= self._timeout_s
+        }
+        return [member.holder for member in dead]
+
+    def statuses(self, now_s: float) -> list[MemberStatus]:
+        """Everybody, for people to read."""
+        return [
+            MemberStatus(
+                generator_id=generator_id,
+                state=member.state,
+                version=member.version,
+                silent_s=max(now_s - member.heard_at_s, 0.0),
+                metrics=dict(member.metrics),
+            )
+            for generator_id, member in sorted(self._members.items())
+        ]
+
+    def _objection(self, hello: Hello) -> str:
+        if hello.release != self._release:
+            return f"generator runs asyncrl {hello.release}, the learner {self._release}; install the same release on both"
+        if hello.config_hash != self._config_hash:
+            return (
+                f"generator has config {hello.config_hash}, the run has {self._config_hash}; "
+                "start the generator without a config to get the run's"
+            )
+        return ""
+
+    def _join(self, hello: Hello, now_s: float, *, replaced: str | None) -> Joined:
+        self.joined += 1
+        self._challenges.pop(hello.generator_id, None)
+        member = Member(hello, now_s, version=hello.version)
+        self._members[hello.generator_id] = member
+        return Joined(member=member, replaced=replaced)
+
+    def _challenge(self, old: Member, hello: Hello, now_s: float) -> Joined | Deferred | Refused:
+        incarnation, since_s = self._challenges.get(hello.generator_id, ("", 0.0))
+        if incarnation != hello.incarnation:
+            self._challenges[hello.generator_id] = (hello.incarnation, now_s)
+            return Deferred()
+        if old.heard_at_s > since_s:
+            del self._challenges[hello.generator_id]
+            return Refused(
+                reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host {old.hello.host!r}); "
+                "give this one another id or stop the other"
+            )
+        if now_s - since_s < self._challenge_s:
+            return Deferred()
+        self.died += 1
+        return self._join(hello, now_s, replaced=old.holder)
+
+    def _find(self, generator_id: str, incarnation: str) -> Member | None:
+        member = self._members.get(generator_id)
+        return member if member is not None and member.hello.incarnation == incarnation else None

@@ -1,0 +1,183 @@
+"""Which generator gets which version when: a state machine per generator, without clocks, sockets or processes.
+
+    idle -- newer version --> preparing -- order --> updating -- report --> idle
+                 ^                 |                     |
+                 |                 '----- failed, or too late: sender killed, back-off
+                 '-------------------------------------------------------'
+
+Latest wins: a generator that was busy goes straight to the newest version. Generators never wait for each other.
+After two failures in a row the next attempts go by disk, which needs no group; a success restores the transport.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+
+FAILURES_BEFORE_DISK = 2
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 30.0
+_UNKNOWN = -1
+
+
+class Phase(Enum):
+    """Where a generator's update stands."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"
+    UPDATING = "updating"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Have the holder's sender get ready with the newest version."""
+
+    holder: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Send the order to the generator and start the sender, in this order and at once."""
+
+    holder: str
+    order: UpdateOrder
+
+
+@dataclass(frozen=True, slots=True)
+class RestartSender:
+    """Kill it, whatever it does."""
+
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSender:
+    """The generator is gone."""
+
+    holder: str
+
+
+Action = Prepare | Deliver | RestartSender | CloseSender
+
+
+@dataclass(slots=True)
+class _Member:
+    transport: str
+    version: int
+    """What it said to have applied; -1: unknown, so the newest must go there whatever its number."""
+    phase: Phase = Phase.IDLE
+    target: int = _UNKNOWN
+    until_s: float = 0.0
+    """End of the current phase, or of the back-off."""
+    failures: int = 0
+
+    @property
+    def next_transport(self) -> str:
+        return "disk" if self.failures >= FAILURES_BEFORE_DISK else self.transport
+
+
+@dataclass(slots=True)
+class UpdateSchedule:
+    """All generators. Every method returns what must be done now; time is passed in."""
+
+    transport: str
+    """Preferred; a generator that does not offer it is served by disk."""
+    deadline_s: float
+    """For a transfer, and again for the generator's report after it."""
+    preparation_s: float
+    """For a sender to get ready: to start, to write files. The generator samples on in this time."""
+    newest: int = _UNKNOWN
+    updates: int = 0
+    failed: int = 0
+    probe_max: float = 0.0
+    _members: dict[str, _Member] = field(default_factory=dict)
+
+    def phase(self, holder: str) -> Phase:
+        """Of a member."""
+        return self._members[holder].phase
+
+    def version(self, holder: str) -> int:
+        """What the member has applied, -1 when unknown."""
+        return self._members[holder].version
+
+    def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
+        """A new member. Version 0 is the initial model; any other number may be of an earlier learner's making."""
+        transport = self.transport if self.transport in transports else "disk"
+        self._members[holder] = _Member(transport, version if version == 0 else _UNKNOWN)
+        return self._begin(holder, now_s)
+
+    def remove(self, holder: str) -> list[Action]:
+        """A member left or died."""
+        return [CloseSender(holder)] if self._members.pop(holder, None) else []
+
+    def announce(self, version: int, now_s: float) -> list[Action]:
+        """A new version was published."""
+        self.newest = version
+        return self._begin_all(now_s)
+
+    def prepared(self, holder: str, order: UpdateOrder, now_s: float) -> list[Action]:
+        """The sender is ready. The version is what it found to be the newest, perhaps newer than announced."""
+        member = self._members.get(holder)
+        if member is None or member.phase is not Phase.PREPARING:
+            return []
+        member.phase, member.target, member.until_s = Phase.UPDATING, order.version, now_s + self.deadline_s
+        return [Deliver(holder, order)]
+
+    def sent(self, holder: str, now_s: float) -> list[Action]:
+        """All has left the sender; the generator has time to apply it."""
+        member = self._members.get(holder)
+        if member is not None and member.phase is Phase.UPDATING:
+            member.until_s = now_s + self.deadline_s
+        return []
+
+    def sender_failed(self, holder: str, now_s: float) -> list[Action]:
+        """The sender said so, or died."""
+        return self._fail(holder, now_s)
+
+    def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
+        """The generator's word; reports on anything but the current update are late and mean nothing."""
+        member = self._members.get(holder)
+        if member is None or member.phase is not Phase.UPDATING or report.version != member.target:
+            return []
+        if not report.applied:
+            return self._fail(holder, now_s)
+        self.updates += 1
+        self.probe_max = report.probe_max
+        member.phase, member.version, member.failures, member.until_s = Phase.IDLE, report.version, 0, now_s
+        return self._begin(holder, now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let deadlines pass and back-offs end."""
+        late = [h for h, m in self._members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
+        actions = [action for holder in late for action in self._fail(holder, now_s)]
+        return actions + self._begin_all(now_s)
+
+    def postpone(self, holder: str) -> None:
+        """A `Prepare` found no version to take at this moment: the next tick asks again."""
+        self._members[holder].phase = Phase.IDLE
+
+    def _begin_all(self, now_s: float) -> list[Action]:
+        return [action for holder in self._members for action in self._begin(holder, now_s)]
+
+    def _begin(self, holder: str, now_s: float) -> list[Action]:
+        member = self._members[holder]
+        if member.phase is not Phase.IDLE or member.version >= self.newest or now_s < member.until_s:
+            return []
+        member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
+        return [Prepare(holder, member.next_transport)]
+
+    def _fail(self, holder: str, now_s: float) -> list[Action]:
+        member = self._members.get(holder)
+        if member is None:
+            return []
+        if member.phase is Phase.IDLE:  # no update is lost, but the next one needs a sender
+            return [RestartSender(holder)]
+        self.failed += 1
+        if member.phase is Phase.UPDATING:
+            member.version = _UNKNOWN  # it may hold a mixture
+        member.failures += 1
+        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (member.failures - 1), _LONGEST_BACKOFF_S)
+        member.phase, member.until_s = Phase.IDLE, now_s + backoff_s
+        return [RestartSender(holder)]

@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.control.base import Heartbeat, Hello, Leave, Refused
+from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership
+
+TIMEOUT_S, CHALLENGE_S = 10.0, 3.0
+
+
+def make():
+    return Membership(release="1.0", config_hash="abc", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S)
+
+
+def hello(name="g", incarnation="a", **changes):
+    return Hello(
+        **{"generator_id": name, "incarnation": incarnation, "release": "1.0", "config_hash": "abc", "version": 0, **changes}
+    )
+
+
+def beat(name="g", incarnation="a", version=0, state="sampling"):
+    return Heartbeat(generator_id=name, incarnation=incarnation, version=version, state=state, metrics={"groups": 2.0})
+
+
+@pytest.mark.parametrize("changes", [{"release": "1.1"}, {"config_hash": "xyz"}])
+def test_another_release_or_config_is_refused_and_told_both(changes):
+    answer = make().hello(hello(**changes), 0.0)
+    assert isinstance(answer, Refused)
+    assert next(iter(changes.values())) in answer.reason
+    assert ("1.0" if "release" in changes else "abc") in answer.reason
+
+
+def test_silence_is_death_and_a_heartbeat_from_the_dead_asks_for_a_hello():
+    members = make()
+    members.hello(hello(), 0.0)
+    assert members.heartbeat(beat(), TIMEOUT_S)
+    assert members.expire(2 * TIMEOUT_S) == []
+    assert members.expire(2 * TIMEOUT_S + 0.1) == ["g:a"]
+    assert members.died == 1
+    assert not members.heartbeat(beat(), 25.0)
+    assert isinstance(members.hello(hello(), 25.0), Joined)
+    assert members.joined == 2
+
+
+def test_a_restarted_generator_replaces_its_dead_self_after_a_short_silence():
+    members = make()
+    members.hello(hello(), 0.0)
+    assert isinstance(members.hello(hello(incarnation="b"), 1.0), Deferred)
+    assert isinstance(members.hello(hello(incarnation="b"), 2.0), Deferred)
+    answer = members.hello(hello(incarnation="b"), 4.0)
+    assert isinstance(answer, Joined)
+    assert answer.replaced == "g:a"
+    assert (members.joined, members.died) == (2, 1)
+    assert not members.heartbeat(beat(), 5.0)
+    assert members.leave(Leave(generator_id="g", incarnation="a")) is None
+    assert members.leave(Leave(generator_id="g", incarnation="b")) == "g:b"
+
+
+def test_a_duplicate_of_a_living_generator_is_refused():
+    members = make()
+    members.hello(hello(pid=42), 0.0)
+    members.hello(hello(incarnation="b"), 1.0)
+    members.heartbeat(beat(), 1.5)
+    answer = members.hello(hello(incarnation="b"), 2.0)
+    assert isinstance(answer, Refused)
+    assert "42" in answer.reason
+    assert isinstance(members.hello(hello(), 2.0), AlreadyMember)
+
+
+def test_statuses_show_the_last_heartbeat_and_the_silence_since():
+    members = make()
+    members.hello(hello(), 0.0)
+    members.heartbeat(beat(version=7, state="waiting_tickets"), 2.0)
+    (status,) = members.statuses(5.5)
+    assert (status.generator_id, status.version, status.state, status.silent_s) == ("g", 7, "waiting_tickets", 3.5)
+    assert status.metrics == {"groups": 2.0}
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["hello", "hello", "heartbeat", "heartbeat", "leave", "expire"]),
+        st.sampled_from("xy"),
+        st.sampled_from("ab"),
+        st.sampled_from([0.0, 0.5, 1.0, 3.5, 11.0]),
+    ),
+    max_size=60,
+)
+
+
+@given(events)
+def test_everybody_who_joined_is_a_member_or_left_or_died_exactly_once(steps):
+    members, now_s, inside = make(), 0.0, set()
+    for event, name, incarnation, wait_s in steps:
+        now_s += wait_s
+        holder = f"{name}:{incarnation}"
+        if event == "hello":
+            answer = members.hello(hello(name, incarnation), now_s)
+            if isinstance(answer, Joined):
+                assert holder not in inside
+                if answer.replaced:
+                    inside.remove(answer.replaced)
+                inside.add(holder)
+            assert isinstance(answer, AlreadyMember) == (holder in inside and not isinstance(answer, Joined))
+        elif event == "heartbeat":
+            assert members.heartbeat(beat(name, incarnation), now_s) == (holder in inside)
+        elif event == "leave":
+            gone = members.leave(Leave(generator_id=name, incarnation=incarnation))
+            assert gone == (holder if holder in inside else None)
+            inside.discard(holder)
+        else:
+            for gone in members.expire(now_s):
+                inside.remove(gone)
+        assert {member.holder for member in members.members.values()} == inside
+        assert len(inside) == len({each.split(":")[0] for each in inside})
+        assert members.joined == len(inside) + members.left + members.died

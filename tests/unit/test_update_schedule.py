@@ -1,0 +1,211 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.control.updates import CloseSender, Deliver, Phase, Prepare, RestartSender, UpdateSchedule
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+
+DEADLINE_S, PREPARATION_S = 10.0, 60.0
+
+
+def make(transport="gloo"):
+    return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S)
+
+
+def order(version, transport="gloo"):
+    return UpdateOrder(version=version, transport=transport, deadline_s=DEADLINE_S, details={}, probe_ids=(), probe_logprobs=())
+
+
+def applied(version):
+    return UpdateReport(version=version, applied=True, probe_max=0.25)
+
+
+def failed(version):
+    return UpdateReport(version=version, applied=False, reason="test")
+
+
+def joined(schedule, *holders, version=0, now_s=0.0):
+    return [a for h in holders for a in schedule.join(h, version=version, transports=("gloo", "disk"), now_s=now_s)]
+
+
+def run_one(schedule, holder, version, now_s):
+    (deliver,) = schedule.prepared(holder, order(version), now_s)
+    assert isinstance(deliver, Deliver)
+    schedule.sent(holder, now_s)
+    return schedule.reported(holder, applied(version), now_s)
+
+
+def test_the_initial_model_needs_no_update_to_version_zero():
+    schedule = make()
+    assert schedule.announce(0, 0.0) == []
+    assert joined(schedule, "a") == []
+    assert schedule.announce(1, 1.0) == [Prepare("a", "gloo")]
+
+
+def test_weights_of_an_unknown_learner_are_replaced_whatever_their_number():
+    schedule = make()
+    schedule.announce(12, 0.0)
+    assert joined(schedule, "a", version=12) == [Prepare("a", "gloo")]
+
+
+def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
+    schedule = make()
+    joined(schedule, "slow", "fast")
+    schedule.announce(1, 0.0)
+    schedule.prepared("slow", order(1), 0.0)
+    run_one(schedule, "fast", 1, 0.0)
+    for version in (2, 3):
+        assert schedule.announce(version, 1.0) == [Prepare("fast", "gloo")]
+        assert run_one(schedule, "fast", version, 1.0) == []
+    assert schedule.reported("slow", applied(1), 2.0) == [Prepare("slow", "gloo")]
+    run_one(schedule, "slow", 3, 2.0)
+    assert schedule.version("slow") == 3
+    assert (schedule.updates, schedule.failed, schedule.probe_max) == (5, 0, 0.25)
+
+
+def test_two_failures_lead_to_disk_and_a_success_leads_back():
+    schedule = make()
+    joined(schedule, "a")
+    actions, now_s, transports = schedule.announce(1, 0.0), 0.0, []
+    while len(transports) < 3:
+        transports.append(actions[0].transport)
+        schedule.prepared("a", order(1), now_s)
+        assert schedule.reported("a", failed(1), now_s) == [RestartSender("a")]
+        assert schedule.tick(now_s) == []  # backs off
+        now_s += 5.0
+        actions = schedule.tick(now_s)
+    assert transports == ["gloo", "gloo", "disk"]
+    run_one(schedule, "a", 1, now_s)
+    assert schedule.announce(2, now_s + 1) == [Prepare("a", "gloo")]
+
+
+def test_a_generator_that_lacks_the_transport_is_served_by_disk():
+    schedule = make("nccl")
+    schedule.announce(1, 0.0)
+    assert joined(schedule, "a") == [Prepare("a", "disk")]
+
+
+def test_every_phase_has_its_deadline():
+    schedule = make()
+    joined(schedule, "a")
+    schedule.announce(1, 0.0)
+    assert schedule.tick(PREPARATION_S) == []
+    assert schedule.tick(PREPARATION_S + 0.1) == [RestartSender("a")]
+    assert schedule.tick(100.0) == [Prepare("a", "gloo")]
+    schedule.prepared("a", order(1), 100.0)
+    schedule.sent("a", 109.0)
+    assert schedule.tick(118.0) == []  # it has left, the generator applies it
+    assert schedule.tick(119.1) == [RestartSender("a")]
+    assert schedule.version("a") == -1
+    assert schedule.failed == 2
+
+
+def test_a_sender_that_dies_idle_is_replaced_without_a_failed_update():
+    schedule = make()
+    joined(schedule, "a")
+    assert schedule.sender_failed("a", 0.0) == [RestartSender("a")]
+    assert schedule.failed == 0
+
+
+def test_late_and_foreign_reports_mean_nothing():
+    schedule = make()
+    joined(schedule, "a")
+    assert schedule.reported("b", applied(1), 0.0) == []
+    schedule.announce(5, 0.0)
+    assert schedule.reported("a", applied(5), 0.0) == []  # has not been told yet
+    schedule.prepared("a", order(5), 0.0)
+    assert schedule.reported("a", applied(4), 0.0) == []
+    assert schedule.phase("a") is Phase.UPDATING
+
+
+HOLDERS = ("a", "b", "c")
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["announce", "join", "remove", "prepared", "prepared", "sent", "applied", "applied", "failed", "died", "tick"]
+        ),
+        st.sampled_from(HOLDERS),
+        st.sampled_from([0.0, 0.1, 1.0, 11.0, 61.0]),
+    ),
+    max_size=80,
+)
+
+
+class World:
+    """Executes actions as the control plane does, and checks them on the way."""
+
+    def __init__(self):
+        self.schedule, self.now_s, self.newest = make(), 0.0, 0
+        self.senders = {}  # holder -> None | ("preparing", version) | ("transferring", version)
+        self.applied = {}
+
+    def obey(self, actions, about=None):
+        for action in actions:
+            assert action.holder in self.senders
+            if about is not None:
+                assert action.holder == about, "one generator's trouble costs another one an action"
+            match action:
+                case Prepare(holder):
+                    assert self.senders[holder] is None, "two updates at once"
+                    self.senders[holder] = ("preparing", self.newest)
+                case Deliver(holder, sent):
+                    assert self.senders[holder] == ("preparing", sent.version)
+                    self.senders[holder] = ("transferring", sent.version)
+                case RestartSender(holder):
+                    self.senders[holder] = None
+                case CloseSender(holder):
+                    del self.senders[holder]
+
+    def step(self, event, holder, wait_s):
+        self.now_s += wait_s
+        busy = self.senders.get(holder)
+        match event:
+            case "announce":
+                self.newest += 1
+                self.obey(self.schedule.announce(self.newest, self.now_s))
+            case "join" if holder not in self.senders:
+                self.senders[holder] = None
+                self.applied[holder] = 0
+                self.obey(joined(self.schedule, holder, now_s=self.now_s), holder)
+            case "remove":
+                self.obey(self.schedule.remove(holder), holder)
+                assert holder not in self.senders
+            case "prepared" if busy and busy[0] == "preparing":
+                self.obey(self.schedule.prepared(holder, order(busy[1]), self.now_s), holder)
+            case "sent" if busy and busy[0] == "transferring":
+                self.obey(self.schedule.sent(holder, self.now_s), holder)
+            case "applied" if busy and busy[0] == "transferring":
+                assert busy[1] >= self.applied[holder], "a version went backwards"
+                self.applied[holder] = busy[1]
+                self.senders[holder] = None
+                self.obey(self.schedule.reported(holder, applied(busy[1]), self.now_s), holder)
+            case "failed" if busy and busy[0] == "transferring":
+                self.obey(self.schedule.reported(holder, failed(busy[1]), self.now_s), holder)
+            case "died":
+                self.obey(self.schedule.sender_failed(holder, self.now_s), holder)
+            case "tick":
+                self.obey(self.schedule.tick(self.now_s))
+
+
+@settings(max_examples=300)
+@given(steps)
+def test_one_update_at_a_time_versions_only_grow_and_everybody_converges(events):
+    world = World()
+    for event in events:
+        world.step(*event)
+    for _ in range(4):  # from now on all goes well
+        world.step("tick", "a", 31.0)
+        for holder in list(world.senders):
+            for event in ("prepared", "sent", "applied"):
+                world.step(event, holder, 0.0)
+    for holder in world.senders:
+        assert world.applied[holder] == world.newest
+        assert world.schedule.phase(holder) is Phase.IDLE
+    assert world.schedule.tick(world.now_s + 1000) == []
+
+
+def test_a_version_taken_between_its_publication_and_its_announcement_is_not_sent_twice():
+    schedule = make()
+    joined(schedule, "a")
+    schedule.announce(1, 0.0)
+    assert run_one(schedule, "a", 2, 0.0) == []
+    assert schedule.announce(2, 0.0) == []
