@@ -1,0 +1,228 @@
+"""The dashboard as a pure function of a state: what to look at first comes first, and every line fits.
+
+A line is a `Text` cut to the width. Sections share the height: figures always, then the curve, generators, samples.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.cells import cell_len, chop_cells
+from rich.console import Group
+from rich.text import Text
+
+from asyncrl.control.base import MemberStatus
+from asyncrl.telemetry.advice import bottleneck
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.curves import curve
+from asyncrl.telemetry.state import DashboardState
+from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
+
+SILENT_S = 10.0
+"""A learner or generator silent this long is worth a warning."""
+STATE_STYLES = {
+    "sampling": "green",
+    "training": "green",
+    "finished": "cyan",
+    "dirty": "red",
+    "failed": "red",
+    "stopped": "yellow",
+}
+UNLIMITED_LINES = 40
+"""As if the terminal were this high below the figures, where its height does not matter."""
+Line = Text
+
+
+def render(state: DashboardState, width: int, height: int | None = None) -> Group:
+    """What to print at `width` columns; cut to `height` lines where given (at least 12), else as long as it takes."""
+    figures = [_header(state, width), _advice(state, width), *_figures(state, width), *_ledger(state, width)]
+    left = height - len(figures) if height else UNLIMITED_LINES
+    curve_lines = _curves(state, width, min(10, left - 8))
+    left -= len(curve_lines)
+    kept_for_samples = 3 if left < 12 else 8
+    generators = _generators(state, width, max(3, min(14, left - kept_for_samples)))
+    left -= len(generators)
+    lines = [*figures, *curve_lines, *generators, *_samples(state, width, left)]
+    return Group(*(lines[:height] if height else lines))
+
+
+def _header(state: DashboardState, width: int) -> Line:
+    status = state.status
+    name = status.state if status else "no status yet"
+    total = status.total_steps if status else 0
+    head = Text.assemble(
+        (visible(state.run), "bold"), "  ", (name, STATE_STYLES.get(name, "yellow")), f"  step {state.step}/{total}  "
+    )
+    remaining = f", {duration(state.eta_s)} left" if state.eta_s is not None else ""
+    tail = Text(f"  v{status.version if status else 0}  {duration(state.elapsed_s)}{remaining}")
+    done = min(1.0, state.step / total) if total else 0.0
+    room = max(0, width - head.cell_len - tail.cell_len - 5)
+    bar = Text.assemble(("━" * int(done * room), "green"), ("─" * (room - int(done * room)), "dim"), f" {done:4.0%}")
+    return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
+
+
+def _advice(state: DashboardState, width: int) -> Line:
+    if state.silent_s > SILENT_S:
+        return one_line(
+            Text(f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.log", "bold red"), width
+        )
+    if state.status and state.status.message:
+        return one_line(Text(visible(state.status.message), "bold"), width)
+    if state.status and state.status.is_final:
+        return Text(f"the run has {state.status.state}"[:width], "bold")
+    return one_line(Text(f"> {bottleneck(state)}", "magenta"), width)
+
+
+def _figures(state: DashboardState, width: int) -> list[Line]:
+    """Two columns of key figures: learning on the left, machinery on the right."""
+
+    def of(name: str, digits: int = 3) -> str:
+        return number(state.latest(name), digits)
+
+    def percent(name: str) -> str:
+        return share(state.latest(name))
+
+    best = max(state.series("eval/accuracy"), key=lambda point: point[1], default=None)
+    record = f"  best {number(best[1])} at step {best[0]}" if best else ""
+    bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
+    cut = percent("completions/truncated_share")
+    idle = f"gen {share(state.idle_generators)}  update {share(state.paused_generators)}"
+    learning = [
+        ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
+        ("held-out", of("eval/accuracy") + record),
+        ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
+        ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
+        ("mismatch", f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('mismatch/probe_max', 2)}"),
+    ]
+    machinery = [
+        ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {percent('staleness/masked_share')}"),
+        ("", f"{of('staleness/in_flight', 2)} in flight + {of('staleness/in_queue', 2)} in queue"),
+        ("generate", f"{state.generated_tokens_per_s:,.0f} tok/s"),
+        ("learn", f"{of('perf/learner_tokens_per_s')} tok/s  {of('time/step')} s/step"),
+        ("waiting", f"lrn {percent('idle/learner')}  {idle}"),
+    ]
+    column = width // 2 + 1
+    lines = []
+    for left, right in zip(learning, machinery, strict=True):
+        line = one_line(Text.assemble((f"{left[0]:<9}", "dim"), left[1]), column - 1)
+        line.pad_right(column - line.cell_len)
+        lines.append(one_line(line.append_text(Text.assemble((f"{right[0]:<10}", "dim"), right[1])), width))
+    return lines
+
+
+def _ledger(state: DashboardState, width: int) -> list[Line]:
+    """Where every issued id is, and what was dropped: the promise that nothing is lost."""
+    audit = state.status.audit if state.status else None
+    lines = []
+    if audit:
+        parts = [
+            f"{count:,} {name}" for name in ("leased", "reissue", "ready", "taken", "done") if (count := getattr(audit, name))
+        ]
+        verdict = (f"{audit.missing:,} missing", "bold red") if audit.missing else ("0 missing", "green")
+        text = Text.assemble(("buffer   ", "dim"), f"{audit.issued:,} = {' + '.join(parts) or '0'}  ", verdict)
+        size = f"  {data_size(audit.payload_bytes)}"
+        lines.append(one_line(text.append(size if text.cell_len + len(size) <= width else "", "dim"), width))
+    dropped = "  ".join(f"{visible(name)} {count:,}" for name, count in sorted(state.dropped.items()) if count) or "nothing"
+    control = state.status.counters if state.status else {}
+    joined = "  ".join(f"{name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name))
+    lines.append(one_line(Text.assemble(("dropped  ", "dim"), dropped, (f"  {joined}" if joined else "", "yellow")), width))
+    return lines
+
+
+def _curves(state: DashboardState, width: int, height: int) -> list[Line]:
+    """Reward and held-out accuracy side by side; reward alone until there are two evaluations."""
+    reward, accuracy = state.series("reward/mean"), state.series("eval/accuracy")
+    if height < 5:
+        return []
+    if len(accuracy) < 2:
+        return curve("reward/mean", reward, width=width, height=height, style="cyan")
+    column = (width - 1) // 2
+    left = curve("reward/mean", reward, width=column, height=height, style="cyan")
+    right = curve("eval/accuracy", accuracy, width=column, height=height, style="green")
+    lines = []
+    for first, second in zip_longest(left, right, fillvalue=Text("")):
+        line = first.copy()
+        line.pad_right(column + 1 - line.cell_len)
+        lines.append(one_line(line.append_text(second), width))
+    return lines
+
+
+def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
+    """A head line, then one line each, those in trouble first; the rest in one line."""
+    if not state.members:
+        return [Text("no generators have joined", "yellow")]
+    newest = state.status.version if state.status else max(member.version for member in state.members)
+    ranked = sorted(state.members, key=lambda member: (not _in_trouble(member), _natural(member.generator_id)))
+    shown = ranked if len(ranked) < height else ranked[: height - 2]
+    id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
+    lines = [
+        one_line(
+            Text(f"{'generator':<{id_width}} {'state':<16} {'version':>8} {'behind':>6} {'tok/s':>8} {'running':>7}", "dim"),
+            width,
+        )
+    ]
+    lines += [one_line(_member(member, newest, id_width), width) for member in shown]
+    if rest := ranked[len(shown) :]:
+        lines.append(one_line(_summary(rest, newest), width))
+    return lines
+
+
+def _in_trouble(member: MemberStatus) -> bool:
+    return member.state == "dirty" or member.silent_s > SILENT_S
+
+
+def _natural(generator_id: str) -> tuple[int, str]:
+    return len(generator_id), generator_id
+
+
+def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
+    tokens, running = member.metrics.get("tokens_per_s"), member.metrics.get("running_requests")
+    name = one_line(Text(visible(member.generator_id)), id_width)
+    name.pad_right(id_width - name.cell_len)
+    silent = f"  silent {duration(member.silent_s)}" if member.silent_s > SILENT_S else ""
+    figures = f" {'v' + str(member.version):>8} {newest - member.version:>6} {number(tokens):>8} {number(running):>7}"
+    state_text = (f" {member.state:<16.16}", STATE_STYLES.get(member.state, "yellow"))
+    return Text.assemble(name, state_text, figures, (silent, "red"))
+
+
+def _summary(members: Sequence[MemberStatus], newest: int) -> Line:
+    tokens = sum(member.metrics.get("tokens_per_s", 0.0) for member in members)
+    states = {name: sum(member.state == name for member in members) for name in sorted({member.state for member in members})}
+    behind = max(newest - member.version for member in members)
+    text = f"+ {len(members)} more: " + ", ".join(f"{count} {name}" for name, count in states.items())
+    return Text(f"{text}; at most {behind} behind, {tokens:,.0f} tok/s", "dim")
+
+
+def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
+    """The newest rollouts, each a head line, its prompt's end and as much of its response as there is room for."""
+    if height < 3:
+        return []
+    count = max(1, min(3, height // 4))
+    newest = list(state.samples)[::-1][:count]
+    return [line for sample in newest for line in sample_lines(sample, width, min(6, height // count))]
+
+
+def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
+    """A rollout in at most `height` >= 3 lines; without markup, control characters shown."""
+    parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
+    versions = [version for version, _ in sample.versions]
+    ages = f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "") if versions else "v?"
+    head = f"{sample.kind} {sample.step}  reward {number(sample.reward)}" + (f" ({parts})" if len(sample.parts) > 1 else "")
+    head += f"  advantage {number(sample.advantage)}  {ages}  {sample.finish_reason}  {sample.generator_id}"
+    style = "green" if sample.reward > 0 else "yellow"
+    prompt, response = visible(sample.prompt), visible(sample.response)
+    lines = [one_line(Text(visible(head), style), width), Text(f"  ? {_end_of(prompt, width - 4)}", "dim")]
+    pieces = chop_cells(response, width - 5) or [""]
+    for index, piece in enumerate(pieces[: height - 2]):
+        more = "…" if index == height - 3 and len(pieces) > height - 2 else ""
+        lines.append(one_line(Text(f"  {' ' if index else '>'} {piece}{more}"), width))
+    return lines
+
+
+def _end_of(text: str, width: int) -> str:
+    """The end of a prompt is the question."""
+    if cell_len(text) <= width:
+        return text
+    end = text[-width:]
+    while cell_len(end) > width - 1:
+        end = end[1:]
+    return f"…{end}"

@@ -1,0 +1,72 @@
+"""Several trackers behind one. A tracker that fails is left out with one message; training never notices."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import TelemetryConfig
+from asyncrl.telemetry.base import SampleRecord, Tracker
+from asyncrl.telemetry.jsonl import JsonlTracker
+
+log = logging.getLogger(__name__)
+
+
+class Trackers:
+    """Hands everything to every tracker that still works."""
+
+    def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
+        """Open each tracker; one that cannot be opened is left out."""
+        self._trackers: list[Tracker] = []
+        for opener in openers:
+            try:
+                self._trackers.append(opener())
+            except Exception:
+                log.exception("a tracker cannot be opened and is left out; training goes on")
+
+    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
+        """Log to all."""
+        self._each(lambda tracker: tracker.log(metrics, step=step))
+
+    def samples(self, records: Sequence[SampleRecord]) -> None:
+        """Show rollouts to all."""
+        self._each(lambda tracker: tracker.samples(records))
+
+    def close(self) -> None:
+        """Close all."""
+        self._each(lambda tracker: tracker.close())
+        self._trackers.clear()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception:
+                self._trackers.remove(tracker)
+                log.exception("%s failed and is left out from now on; training goes on", type(tracker).__name__)
+
+
+def open_trackers(
+    config: TelemetryConfig, *, run: str, directory: Path, metrics: Path, samples: Path, resolved: Mapping[str, Any]
+) -> Trackers:
+    """The learner's trackers: JSONL always, W&B when asked for.
+
+    Args:
+        config: what was asked for.
+        run: its name.
+        directory: the run directory.
+        metrics: JSONL file for metrics.
+        samples: JSONL file for rollouts.
+        resolved: the whole config as plain values, for W&B.
+    """
+    openers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(metrics, samples)]
+    mode = config.wandb
+    if mode != "off":
+
+        def open_wandb() -> Tracker:
+            from asyncrl.telemetry.wandb import WandbTracker
+
+            return WandbTracker(mode=mode, project=config.wandb_project, name=run, directory=directory, config=resolved)
+
+        openers.append(open_wandb)
+    return Trackers(openers)

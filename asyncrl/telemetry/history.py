@@ -1,0 +1,91 @@
+"""Reading JSON lines back while others write them, and the series that a run's metrics make."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, float]
+Series = tuple[tuple[int, float], ...]
+"""(step, value) in order of steps."""
+
+
+class Tail:
+    """New whole lines of a growing JSONL file, at every call those since the last one."""
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """Start at the beginning, or at most `last_bytes` before the end."""
+        self.path = path
+        self.unreadable = 0
+        """Lines that were no JSON object, such as one torn by a crash."""
+        self._offset = max(0, self._size() - last_bytes) if last_bytes is not None else 0
+        self._inside_line = self._offset > 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Objects written since the last call; a file that shrank is read again from its beginning."""
+        size = self._size()
+        if size < self._offset:
+            self._offset, self._inside_line = 0, False
+        if size == self._offset:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole, newline, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        lines = whole.split(b"\n") if newline else []
+        if self._inside_line and lines:
+            lines, self._inside_line = lines[1:], False
+        return [record for line in lines if line and (record := self._parse(line)) is not None]
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            return record
+        self.unreadable += 1
+        return None
+
+
+class History:
+    """Metrics by step. A step that is logged again (the run resumed from a checkpoint) replaces it and all after it.
+
+    Evaluation may arrive steps later, and again after a resume: `eval/` metrics are added to their step and replace nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in one line; lines without a step are ignored, null values are left out."""
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        values = {name: float(value) for name, value in record.items() if _is_number(value) and name != "step"}
+        training = {name for name in values if name != "time" and not name.startswith("eval/")}
+        if training & self.rows.get(step, {}).keys():
+            for later in [known for known in self.rows if known >= step]:
+                del self.rows[later]
+        row = self.rows.setdefault(step, {})
+        row.update({name: value for name, value in values.items() if name != "time" or training or "time" not in row})
+
+    def series(self, name: str) -> Series:
+        """All values of a metric."""
+        return tuple((step, row[name]) for step, row in sorted(self.rows.items()) if name in row)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_history(path: Path) -> History:
+    """The history of a metrics file; empty when there is none."""
+    history = History()
+    for record in Tail(path).read():
+        history.add(record)
+    return history

@@ -1,0 +1,109 @@
+"""Watching a run: a live dashboard on a terminal, one line per step elsewhere."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+
+from asyncrl.telemetry.dashboard import render
+from asyncrl.telemetry.state import DashboardState, StateReader
+from asyncrl.telemetry.text import duration, number, share
+
+INTERVAL_S = 0.5
+
+
+class View(Protocol):
+    """Shows states one after the other."""
+
+    def show(self, state: DashboardState) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Dashboard:
+    """The whole terminal, redrawn with every state; the last picture stays when it is closed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, screen=True, auto_refresh=False)
+        self._last: DashboardState | None = None
+        self._live.start()
+
+    def show(self, state: DashboardState) -> None:
+        """Redraw."""
+        self._last = state
+        self._live.update(render(state, self._console.width, self._console.height), refresh=True)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._live.stop()
+        if self._last:
+            self._console.print(render(self._last, self._console.width))
+
+
+class PlainReporter:
+    """One line for each step, for logs and pipes."""
+
+    def __init__(self, write: Callable[[str], object] = print) -> None:
+        self._write = write
+        self._step = -1
+
+    def show(self, state: DashboardState) -> None:
+        """Write the steps that are new; after a resume they are written again."""
+        steps = sorted(step for step, row in state.history.rows.items() if "time/step" in row)
+        self._step = min(self._step, steps[-1]) if steps else self._step
+        for step in steps:
+            if step > self._step:
+                self._write(step_line(state, step))
+                self._step = step
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def step_line(state: DashboardState, step: int) -> str:
+    """One step in one line."""
+    row = state.history.rows[step]
+    at = row.get
+    total = f"/{state.status.total_steps}" if state.status else ""
+    accuracy = next((value for known, value in reversed(state.series("eval/accuracy")) if known <= step), None)
+    parts = [
+        f"step {step}{total}",
+        f"reward {number(at('reward/mean'))}",
+        f"held-out {number(accuracy)}" if accuracy is not None else "",
+        f"length {number(at('completions/length_mean'))}",
+        f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
+        f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",
+        f"tok/s gen {state.generated_tokens_per_s:.0f} lrn {number(at('perf/learner_tokens_per_s'))}",
+        f"idle lrn {share(at('idle/learner'))} gen {share(state.idle_generators)}",
+        f"{number(at('time/step'))} s",
+        f"{duration(state.eta_s)} left" if state.eta_s is not None else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> DashboardState:
+    """Show a run until `over()` or its status is final; returns the last state.
+
+    On a terminal this is the dashboard, else one line per step. Ctrl-C leaves with KeyboardInterrupt, the terminal restored.
+    """
+    console = console or Console()
+    view: View = (
+        Dashboard(console)
+        if console.is_terminal
+        else PlainReporter(lambda line: console.print(line, soft_wrap=True, markup=False))
+    )
+    reader = StateReader(directory)
+    try:
+        while True:
+            ends = over()  # before reading, so that the last state is complete
+            state = reader.read()
+            view.show(state)
+            if ends or (state.status and state.status.is_final):
+                return state
+            time.sleep(INTERVAL_S)
+    finally:
+        view.close()

@@ -1,0 +1,178 @@
+"""Everything a dashboard shows, read from the files of a run directory: works in any process, also after the run."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.control.base import MemberStatus
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.history import History, Row, Series, Tail
+from asyncrl.telemetry.status import StatusSnapshot, read_status
+
+SAMPLES = 8
+"""Rollouts kept for showing."""
+SAMPLE_BYTES = 1 << 20
+RECENT_ROWS = 12
+"""Lines of a generator's metrics that make its recent idle share: a minute."""
+RECENT_STEPS = 20
+"""Steps that make the speed for the time left."""
+DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
+"""Counters of the buffer that tell of work given up or done again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardState:
+    """A run as far as its files tell."""
+
+    run: str
+    now: float
+    """Unix seconds when this was read."""
+    status: StatusSnapshot | None = None
+    history: History = field(default_factory=History)
+    members: tuple[MemberStatus, ...] = ()
+    samples: tuple[SampleRecord, ...] = ()
+    idle_generators: float | None = None
+    """Share of the last minute in which generators had nothing to sample; mean over generators."""
+    paused_generators: float | None = None
+    """Share of the last minute in which they stood still for new weights."""
+
+    def series(self, name: str) -> Series:
+        """(step, value) pairs of a learner metric."""
+        return self.history.series(name)
+
+    def latest(self, name: str) -> float | None:
+        """Newest value of a learner metric."""
+        rows = self.history.rows
+        return next((rows[step][name] for step in sorted(rows, reverse=True) if name in rows[step]), None)
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return self.status.step if self.status else max(self.history.rows, default=0)
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Of all generators together."""
+        return sum(member.metrics.get("tokens_per_s", 0.0) for member in self.members)
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Since the learner's process began, up to its end."""
+        if self.status is None:
+            return None
+        return (self.status.updated_at if self.status.is_final else self.now) - self.status.started_at
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the learner last wrote its status; 0 once the run is over."""
+        return 0.0 if self.status is None or self.status.is_final else max(0.0, self.now - self.status.updated_at)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Time left at the speed of the last steps."""
+        times = [(step, row["time"]) for step, row in sorted(self.history.rows.items()) if "time" in row and "time/step" in row]
+        recent = times[-RECENT_STEPS - 1 :]
+        if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
+            return None
+        seconds_per_step = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
+        return max(0, self.status.total_steps - self.step) * seconds_per_step
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """What was not trained, or done again, by reason."""
+        counts: Counter[str] = Counter()
+        for row in self.history.rows.values():
+            for name, value in row.items():
+                if name.startswith("groups/rejected_"):
+                    counts[name.removeprefix("groups/rejected_")] += int(value)
+        if self.status and self.status.audit:
+            counts.update({name: count for name, count in self.status.audit.counters.items() if name in DROPS})
+        return dict(counts)
+
+
+class StateReader:
+    """Reads a run directory again and again, each time only what is new."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is the run directory; it need not be complete yet."""
+        self.directory = directory
+        self._learner = Tail(directory / "metrics" / "learner.jsonl")
+        self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)
+        self._generators: dict[str, tuple[Tail, deque[Row]]] = {}
+        self._history = History()
+        self._recent_samples: deque[SampleRecord] = deque(maxlen=SAMPLES)
+
+    def read(self) -> DashboardState:
+        """The state now. The history is shared with later reads and grows with them."""
+        for record in self._learner.read():
+            self._history.add(record)
+        self._recent_samples.extend(sample_from(record) for record in self._samples.read())
+        status = read_status(self.directory / "status.json")
+        rows = self._generator_rows()
+        members = _members(status, rows)
+        alive = [rows[member.generator_id] for member in members if member.generator_id in rows]
+        return DashboardState(
+            run=status.run if status else self.directory.name,
+            now=time.time(),
+            status=status,
+            history=self._history,
+            members=members,
+            samples=tuple(self._recent_samples),
+            idle_generators=_mean_share(alive, "idle_s"),
+            paused_generators=_mean_share(alive, "paused_s"),
+        )
+
+    def _generator_rows(self) -> dict[str, deque[Row]]:
+        for path in sorted((self.directory / "metrics").glob("*.jsonl")):
+            if path.name != "learner.jsonl" and path.stem not in self._generators:
+                self._generators[path.stem] = (Tail(path), deque(maxlen=RECENT_ROWS))
+        for tail, rows in self._generators.values():
+            rows.extend({name: value for name, value in row.items() if isinstance(value, (int, float))} for row in tail.read())
+        return {name: rows for name, (_, rows) in self._generators.items()}
+
+
+def read_state(directory: Path) -> DashboardState:
+    """The state of a run directory now; empty where files are not there yet."""
+    return StateReader(directory).read()
+
+
+def sample_from(record: Mapping[str, Any]) -> SampleRecord:
+    """A rollout as it was written; columns that this release does not know are left out."""
+    known = {item.name: record[item.name] for item in fields(SampleRecord) if item.name in record}
+    missing = {"step": 0, "ticket_id": 0, "prompt": "", "response": "", "reward": float("nan"), "parts": {}, "advantage": 0.0}
+    missing |= {"versions": (), "finish_reason": "", "generator_id": ""}
+    return SampleRecord(**{**missing, **known})
+
+
+def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> tuple[MemberStatus, ...]:
+    """As the learner sees them; before it says anything, everybody who writes metrics."""
+    if status is not None:
+        return tuple(
+            replace(member, metrics={**_last(rows.get(member.generator_id)), **member.metrics}) for member in status.members
+        )
+    return tuple(
+        MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=_last(lines))
+        for name, lines in rows.items()
+    )
+
+
+def _last(rows: deque[Row] | None) -> Row:
+    return rows[-1] if rows else {}
+
+
+def _mean_share(generators: Iterable[deque[Row]], name: str) -> float | None:
+    """Growth of a generator's counter of seconds per second alive, over the recent lines; mean over generators."""
+    shares = []
+    for lines in generators:
+        if not lines or "alive_s" not in lines[-1]:
+            continue
+        newest, oldest = lines[-1], lines[0]
+        restarted = newest["alive_s"] <= oldest.get("alive_s", 0.0)
+        since = {} if restarted else oldest
+        alive_s = newest["alive_s"] - since.get("alive_s", 0.0)
+        if alive_s > 0:
+            shares.append(min(1.0, max(0.0, (newest.get(name, 0.0) - since.get(name, 0.0)) / alive_s)))
+    return sum(shares) / len(shares) if shares else None

@@ -1,0 +1,65 @@
+"""Text and numbers for a terminal. What a model wrote is never markup and never reaches the terminal as control codes."""
+
+import math
+import unicodedata
+
+from rich.text import Text
+
+SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
+
+
+def visible(text: str) -> str:
+    """The same text with everything that could move the cursor, colour or reorder it shown as a sign."""
+    return "".join(_sign(character) for character in text)
+
+
+def _sign(character: str) -> str:
+    if character in SIGNS:
+        return SIGNS[character]
+    if character < " ":
+        return chr(0x2400 + ord(character))
+    # Cc: C1 controls; Cf: bidirectional overrides, zero widths; Cs: half an emoji; Zl, Zp: line separators.
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return f"\\u{ord(character):04x}"
+    return character
+
+
+def one_line(text: Text, width: int) -> Text:
+    """Cut to `width` cells, with an ellipsis where something is missing."""
+    text.no_wrap = True
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Short: 0.512, 12.3, 1.2e-05; `-` when unknown."""
+    if value is None or math.isnan(value):
+        return "-"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.2g}"
+
+
+def share(value: float | None) -> str:
+    """A share as percent."""
+    return "-" if value is None or math.isnan(value) else f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+
+
+def duration(seconds: float | None) -> str:
+    """5s, 3m07s, 2h05m, 3d04h."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    for unit, small, size in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size * 60 // size if unit != 'd' else whole % size // 3600:02d}{small}"
+    return f"{whole}s"
+
+
+def data_size(size_bytes: float) -> str:
+    """12.3 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"

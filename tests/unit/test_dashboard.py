@@ -1,0 +1,275 @@
+"""What a person needs is on the picture, at every size, and nothing a model wrote can leave its line."""
+
+import io
+import re
+import time
+import unicodedata
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from synthetic_run import NASTY, SyntheticRun
+
+from asyncrl.control.base import MemberStatus
+from asyncrl.telemetry.advice import bottleneck
+from asyncrl.telemetry.curves import curve
+from asyncrl.telemetry.dashboard import render
+from asyncrl.telemetry.history import History
+from asyncrl.telemetry.live import PlainReporter, watch
+from asyncrl.telemetry.state import DashboardState, StateReader, read_state
+from asyncrl.telemetry.status import read_status, write_status
+from asyncrl.telemetry.text import data_size, duration, number, share, visible
+
+
+def picture(state: DashboardState, width: int, height: int | None = None) -> list[str]:
+    """As the terminal gets it: lines without colours, not cut by the console itself."""
+    console = Console(width=width + 50, file=io.StringIO(), force_terminal=False, color_system=None)
+    console.print(render(state, width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip("\n").split("\n")
+
+
+def run_with(directory: Path, *, steps: int = 100, generators: int = 4) -> SyntheticRun:
+    run = SyntheticRun(directory / "quickstart", generators=generators)
+    for _ in range(steps):
+        run.advance()
+    return run
+
+
+def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    lines = picture(read_state(run.directory), 80, 24)
+    text = "\n".join(lines)
+    assert len(lines) == 24 and max(map(cell_len, lines)) <= 80
+    for figure in [
+        "quickstart", "training", "step 100/400", "25%", "v100", "12m0", "s left", "± 0.31", "held-out", "best", "at step 100",
+        "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
+        "lrn 12%  gen 40%  update 2.0%", "k3 0.0011 ess 0.98 probe 0.013", "entropy 1.21  grad 0.314", "cut 3.1%",
+        "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
+        "updates_failed 2", "generators wait 40% for the learner: add ranks or drop generators", "reward/mean", "eval/accuracy",
+        "g0           sampling             v100      0      302      64", "g3", "exact_match", "v97-99",
+        "How many apples does Tom have?",
+    ]:  # fmt: skip
+        assert figure in text, figure
+    assert not [line for line in lines[:-3] if line.rstrip().endswith("…")]
+
+
+def test_with_64_generators_those_in_trouble_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=3, generators=64)
+    state = read_state(run.directory)
+    for width, height in ((80, 24), (120, 40), (200, None)):
+        lines = picture(state, width, height)
+        assert max(map(cell_len, lines)) <= width
+        rows = [line for line in lines if re.match(r"g\d+ ", line)]
+        (summary,) = [line for line in lines if line.startswith("+ ")]
+        assert f"+ {64 - len(rows)} more: " in summary and len(rows) >= 3
+        assert rows[0].startswith("g4 ") and "dirty" in rows[0]
+        assert "silent 31s" in rows[1]
+
+
+@given(
+    width=st.integers(40, 220), height=st.integers(12, 70) | st.none(), steps=st.integers(0, 12), generators=st.integers(0, 20)
+)
+def test_it_fits_every_terminal(
+    tmp_path_factory: pytest.TempPathFactory, width: int, height: int | None, steps: int, generators: int
+) -> None:
+    run = run_with(tmp_path_factory.mktemp("run"), steps=steps, generators=generators)
+    lines = picture(read_state(run.directory), width, height)
+    assert max(map(cell_len, lines)) <= width
+    assert height is None or len(lines) <= height
+
+
+def test_an_empty_directory_is_a_picture_too(tmp_path: Path) -> None:
+    text = "\n".join(picture(read_state(tmp_path / "none"), 80, 24))
+    assert "no status yet" in text and "no generators have joined" in text and "no step yet" in text
+
+
+def test_model_text_is_neither_markup_nor_control(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=1)
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(render(read_state(run.directory), 120))
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert "[red]<think>␛[31m 12 + 7↵= 19\\u202e\\u200b</think>" in printed and "␇\\u009b2J" in printed
+    codes = set(re.findall(r"\x1b\[[0-9;]*([A-Za-z])", printed))
+    assert codes <= {"m"}, "only colours of our own"
+    assert not set(re.sub(r"\x1b\[[0-9;]*m", "", printed)) & set("\x1b\x07\x9b\u202e\u200b")
+
+
+@given(st.text())
+def test_visible_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
+    shown = visible(text)
+    assert all(character.isprintable() or unicodedata.category(character) == "Zs" for character in shown)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", shown)
+    escaped = "".join(character if character.isalnum() else " " for character in text).split()
+    assert all(word in shown for word in escaped)
+
+
+def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=3)
+    path = run.directory / "status.json"
+    status = read_status(path)
+    assert status
+    write_status(path, replace(status, updated_at=time.time() - 95))
+    assert "silent for 1m3" in picture(read_state(run.directory), 80, 24)[1]
+    run.finish("failed", "CUDA out of memory\nin rank 0")
+    lines = picture(read_state(run.directory), 80, 24)
+    assert "failed" in lines[0] and "left" not in lines[0]
+    assert lines[1].startswith("CUDA out of memory↵in rank 0")
+    run.finish()
+    assert picture(read_state(run.directory), 80, 24)[1] == "the run has finished"
+
+
+def test_missing_ids_are_not_hidden(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=1)
+    status = run.status()
+    assert status.audit
+    write_status(run.directory / "status.json", replace(status, audit=replace(status.audit, done=status.audit.done - 2)))
+    assert "2 missing" in "\n".join(picture(read_state(run.directory), 80, 24))
+
+
+def state_with(learner: float | None, generators: float | None, paused: float | None = 0.0) -> DashboardState:
+    history = History()
+    if learner is not None:
+        history.add({"step": 1, "idle/learner": learner})
+    return DashboardState(run="a", now=0.0, history=history, idle_generators=generators, paused_generators=paused)
+
+
+@pytest.mark.parametrize(
+    ("learner", "generators", "paused", "said"),
+    [
+        (0.61, 0.02, 0.0, "learner waits 61% for groups: add generators"),
+        (0.05, 0.55, 0.0, "generators wait 55% for the learner: add ranks"),
+        (0.5, 0.5, 0.0, "raise staleness.max_lag"),
+        (0.1, 0.1, 0.4, "generators stand still 40% for weight updates"),
+        (0.1, 0.1, 0.0, "balanced"),
+        (0.9, None, None, "add generators"),
+        (None, None, None, "no step yet"),
+    ],
+)
+def test_the_bottleneck_is_who_never_waits(
+    learner: float | None, generators: float | None, paused: float | None, said: str
+) -> None:
+    sentence = bottleneck(state_with(learner, generators, paused))
+    assert said in sentence and len(sentence) <= 78
+
+
+def test_idle_shares_are_those_of_the_last_minute_of_living_generators(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, generators=2)
+    run.ids = ["g0"]  # g1 has left: its file must not count
+    idle_s = 0.0
+    for tick in range(1, 101):
+        idle_s += 5.0 if tick <= 80 else 1.0  # busy only lately
+        run.trackers["g0"].log({"alive_s": 5.0 * tick, "idle_s": idle_s, "paused_s": 0.0})
+        run.trackers["g1"].log({"alive_s": 5.0 * tick, "idle_s": 5.0 * tick, "paused_s": 0.0})
+    run.step = 1
+    write_status(tmp_path / "status.json", run.status())
+    state = read_state(tmp_path)
+    assert state.idle_generators == pytest.approx(0.2) and state.paused_generators == 0.0
+    run.trackers["g0"].log({"alive_s": 10.0, "idle_s": 9.0, "paused_s": 0.0})  # restarted
+    assert read_state(tmp_path).idle_generators == pytest.approx(0.9)
+
+
+def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path)
+    reader = StateReader(tmp_path)
+    for _ in range(25):
+        run.advance()
+        state, fresh = reader.read(), read_state(tmp_path)
+        assert state.history.rows == fresh.history.rows and state.samples == fresh.samples
+        assert (state.step, state.members, state.dropped) == (fresh.step, fresh.members, fresh.dropped)
+    assert len(state.samples) == 8 and state.samples[-1].response == NASTY and state.samples[-1].step == 25
+
+
+def test_the_time_left_is_steps_left_at_the_recent_speed() -> None:
+    history = History()
+    for step in range(1, 31):
+        history.add({"step": step, "time": 100.0 * step if step < 10 else 900.0 + 2.0 * (step - 9), "time/step": 2.0})
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 30, 130, [], 0.0
+    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).eta_s == pytest.approx(200.0)
+
+
+def test_before_the_first_status_generators_are_known_by_their_files(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, generators=2)
+    run.trackers["g1"].log({"tokens_per_s": 5.0})
+    assert [(member.generator_id, member.state) for member in read_state(tmp_path).members] == [
+        ("g0", "unknown"),
+        ("g1", "unknown"),
+    ]
+    assert read_state(tmp_path).generated_tokens_per_s == 5.0
+
+
+def test_a_member_shows_what_its_heartbeat_says_over_what_its_file_says(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=2, generators=1)
+    status = replace(
+        run.status(),
+        members=(MemberStatus(generator_id="g0", state="sampling", version=2, silent_s=0.0, metrics={"tokens_per_s": 9.0}),),
+    )
+    write_status(run.directory / "status.json", status)
+    (member,) = read_state(run.directory).members
+    assert member.metrics["tokens_per_s"] == 9.0 and member.metrics["running_requests"] == 64
+
+
+def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=3)
+    written: list[str] = []
+    reporter, reader = PlainReporter(written.append), StateReader(run.directory)
+    reporter.show(reader.read())
+    reporter.show(reader.read())
+    run.advance()
+    run.advance()
+    reporter.show(reader.read())
+    assert [line.split("  ")[0] for line in written] == [f"step {step}/400" for step in range(1, 6)]
+    for figure in ("reward ", "lag 1.31 max 4", "gen 1208", "lrn 1,380", "idle lrn 12% gen 40%", "5.12 s", "left"):
+        assert figure in written[-1]
+    assert all("\n" not in line and len(line) < 200 for line in written)
+
+
+def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=12)
+    run.finish()
+    out = io.StringIO()
+    state = watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
+    assert state.step == 12
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {step}/400" for step in range(1, 13)]
+    assert "held-out" in out.getvalue().splitlines()[-1]
+
+
+def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=2)
+    out = io.StringIO()
+    watch(run.directory, over=lambda: True, console=Console(file=out, width=80, height=24, force_terminal=True))
+    assert out.getvalue().count("\x1b[?1049h") == out.getvalue().count("\x1b[?1049l") == 1
+    assert "step 2/400" in out.getvalue().split("\x1b[?1049l")[1]
+
+
+def test_a_curve_shows_its_range_and_a_flat_one_is_where_it_should_be() -> None:
+    lines = [
+        line.plain for line in curve("reward", tuple((step, step / 10) for step in range(1, 101)), width=60, height=9, style="")
+    ]
+    assert lines[0] == "reward 10" and lines[-1].split() == ["1", "100"] and len(lines) == 9
+    assert any(line.strip().startswith("10┤") for line in lines) and any(line.strip().startswith("0.1┤") for line in lines)
+    flat = [line.plain for line in curve("x", tuple((step, 0.5) for step in range(1, 50)), width=40, height=9, style="")]
+    (drawn,) = [line for line in flat if re.search(r"[\u2801-\u28ff]{3}", line)]
+    assert drawn.strip().startswith("0.5┤")
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (number(None), "-"), (number(0.5123), "0.512"), (number(0.0), "0"), (number(12345.6), "1.2e+04"),
+        (number(1380.2), "1,380"),
+        (number(1.234e-5), "1.2e-05"), (number(-3.14159), "-3.14"), (number(float("nan")), "-"),
+        (share(0.031), "3.1%"), (share(0.61), "61%"), (share(0.0), "0%"), (share(None), "-"),
+        (duration(5.9), "5s"), (duration(187), "3m07s"), (duration(7500), "2h05m"), (duration(86400 * 3 + 4 * 3600), "3d04h"),
+        (data_size(512), "512 B"), (data_size(12_900_000), "12.3 MiB"), (data_size(5 * 2**30), "5.0 GiB"),
+    ],
+)  # fmt: skip
+def test_figures_are_short(shown: Any, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,294 @@
+"""Trackers write what happened, and nothing that happens to them reaches training."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.buffer.base import Audit
+from asyncrl.config.schema import TelemetryConfig
+from asyncrl.control.base import MemberStatus
+from asyncrl.errors import RunError
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.fanout import Trackers, open_trackers
+from asyncrl.telemetry.history import History, Tail, read_history
+from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.logs import LogContext, setup_logging
+from asyncrl.telemetry.status import StatusSnapshot, read_status, status_json, write_status
+
+
+def record(**changes: Any) -> SampleRecord:
+    values: dict[str, Any] = {
+        "step": 1, "ticket_id": 7, "prompt": "2+2=", "response": "4\n\ud83d", "reward": 1.0, "parts": {"exact": 1.0},
+        "advantage": 0.5, "versions": [(0, 3), (1, 2)], "finish_reason": "stop", "generator_id": "g0",
+    }  # fmt: skip
+    return SampleRecord(**(values | changes))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "deep" / "m.jsonl", tmp_path / "s.jsonl")
+    tracker.log({"reward/mean": np.float32(0.5), "groups/trained": 32}, step=3)
+    tracker.log({"tokens_per_s": 7.0})
+    tracker.samples([record(), record(reward=math.nan)])
+    first, second = lines(tmp_path / "deep" / "m.jsonl")
+    assert (first["step"], first["reward/mean"], first["groups/trained"]) == (3, 0.5, 32)
+    assert second["step"] is None and second["time"] >= first["time"] > 1.6e9
+    samples = lines(tmp_path / "s.jsonl")
+    assert samples[0]["versions"] == [[0, 3], [1, 2]] and samples[0]["response"] == "4\n\ud83d"
+    assert samples[1]["reward"] is None
+    tracker.close()
+
+
+def test_what_is_not_finite_becomes_null_and_is_counted(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"policy/loss": math.nan, "a": 1.0}, step=1)
+    tracker.log({"policy/loss": -math.inf, "a": math.inf}, step=2)
+    tracker.log({"policy/loss": 0.1}, step=3)
+    tracker.close()
+    first, second, third = lines(tmp_path / "m.jsonl")
+    assert first["policy/loss"] is None and first["a"] == 1.0 and first["nonfinite"] == {"policy/loss": 1}
+    assert second["nonfinite"] == {"policy/loss": 2, "a": 1}
+    assert third["policy/loss"] == 0.1 and third["nonfinite"] == {"policy/loss": 2, "a": 1}
+
+
+def test_a_torn_line_spoils_neither_the_one_before_nor_the_one_after(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for step in (1, 2):
+        tracker = JsonlTracker(path)
+        tracker.log({"x": float(step)}, step=step)
+        tracker.close()
+        with path.open("ab") as file:
+            file.write(b'{"step": 9, "x"')
+    tail = Tail(path)
+    assert [row["step"] for row in tail.read()] == [1, 2]
+    assert tail.unreadable == 1  # the second torn line may still be growing
+    with path.open("ab") as file:
+        file.write(b": 9.0}\n")
+    assert [row["step"] for row in tail.read()] == [9]
+
+
+@given(
+    cuts=st.lists(st.integers(1, 40), max_size=30),
+    rows=st.lists(st.dictionaries(st.text(max_size=4), st.integers(), max_size=3), max_size=12),
+)
+def test_a_tail_reads_every_line_once_however_it_arrives(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], rows: list[dict[str, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "m.jsonl"
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    tail, seen = Tail(path), []
+    for cut in [*cuts, len(data) + 1]:
+        with path.open("ab") as file:
+            file.write(data[:cut])
+        data = data[cut:]
+        seen += tail.read()
+    assert seen == rows and tail.unreadable == 0
+
+
+def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"i": {i}}}\n' for i in range(100)))
+    tail = Tail(path, last_bytes=25)
+    assert [row["i"] for row in tail.read()] == [98, 99]
+    path.write_text('{"i": 0}\n')
+    assert [row["i"] for row in tail.read()] == [0]
+
+
+def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
+    history = History()
+    for step in range(1, 8):
+        history.add({"step": step, "time": 10.0 + step, "reward/mean": float(step)})
+    history.add({"step": 5, "time": 30.0, "eval/accuracy": 0.5})  # late: it replaces nothing
+    assert history.rows[5]["time"] == 15.0 and len(history.series("reward/mean")) == 7
+    history.add({"step": 5, "time": 31.0, "reward/mean": 50.0})
+    assert history.series("reward/mean") == ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0))
+    assert history.series("eval/accuracy") == ()
+    history.add({"step": 6, "reward/mean": 60.0, "x": None})
+    history.add({"step": None, "reward/mean": 1.0})
+    history.add({"step": 5, "eval/accuracy": 0.6})
+    history.add({"step": 5, "eval/accuracy": 0.7})
+    assert history.series("reward/mean")[-1] == (6, 60.0) and "x" not in history.rows[6]
+    assert history.series("eval/accuracy") == ((5, 0.7),)
+    assert read_history(tmp_path / "none.jsonl").rows == {}
+
+
+class Recorder:
+    """A tracker that fails in one method."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.failing:
+            raise OSError("disk full")
+
+    def log(self, metrics: Any, *, step: int | None = None) -> None:
+        self._call("log")
+
+    def samples(self, records: Any) -> None:
+        self._call("samples")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.mark.parametrize("failing", ["log", "samples", "close"])
+def test_a_failing_tracker_is_left_out_with_one_message(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Recorder(failing), Recorder()
+    trackers = Trackers([lambda: bad, lambda: good])
+    for step in range(3):
+        trackers.log({"a": 1.0}, step=step)
+        trackers.samples([record()])
+    trackers.close()
+    assert good.calls == ["log", "samples"] * 3 + ["close"]
+    assert bad.calls.count(failing) == 1 and bad.calls[-1] == failing
+    (message,) = caplog.records
+    assert "Recorder failed and is left out" in message.message and message.exc_info
+
+
+def test_a_tracker_that_cannot_be_opened_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> Recorder:
+        raise ImportError("no such library")
+
+    good = Recorder()
+    trackers = Trackers([broken, lambda: good])
+    trackers.log({"a": 1.0})
+    assert good.calls == ["log"] and len(caplog.records) == 1
+
+
+def test_without_wandb_it_is_not_imported(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from asyncrl.config.schema import TelemetryConfig
+from asyncrl.telemetry.fanout import open_trackers
+directory = Path({str(tmp_path)!r})
+trackers = open_trackers(TelemetryConfig(), run="a", directory=directory, metrics=directory / "m.jsonl",
+                         samples=directory / "s.jsonl", resolved={{}})
+trackers.log({{"a": 1.0}}, step=1)
+trackers.close()
+import asyncrl.telemetry.live, asyncrl.telemetry.status
+sys.exit(any(name in sys.modules for name in ("wandb", "torch", "plotext")))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert lines(tmp_path / "m.jsonl")[0]["a"] == 1.0
+
+
+def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(type(wandb.api), "api_key", None)
+    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
+    trackers = open_trackers(TelemetryConfig(wandb="online"), run="a", directory=tmp_path, resolved={}, **files)
+    trackers.log({"a": 1.0}, step=1)
+    trackers.close()
+    assert lines(files["metrics"])[0]["a"] == 1.0
+    (message,) = caplog.records
+    assert message.exc_info and "wandb login" in str(message.exc_info[1])
+
+
+def snapshot(**changes: Any) -> StatusSnapshot:
+    counters = {"put": 3}
+    audit = Audit(issued=10, leased=1, reissue=2, ready=3, taken=0, done=4, payload_bytes=5, counters=counters)
+    member = MemberStatus(generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"tokens_per_s": 12.5})
+    values: dict[str, Any] = {
+        "run": "a", "state": "training", "step": 4, "total_steps": 9, "version": 4, "started_at": 1.0, "updated_at": 2.0,
+        "pid": 3, "members": (member,), "audit": audit, "counters": {"died": 1.0},
+    }  # fmt: skip
+    return StatusSnapshot(**(values | changes))
+
+
+def test_a_status_comes_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    assert read_status(path) is None
+    for status in (snapshot(), snapshot(audit=None, members=(), message="out of \ud83d memory", lag_bound=6)):
+        write_status(path, status)
+        assert read_status(path) == status
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_status_is_json_for_others(tmp_path: Path) -> None:
+    member = MemberStatus(generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"x": math.nan})
+    status = snapshot(members=(member,), counters={"probe_max": math.inf})
+    plain = json.loads(json.dumps(status_json(status), allow_nan=False))
+    assert plain["audit"]["missing"] == 0 and plain["counters"] == {"probe_max": None}
+    write_status(tmp_path / "status.json", status)
+    read = read_status(tmp_path / "status.json")
+    assert read and math.isnan(read.members[0].metrics["x"]) and math.isnan(read.counters["probe_max"])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"step": 1}', '{"members": [{"metrics": 3}]}'])
+def test_a_status_that_is_not_ours_is_said(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_text(content)
+    with pytest.raises(RunError, match=r"status\.json"):
+        read_status(tmp_path / "status.json")
+
+
+def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_telemetry import snapshot, write_status
+for step in range(150):
+    write_status(Path({str(tmp_path)!r}) / "status.json", snapshot(step=step, message="x" * (step * 97 % 9000)))
+"""
+    writer = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        steps = []
+        while writer.poll() is None:
+            if (status := read_status(tmp_path / "status.json")) is not None:
+                steps.append(status.step)
+        assert writer.wait(60) == 0
+    finally:
+        writer.kill()
+        writer.wait()
+    assert steps == sorted(steps)
+    last = read_status(tmp_path / "status.json")
+    assert last and last.step == 149
+
+
+def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        setup_logging("other", tmp_path / "logs", console=False)
+        context = setup_logging("generator-3", tmp_path / "logs", console=True)
+        context.version = 12
+        logging.getLogger("asyncrl.x").warning("late %d", 5)
+        logging.getLogger("asyncrl.x").info("a lone \ud83d half")
+        ours = [handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)]
+        assert len(ours) == 2
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in before]:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(level)
+        logging.captureWarnings(False)
+    text = (tmp_path / "logs" / "generator-3.log").read_text()
+    assert " WARNING generator-3 v12 asyncrl.x: late 5\n" in text
+    assert f"process {os.getpid()} begins" in text and "\\ud83d half" in text
+    assert "late 5" not in (tmp_path / "logs" / "other.log").read_text()
+    assert "v12 asyncrl.x: late 5" in capsys.readouterr().err
