@@ -97,12 +97,12 @@ class GroupRewards:
         return lowest_G.scatter_reduce(0, self.group_S, values_S, "amax")[self.group_S]
 
     def centred_S(self, values_S: Tensor, weights_S: Tensor | None = None) -> Tensor:
-        """[S]: values minus their group's (weighted) mean; exactly 0 where all values of a group are equal."""
-        # Shifted first: the mean of n equal numbers need not be that number in floating point.
-        shifted_S = values_S - self.group_max_S(values_S)
-        if weights_S is None:
-            return shifted_S - self.group_sum_S(shifted_S) / self.sizes_S
-        return shifted_S - self.group_sum_S(weights_S * shifted_S) / self.group_sum_S(weights_S).clamp(min=1)
+        """[S]: values minus their group's (weighted) mean.
+
+        Exactly 0 where all values of a group are equal: the float64 sum of equal float32 numbers is exact.
+        """
+        weights_S = torch.ones_like(values_S) if weights_S is None else weights_S
+        return values_S - self.group_sum_S(weights_S * values_S) / self.group_sum_S(weights_S)
 
     def group_std_S(self, values_S: Tensor, *, ddof: int) -> Tensor:
         """[S]: standard deviation of the group; 0 for a group of one."""
