@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _GRACE_S = 5.0
 """The receiver's own deadline is to fire first: it knows what it waited for."""
-_CLOSE_S = 3.0
+_CLOSE_S = 5.0
 
 
 class VLLMEngine:
@@ -73,11 +73,11 @@ class VLLMEngine:
 
         try:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
-            llm = AsyncLLM.from_engine_args(arguments)
+            # Not kept in a variable here: something in vLLM holds on to this frame.
+            engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
-        engine = cls(llm, deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
-        await engine._call(llm.update_weight_version("0"), "label the first weights")
+        await engine._call(engine._llm.update_weight_version("0"), "label the first weights")
         return engine
 
     @property

@@ -52,6 +52,7 @@ def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, devic
     os.environ[OWNER_ENV] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never go by themselves
     if device == "cpu" and generator.threads is not None:
         # vLLM would bind every engine of this host to the same first cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

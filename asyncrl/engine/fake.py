@@ -1,0 +1,173 @@
+"""A real small engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
+
+The policy is one vector of logits over a small vocabulary, the same at every position. The weights of version v are
+either given (an order with `details={"tensors": {"logits": [...]}}`) or follow from v, so that tests can compute
+every log-probability themselves. Token 0 ends a response.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engine.base import EngineStats, SamplingSpec
+from asyncrl.errors import EngineError, TransferError
+from asyncrl.types import Rollout, version_spans
+from asyncrl.weights.base import UpdateOrder
+
+EOS = 0
+
+
+def logits_of(version: int, vocabulary: int = 16) -> NDArray[np.float32]:
+    """The weights that follow from a version: [vocabulary], nats."""
+    return np.random.default_rng(version).normal(size=vocabulary).astype(np.float32)
+
+
+def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float32]:
+    """Log-softmax of logits / temperature."""
+    scaled = logits.astype(np.float64) / temperature
+    return (scaled - np.logaddexp.reduce(scaled)).astype(np.float32)
+
+
+class FakeEngine:
+    """The `Engine` interface in one process; the same seed and the same order of calls give the same rollouts."""
+
+    def __init__(self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0) -> None:
+        """`token_s`: seconds per token; requests run at the same time, as in a batch."""
+        self._vocabulary = vocabulary
+        self._token_s = token_s
+        self._random = np.random.default_rng(seed)
+        self._logits = logits_of(0, vocabulary)
+        self._received: NDArray[np.float32] | None = None
+        self._version = 0
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._running: dict[asyncio.Task[list[Rollout]], int] = {}
+        self._sampled_tokens = 0
+        self._paused_since_s: float | None = None
+        self._paused_s = 0.0
+        self._dead = False
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 while they are dirty."""
+        return self._version
+
+    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        """`count` unscored rollouts; see `Engine.sample`."""
+        self._require_alive()
+        task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))
+        self._running[task] = count
+        task.add_done_callback(self._running.pop)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+        if task.cancelled():
+            self._require_alive()
+            raise EngineError("the request was dropped: the engine was closed or its weights turned out to be wrong")
+        return task.result()
+
+    async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        return list(await asyncio.gather(*(self._respond(prompt_ids, spec) for _ in range(count))))
+
+    async def _respond(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        while len(tokens) < spec.max_response_tokens and EOS not in tokens[-1:]:
+            await asyncio.sleep(self._token_s)
+            await self._resumed.wait()
+            token, logprob = self._draw(spec.temperature)
+            tokens.append(token)
+            logprobs.append(logprob)
+            versions.append(self._version)
+            self._sampled_tokens += 1
+        return Rollout(
+            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            response_ids=np.array(tokens, dtype=np.int32),
+            action_mask=np.ones(len(tokens), dtype=np.bool_),
+            behaviour_logprobs=np.array(logprobs, dtype=np.float32),
+            version_spans=version_spans(versions),
+            finish_reason="stop" if tokens[-1:] == [EOS] else "length",
+        )
+
+    def _draw(self, temperature: float) -> tuple[int, float]:
+        if temperature == 0:
+            token = int(self._logits.argmax())
+            return token, float(logprobs_of(self._logits)[token])
+        logprobs = logprobs_of(self._logits, temperature)
+        token = int((logprobs + self._random.gumbel(size=self._vocabulary)).argmax())
+        return token, float(logprobs[token])
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities of token_ids[1:]; see `Engine.score`."""
+        self._require_alive()
+        if not self._resumed.is_set():
+            raise EngineError("score: the engine is paused for a weight update; finish the update first")
+        return logprobs_of(self._logits)[np.array(token_ids[1:], dtype=np.int64)]
+
+    async def begin_update(self) -> None:
+        """Pause sampling and keep the requests."""
+        self._require_alive()
+        self._version = -1
+        self._received = None
+        self._resumed.clear()
+        if self._paused_since_s is None:
+            self._paused_since_s = time.monotonic()
+
+    async def receive(self, order: UpdateOrder) -> None:
+        """Take the logits of the order, or those that follow from its version."""
+        self._require_alive()
+        if self._resumed.is_set():
+            raise EngineError("receive: requests are running; begin the update first")
+        tensors = order.details.get("tensors")
+        logits = logits_of(order.version, self._vocabulary) if tensors is None else np.array(tensors["logits"], dtype=np.float32)
+        if logits.shape != (self._vocabulary,):
+            raise TransferError(
+                f"weights of version {order.version}: logits have shape {logits.shape}, not ({self._vocabulary},)"
+            )
+        self._received = logits
+
+    async def finish_update(self, version: int) -> None:
+        """Make the received weights current as `version` and resume sampling."""
+        self._require_alive()
+        if self._paused_since_s is None or self._received is None:
+            raise EngineError(f"finish_update({version}): no weights were received")
+        self._logits, self._version = self._received, version
+        self._paused_s += time.monotonic() - self._paused_since_s
+        self._paused_since_s = None
+        self._resumed.set()
+
+    async def abort_requests(self) -> None:
+        """Drop every running request: their callers get EngineError."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def kill(self) -> None:
+        """What the death of an engine process does: everything fails from now on."""
+        self._dead = True
+        for task in self._running:
+            task.cancel()
+
+    def stats(self) -> EngineStats:
+        """Counters."""
+        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
+        return EngineStats(
+            sampled_tokens=self._sampled_tokens,
+            running_requests=sum(self._running.values()),
+            paused_s=self._paused_s + pausing_s,
+        )
+
+    async def close(self) -> None:
+        """Drop what runs."""
+        await self.abort_requests()
+
+    def _require_alive(self) -> None:
+        if self._dead:
+            raise EngineError("the engine has died")

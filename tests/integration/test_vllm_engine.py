@@ -1,0 +1,150 @@
+"""A real vLLM engine: every token has the version and the log-probability of the weights that sampled it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from vllm_helpers import STORIES, apply, disk_order, load, logprobs_of, needs_stories, one_token_llama, running_engine
+from vllm_helpers import saying, scrambled
+
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.errors import EngineError
+
+pytestmark = [pytest.mark.integration, needs_stories]
+
+FIRST_TOKEN = 100
+"""Version v of the one-token model says token FIRST_TOKEN + v, whatever it is asked."""
+
+
+@pytest.fixture(scope="module")
+def stories():
+    with running_engine(STORIES) as (runner, engine):
+        yield runner, engine, load(STORIES)
+
+
+def spec(temperature=1.0, tokens=100, stop=()):
+    return SamplingSpec(temperature=temperature, max_response_tokens=tokens, stop=stop)
+
+
+def assert_sampled_from(model, rollout, temperature=1.0):
+    """The recorded log-probabilities are those of the model."""
+    expected = logprobs_of(model, [*rollout.prompt_ids, *rollout.response_ids], temperature)[len(rollout.prompt_ids) - 1 :]
+    np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_every_token_is_labelled_with_the_version_that_sampled_it(recompute_kv, tmp_path):
+    directory = one_token_llama(tmp_path / "model")
+    model, updates = load(directory), 30
+
+    async def scenario(engine):
+        async def ask(position):
+            await asyncio.sleep(0.01 * position)  # so that some are being prefilled, and some new, in each update
+            prompt = [1, *([300] * (position % 7)), 301]
+            return await engine.sample(prompt, 2, spec(tokens=250))
+
+        rollouts = asyncio.gather(*(ask(position) for position in range(60)))
+        for version in range(1, updates + 1):
+            await apply(engine, disk_order(version, saying(model, FIRST_TOKEN + version), tmp_path))
+            await asyncio.sleep(0.02)
+        return [rollout for group in await rollouts for rollout in group]
+
+    with running_engine(directory, recompute_kv=recompute_kv) as (runner, engine):
+        rollouts = runner.run(scenario(engine))
+    for rollout in rollouts:
+        np.testing.assert_array_equal(rollout.response_ids - FIRST_TOKEN, rollout.versions)
+        np.testing.assert_allclose(rollout.behaviour_logprobs, 0.0, atol=1e-4)
+        assert rollout.action_mask.all() and len(rollout.response_ids) == 250 and rollout.finish_reason == "length"
+    spans = [len(rollout.version_spans) for rollout in rollouts]
+    assert max(spans) >= 4, "the updates must fall within the requests"
+    assert len({version for rollout in rollouts for version, _ in rollout.version_spans}) >= 10
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_behaviour_logprobs_are_the_models_at_the_sampling_temperature(stories, temperature):
+    runner, engine, model = stories
+    rollouts = runner.run(engine.sample([1, 403, 407], 6, spec(temperature)))
+    assert len({tuple(rollout.response_ids.tolist()) for rollout in rollouts}) == 6
+    for rollout in rollouts:
+        assert rollout.prompt_ids.tolist() == [1, 403, 407]
+        assert_sampled_from(model, rollout, temperature)
+
+
+def test_score_is_at_temperature_one(stories):
+    runner, engine, model = stories
+    ids = [1, *range(300, 331)]
+    np.testing.assert_allclose(runner.run(engine.score(ids)), logprobs_of(model, ids), atol=1e-4)
+
+
+def test_prompts_cached_under_old_weights_are_not_used_by_new_requests(stories, tmp_path):
+    runner, engine, model = stories
+    prompt = [1, *torch.randint(3, 512, (255,), generator=torch.Generator().manual_seed(0)).tolist()]
+
+    async def scenario():
+        await engine.sample(prompt, 2, spec())  # leaves its blocks in the cache
+        sent = scrambled(model, 5)
+        running = asyncio.create_task(engine.sample(prompt, 2, spec(tokens=256)))  # holds them
+        await asyncio.sleep(0.1)
+        await engine.begin_update()
+        queued = asyncio.create_task(engine.sample(prompt, 2, spec()))
+        await asyncio.sleep(0.1)
+        await engine.receive(disk_order(1, sent, tmp_path))
+        await engine.finish_update(1)
+        late = await engine.sample(prompt, 2, spec())
+        await running
+        return sent, [*await queued, *late]
+
+    sent, rollouts = runner.run(scenario())
+    for rollout in rollouts:
+        assert_sampled_from(sent, rollout)
+    runner.run(apply(engine, disk_order(0, model, tmp_path)))
+
+
+def test_the_token_that_ends_a_response_is_part_of_it(stories, tmp_path):
+    runner, engine, model = stories
+    one_token = one_token_llama(tmp_path / "model")
+    with running_engine(one_token) as (other_runner, other):
+        other_runner.run(apply(other, disk_order(1, saying(load(one_token), 2), tmp_path)))  # 2 ends a sequence
+        (rollout,) = other_runner.run(other.sample([1, 300], 1, spec()))
+    assert rollout.response_ids.tolist() == [2] and rollout.finish_reason == "stop"
+    assert rollout.behaviour_logprobs[0] == pytest.approx(0.0, abs=1e-4)
+
+    rollouts = runner.run(engine.sample([1, 403, 407], 4, spec(tokens=200, stop=("a",))))
+    assert all(rollout.finish_reason == "stop" and len(rollout.response_ids) < 200 for rollout in rollouts)
+    for rollout in rollouts:
+        assert_sampled_from(model, rollout)
+
+
+def test_cancelled_and_dropped_requests_leave_the_engine(stories):
+    runner, engine, _ = stories
+
+    async def scenario():
+        cancelled = asyncio.create_task(engine.sample([1, 300], 8, spec(tokens=256)))
+        await asyncio.sleep(0.05)
+        assert engine.stats().running_requests == 8
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        dropped = asyncio.create_task(engine.sample([1, 300], 8, spec(tokens=256)))
+        await asyncio.sleep(0.05)
+        await engine.begin_update()
+        await engine.abort_requests()
+        with pytest.raises(EngineError, match="dropped"):
+            await dropped
+        await engine.finish_update(0)
+        for _ in range(100):
+            if not engine._llm.output_processor.has_unfinished_requests():
+                break
+            await asyncio.sleep(0.02)
+        return engine._llm.output_processor.request_states, engine.stats()
+
+    states, stats = runner.run(scenario())
+    assert not states and stats.running_requests == 0
+    assert len(runner.run(engine.sample([1, 300], 2, spec()))) == 2
+
+
+def test_a_refused_request_is_an_engine_error(stories):
+    runner, engine, _ = stories
+    with pytest.raises(EngineError, match="refused"):
+        runner.run(engine.sample([1] * 600, 1, spec()))

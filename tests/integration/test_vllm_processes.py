@@ -1,0 +1,69 @@
+"""The engine's processes: their death is noticed, and they never outlive the generator."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from vllm_helpers import STORIES, needs_stories, running_engine
+
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.errors import EngineError
+
+pytestmark = [pytest.mark.integration, needs_stories]
+
+
+@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])
+def test_a_dead_engine_process_is_an_engine_error_soon(victim):
+    with running_engine(STORIES) as (runner, engine):
+        processes = [p for p in psutil.Process().children(recursive=True) if victim in " ".join(p.cmdline())]
+        assert processes, "the engine's processes are found by name"
+
+        async def scenario():
+            task = asyncio.create_task(engine.sample([1, 300], 64, SamplingSpec(temperature=1.0, max_response_tokens=256)))
+            await asyncio.sleep(0.05)
+            os.kill(processes[0].pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="died"):
+                await asyncio.wait_for(task, 15.0)
+            with pytest.raises(EngineError, match="died"):
+                await asyncio.wait_for(engine.begin_update(), 15.0)
+
+        runner.run(scenario())
+    assert engine_processes() == []
+
+
+def engine_processes():
+    return [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {here!r})
+from vllm_helpers import running_engine, STORIES
+import psutil, time
+if __name__ == "__main__":
+    with running_engine(STORIES):
+        print("children", *[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
+        time.sleep(100)
+"""
+
+
+def test_no_process_outlives_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(here=os.path.dirname(__file__)))
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        line = next(line for line in parent.stdout if line.startswith("children"))
+        children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
+        assert len(children) >= 2
+        started_s = time.monotonic()
+        parent.kill()
+        parent.wait(10)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"still there {time.monotonic() - started_s:.1f} s after their parent was killed"
+    finally:
+        parent.kill()
