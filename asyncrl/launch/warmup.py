@@ -1,21 +1,26 @@
-"""The quick-start model: a tiny transformer that has half learned two-digit addition, made on the spot.
+"""The quick-start model: a tiny transformer that adds carelessly, made on the spot.
 
     directory/model/        Qwen2 of 0.6 M parameters, character tokenizer; an ordinary Hugging Face directory
     directory/train.jsonl   {"prompt": "12+34=", "answer": "46"}
     directory/test.jsonl    sums that the training file has in neither order
     directory/build.json    what it was made from; an identical request finds it and returns at once
 
-A short supervised warm-up stops at about one third of the held-out sums: there is signal in most groups, and
-most of the way is left to reinforcement learning. Same seed, same machine: same weights.
+The supervised warm-up shows it worked sums, two in three of them by a careless pupil who forgets every carry. So
+it can add, but seldom does: greedily it is right where there is nothing to carry, below a third of the held-out sums.
+What is left to reinforcement learning is what it is good at: finding out which of its habits are rewarded.
+Same seed, same machine: same weights.
 """
 
 import hashlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.errors import RunError
 
+Row = dict[str, str]
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = "0123456789+="
@@ -41,11 +47,13 @@ class WarmupSettings:
     """Head size 32: the smallest that vLLM's CPU attention takes."""
     intermediate: int = 384
     test_rows: int = 512
-    lr: float = 7e-4
-    batch: int = 256
-    target_accuracy: float = 0.33
-    check_every: int = 5
-    max_steps: int = 3000
+    correct_share: float = 0.35
+    """Of the warm-up's sums; the others forget the carries."""
+    lr: float = 1.5e-3
+    """At the start; falls linearly to 0."""
+    batch: int = 96
+    steps: int = 600
+    report_every: int = 50
 
     @property
     def digest(self) -> str:
@@ -62,19 +70,26 @@ class WarmupResult:
     test: Path
     accuracy: float
     """Greedy, on all held-out sums."""
-    steps: int
     seconds: float
 
 
-def build_quickstart(
-    directory: Path, settings: WarmupSettings | None = None, *, report: Callable[[str], None] = lambda _: None
-) -> WarmupResult:
-    """The quick-start model and data in `directory`; made unless they are there already. About a minute on two cores."""
-    settings = settings or WarmupSettings()
+def build_quickstart(directory: Path, *, seed: int = 0, report: Callable[[str], None] | None = None) -> WarmupResult:
+    """The quick-start model and data in `directory`; made unless they are there already. About a minute on one core.
+
+    Progress goes to `report`, line by line; default: standard output.
+    """
+    settings = WarmupSettings(seed=seed)
+    return build(directory, settings, report or _say)
+
+
+def build(directory: Path, settings: WarmupSettings, report: Callable[[str], None]) -> WarmupResult:
+    """As `build_quickstart`, with all settings."""
     record = directory / "build.json"
     if record.is_file() and (built := json.loads(record.read_text()))["digest"] == settings.digest:
-        report(f"quick-start model is ready in {directory} (held-out accuracy {built['accuracy']:.0%})")
+        report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
         return _result(directory, built)
+    if directory.exists() and not record.is_file():
+        raise RunError(f"{directory} exists and holds no quick-start model; remove it or name another directory")
     report(f"making the quick-start model in {directory}: about a minute, once")
     scratch = directory.with_name(directory.name + ".part")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -82,23 +97,30 @@ def build_quickstart(
     train, test = split_sums(settings.seed, settings.test_rows)
     for name, rows in (("train", train), ("test", test)):
         (scratch / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    built = {"digest": settings.digest} | _warm_up(settings, train, test, scratch / "model", report)
+    with _one_thread():
+        built = {"digest": settings.digest} | _warm_up(settings, train, test, scratch / "model", report)
     (scratch / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
     shutil.rmtree(directory, ignore_errors=True)
     scratch.rename(directory)
     return _result(directory, built)
 
 
-def split_sums(seed: int, test_rows: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def split_sums(seed: int, test_rows: int) -> tuple[list[Row], list[Row]]:
     """(train, test): all sums of two two-digit numbers, cut so that a+b and b+a are on the same side."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
-    sides: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
+    sides: tuple[list[Row], list[Row]] = ([], [])
     for a, b in (pairs[index] for index in order):
         held_out = len(sides[1]) < test_rows
         for x, y in {(a, b), (b, a)}:
             sides[held_out].append({"prompt": f"{x}+{y}=", "answer": str(x + y)})
     return sides[0], sides[1][:test_rows]
+
+
+def careless_sum(prompt: str) -> str:
+    """The answer to `12+34=` of somebody who adds digit by digit and forgets every carry."""
+    a, b = prompt.rstrip("=").split("+")
+    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -136,55 +158,74 @@ def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
     )
 
 
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> float:
+def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> float:
     """Share of rows whose answer is what the model finds most likely at every step."""
     tokens_BT, labels_BT = _encode(tokenizer, rows)
     with torch.no_grad():
         # Greedy decoding gives the answer exactly if every answer token is the argmax after its true prefix.
         best_BT = model(input_ids=tokens_BT).logits[:, :-1].argmax(-1)
     wanted_BT = labels_BT[:, 1:]
-    return ((best_BT == wanted_BT) | (wanted_BT == IGNORED)).all(-1).float().mean().item()
+    return float(((best_BT == wanted_BT) | (wanted_BT == IGNORED)).all(-1).float().mean())
 
 
 def _warm_up(
-    settings: WarmupSettings,
-    train: Sequence[dict[str, str]],
-    test: Sequence[dict[str, str]],
-    target: Path,
-    report: Callable[[str], None],
-) -> dict[str, float]:
-    """Train until the target accuracy, save model and tokenizer in `target`; returns accuracy, steps, seconds."""
+    settings: WarmupSettings, train: Sequence[Row], test: Sequence[Row], target: Path, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train, save model and tokenizer in `target`; returns accuracy and seconds."""
     started_at_s = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
-    tokens_BT, labels_BT = _encode(tokenizer, train)
-    for step, index_B in enumerate(_batches(len(train), settings), start=1):
-        loss = model(input_ids=tokens_BT[index_B], labels=labels_BT[index_B]).loss
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.steps)
+    accuracy = 0.0
+    for step, (tokens_BT, labels_BT) in enumerate(_batches(tokenizer, train, settings), start=1):
+        loss = model(input_ids=tokens_BT, labels=labels_BT).loss
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % settings.check_every:
-            continue
-        accuracy = greedy_accuracy(model, tokenizer, test)
-        seconds = time.monotonic() - started_at_s
-        report(f"warm-up step {step}: loss {loss.item():.3f}, held-out accuracy {accuracy:.1%}, {seconds:.0f} s")
-        if accuracy >= settings.target_accuracy:
-            model.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-            return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 1)}
-    raise RunError(
-        f"quick-start warm-up: held-out accuracy is still below {settings.target_accuracy:.0%} after {settings.max_steps} steps; "
-        "try another seed"
-    )
+        schedule.step()
+        if step % settings.report_every == 0 or step == settings.steps:
+            accuracy, seconds = greedy_accuracy(model, tokenizer, test), time.monotonic() - started_at_s
+            report(
+                f"warm-up step {step}/{settings.steps}: loss {loss.item():.3f}, held-out accuracy {accuracy:.0%}, {seconds:.0f} s"
+            )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return {"accuracy": accuracy, "seconds": round(time.monotonic() - started_at_s, 1)}
 
 
-def _batches(rows: int, settings: WarmupSettings) -> Iterator[Tensor]:
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, train: Sequence[Row], settings: WarmupSettings
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens_BT, labels_BT) of random sums, `correct_share` of them right."""
+    careless = [{"prompt": row["prompt"], "answer": careless_sum(row["prompt"])} for row in train]
+    # One table for both, so that they are padded alike: first the right answers, then the careless ones.
+    tokens_NT, labels_NT = _encode(tokenizer, [*train, *careless])
     draw = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.max_steps):
-        yield torch.randint(rows, (settings.batch,), generator=draw)
+    for _ in range(settings.steps):
+        index_B = torch.randint(len(train), (settings.batch,), generator=draw)
+        is_careless_B = torch.rand(settings.batch, generator=draw) >= settings.correct_share
+        chosen_B = index_B + is_careless_B * len(train)
+        yield tokens_NT[chosen_B], labels_NT[chosen_B]
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> tuple[Tensor, Tensor]:
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in a model this small, and their number would change the result."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     """(tokens_BT, labels_BT): prompt, answer, <eos>, padding; only answer and <eos> have labels."""
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     answers = [[*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], EOS] for row in rows]
@@ -198,12 +239,11 @@ def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) 
     return tokens_BT, labels_BT
 
 
-def _result(directory: Path, built: dict[str, float]) -> WarmupResult:
+def _result(directory: Path, built: dict[str, Any]) -> WarmupResult:
     return WarmupResult(
         model=directory / "model",
         train=directory / "train.jsonl",
         test=directory / "test.jsonl",
         accuracy=built["accuracy"],
-        steps=int(built["steps"]),
         seconds=built["seconds"],
     )

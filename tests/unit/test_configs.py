@@ -1,0 +1,57 @@
+"""Every config that we ship loads, every preset combines with a run, and the reasons in their comments hold."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import check_files, load_config
+from asyncrl.data.dataset import load_rows
+from asyncrl.rewards.load import bind, load_function
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+MINIMAL = "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: gsm8k}]}\n"
+
+
+def test_there_are_configs():
+    assert {path.stem for path in PRESETS} >= {"grpo", "dr_grpo", "dapo", "rloo", "reinforce"}
+    assert "quickstart" in {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_rewards_its_rows(path):
+    config = load_config(path)
+    assert config.run.name in (path.stem, path.stem.removesuffix("-cpu"))
+    rewards = [bind(load_function(function.function)) for function in config.reward.functions]
+    for source in (config.data.train, config.data.eval):
+        if source and (ROOT / source).is_file():
+            row = load_rows(str(ROOT / source))[0]
+            columns = {name: value for name, value in row.items() if name not in ("prompt", "response")}
+            assert all(0 <= reward("", "17 words", columns) <= 1 for reward in rewards)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_combines_with_a_run(path, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"extends: {path}\n{MINIMAL}")
+    config = load_config(tmp_path / "run.yaml")
+    plain = load_config(_write(tmp_path / "plain.yaml", MINIMAL))
+    assert config.model_copy(update={"algorithm": plain.algorithm}) == plain
+    # Both norms and buffers are about the response limit; they must fit the default one.
+    for choice in (config.algorithm.aggregation, *config.algorithm.shaping):
+        assert choice.params.get("scale", 512) == config.sampling.max_response_tokens
+        assert choice.params.get("buffer_tokens", 0) < config.sampling.max_response_tokens
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("stories")], ids=lambda path: path.stem)
+def test_configs_of_present_models_fit_their_files(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(path)
+    if not Path(config.model.path).exists():
+        pytest.skip(f"needs {config.model.path}")
+    check_files(config)
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path

@@ -1,0 +1,183 @@
+"""Prompts: special tokens exactly once, templates, chat, refusals that name the rows."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.data.plan import SamplePlan
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import DataError
+
+STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"
+SPECIALS = ["<pad>", "<bos>", "<eos>"]
+BOS, EOS = 1, 2
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def character_tokenizer(directory: Path, *, pattern: str = "<bos> $A", template: str | None = None) -> str:
+    """One token per character; `pattern` says which special tokens stand around a text."""
+    vocabulary = {token: index for index, token in enumerate(SPECIALS + CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    fast.chat_template = template
+    fast.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(name: str, *rows: dict) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def source(model: str, train: str, *, chat: bool = False, limit: int = 64, seed: int = 0, **data) -> PromptSource:
+    return PromptSource(
+        DataConfig(train=train, **data),
+        ModelConfig(path=model, chat_template=chat),
+        SamplingConfig(max_prompt_tokens=limit),
+        seed=seed,
+    )
+
+
+def ids(text: str) -> list[int]:
+    """Token ids by hand."""
+    return [(SPECIALS + CHARACTERS).index(character) for character in text]
+
+
+def test_a_plain_prompt_has_one_bos_also_when_the_text_brings_its_own(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    prompts = source(model, jsonl("t", {"prompt": "1+2="}, {"prompt": "<bos>1+2="}), shuffle=False)
+    assert list(prompts.prompt(1).token_ids) == [BOS, *ids("1+2=")]
+    assert list(prompts.prompt(2).token_ids) == [BOS, *ids("1+2=")]
+    assert (prompts.prompt(1).text, dict(prompts.prompt(1).row)) == ("1+2=", {"prompt": "1+2="})
+
+
+def test_an_eos_that_the_tokenizer_adds_is_taken_off(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", pattern="<bos> $A <eos>")
+    assert list(source(model, jsonl("t", {"prompt": "ab"})).prompt(1).token_ids) == [BOS, *ids("ab")]
+
+
+def test_a_template_fills_in_columns(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    prompts = source(model, jsonl("t", {"question": "1+2", "n": 3}), template="Q{n}: {question}\n{{A}}:")
+    assert prompts.prompt(1).text == "Q3: 1+2\n{A}:"
+
+
+def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    rows = jsonl(
+        "t",
+        {"prompt": "hi"},
+        {
+            "prompt": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "yo"},
+                {"role": "user", "content": "so"},
+            ]
+        },
+        {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]},
+    )
+    prompts = source(model, rows, chat=True, system="be kind", shuffle=False)
+    assert [prompts.prompt(ticket).text for ticket in (1, 2, 3)] == [
+        "<bos>[system]be kind[user]hi[assistant]",
+        "<bos>[system]be kind[user]hi[assistant]yo[user]so[assistant]",
+        "<bos>[system]own[user]hi[assistant]",
+    ]
+    assert list(prompts.prompt(3).token_ids) == [BOS, *ids("[system]own[user]hi[assistant]")]
+
+
+def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    train = jsonl("t", *({"prompt": str(n)} for n in range(10)))
+    prompts, plan = source(model, train, seed=7), SamplePlan(10, seed=7, shuffle=True)
+    assert [prompts.prompt(t).text for t in range(1, 31)] == [str(plan.at(t).row) for t in range(1, 31)]
+
+
+def test_eval_prompts_come_in_file_order_and_at_most_as_many_as_there_are(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    train, held_out = jsonl("t", {"prompt": "a"}), jsonl("e", {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"})
+    prompts = source(model, train, eval=held_out)
+    assert [prompt.text for prompt in prompts.eval_prompts(2)] == ["x", "y"]
+    assert [prompt.text for prompt in prompts.eval_prompts(9)] == ["x", "y", "z"]
+    assert source(model, train).eval_prompts(9) == []
+
+
+def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog):
+    model = character_tokenizer(tmp_path / "m")
+    train = jsonl("t", {"prompt": "a"}, {"prompt": "b"})
+    with caplog.at_level(logging.WARNING):
+        source(model, train, eval=jsonl("e", {"prompt": "c"}, {"prompt": "b", "other": 1}))
+    assert "1 of 2 prompts in data.eval" in caplog.text and "first in row 1" in caplog.text
+    caplog.clear()
+    source(model, train, eval=jsonl("f", {"prompt": "c"}))
+    assert not caplog.records
+
+
+def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    rows = [{"prompt": "x" * (4 + n % 3)} for n in range(30)]  # with <bos>: 5, 6, 7 tokens
+    train = jsonl("t", *rows)
+    assert source(model, train, limit=7).prompt(1)
+    with pytest.raises(
+        DataError,
+        match=r"t.jsonl: 20 of 30 prompts are longer than sampling.max_prompt_tokens \(5\): row 1: 6 tokens, row 2: 7 tokens, "
+        r"row 4: 6 tokens, row 5: 7 tokens, row 7: 6 tokens, ...; raise it to 7",
+    ):
+        source(model, train, limit=5)
+    with pytest.raises(DataError, match=r"e.jsonl: 1 of 1"):
+        source(model, jsonl("t2", {"prompt": "x"}), limit=5, eval=jsonl("e", {"prompt": "xxxxx"}))
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "chat", "message"),
+    [
+        ({"question": "q"}, {}, False, r"t.jsonl, row 1: data.prompt_field wants column `prompt`; the row has \['question'\]"),
+        ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"row 0: data.template wants column `level`"),
+        ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is no valid template"),
+        ({"prompt": 7}, {}, False, r"row 1: column `prompt` holds a int"),
+        ({"prompt": ""}, {}, False, r"row 1: the prompt is empty"),
+        ({"prompt": [{"role": "user"}]}, {}, True, r"row 1: found .*`role` and `content`"),
+        ({"prompt": []}, {}, True, r"row 1: found `\[\]`"),
+        ({"prompt": 7}, {}, True, r"row 1: found `7`; a chat prompt is text or a list"),
+    ],
+)
+def test_a_row_that_makes_no_prompt_is_named(tmp_path, jsonl, row, data, chat, message):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    with pytest.raises(DataError, match=message):
+        source(model, jsonl("t", {"prompt": "fine"}, row), chat=chat, **data)
+
+
+def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl):
+    train = jsonl("t", {"prompt": "a"})
+    with pytest.raises(DataError, match=r"the tokenizer of .* has none; set it to false"):
+        source(character_tokenizer(tmp_path / "m"), train, chat=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"model.path .*empty: no tokenizer"):
+        source(str(tmp_path / "empty"), train)
+
+
+def test_decoding_gives_what_was_sampled_without_special_tokens(tmp_path, jsonl):
+    prompts = source(character_tokenizer(tmp_path / "m"), jsonl("t", {"prompt": "a"}))
+    assert prompts.decode([*ids(" 4 . 6 ,\n"), EOS]) == " 4 . 6 ,\n"
+    assert prompts.decode([]) == ""
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the real model in ../shared/models")
+def test_a_real_tokenizer_gets_one_bos_and_loses_no_text(jsonl):
+    text = "Words: pen, crab.\nOnce upon a time, there was a"
+    prompt = source(str(STORIES), jsonl("t", {"prompt": text, "words": ["pen", "crab"]})).prompt(1)
+    assert prompt.token_ids[0] == 1 and prompt.token_ids.count(1) == 1 and prompt.token_ids[-1] != 2
+    assert AutoTokenizer.from_pretrained(STORIES).decode(prompt.token_ids, skip_special_tokens=True).strip() == text
