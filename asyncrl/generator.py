@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Heartbeat, Hello, Stop
+from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.errors import EngineError, RewardError, TransferError
 from asyncrl.rewards.base import RewardInput, Scorer
@@ -180,7 +181,7 @@ class Generator:
 
     @property
     def _holder(self) -> str:
-        return f"{self._id}:{self._incarnation}"
+        return holder_name(self._id, self._incarnation)
 
     async def _lease_forever(self) -> None:
         pause_s = 0.01

@@ -137,9 +137,9 @@ def validate(config: Annotated[Path, typer.Argument()], overrides: Overrides = N
 @app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
-    from asyncrl.launch.warmup import WarmupSettings, build_quickstart
+    from asyncrl.launch.warmup import build_quickstart
 
-    build_quickstart(directory, WarmupSettings(seed=seed), report=typer.echo)
+    build_quickstart(directory, seed, report=typer.echo)
 
 
 @app.command()

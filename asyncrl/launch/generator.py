@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import socket
+import time
 import uuid
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash
 from asyncrl.config.schema import Config
 from asyncrl.control.base import Hello
+from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm_args import Device
+from asyncrl.errors import ControlError
 from asyncrl.evaluation import round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane, Sampler
 from asyncrl.launch.directory import RunDirectory
@@ -25,6 +28,9 @@ from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import setup_logging
+
+LEARNER_START_S = 600.0
+"""A learner that loads a large model takes its time."""
 
 
 def main() -> None:
@@ -45,14 +51,19 @@ def main() -> None:
 
 
 async def _generate(config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory) -> None:
-    from asyncrl.control.zmq import ControlClient
     from asyncrl.engine.vllm import VLLMEngine
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device=device)
     scorer = RewardPool(config.reward)
-    control = ControlClient(lambda: RunRecord(store).control_endpoint(), config.control)
+    await scorer.start()
+    control = ControlClient(
+        await _control_endpoint(store),
+        heartbeat_s=config.control.heartbeat_s,
+        timeout_s=config.control.timeout_s,
+        wire_key=wire_key(),
+    )
     tracker = JsonlTracker(directory.metrics / f"{generator_id}.jsonl")
     try:
         await Generator(
@@ -73,6 +84,17 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
         await scorer.close()
         await engine.close()
         tracker.close()
+
+
+async def _control_endpoint(store: StoreConnection) -> str:
+    """Where the learner listens; it may still be starting."""
+    record = RunRecord(store)
+    until_s = time.monotonic() + LEARNER_START_S
+    while (endpoint := await asyncio.to_thread(record.control_endpoint)) is None:
+        if time.monotonic() > until_s:
+            raise ControlError(f"store {store.url}: no learner has said where it listens within {LEARNER_START_S:.0f} s; start it")
+        await asyncio.sleep(0.2)
+    return endpoint
 
 
 def resolve_device(config: Config) -> Device:

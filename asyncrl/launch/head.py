@@ -3,13 +3,16 @@
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from asyncrl import __version__
@@ -23,13 +26,14 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import load_tokenizer
+from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import EvalResult, Evaluation
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.report import eval_records, sample_records, step_metrics
 from asyncrl.launch.wiring import eval_lane, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.fanout import open_trackers
-from asyncrl.telemetry.status import StatusSnapshot
+from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
 from asyncrl.wire.schema import decode_group
@@ -81,6 +85,7 @@ class Head:
         self._store = store
         self.version = state.version
         self._phase = "starting"
+        self._message = ""
         self._started_at = time.time()
         self._is_recovered = False
         self._collected: Collected | None = None
@@ -92,6 +97,7 @@ class Head:
             probe_ids=probe_ids,
             directory=directory.weights,
             deadline_s=config.weights.deadline_s,
+            interface=interface_of(config.control.bind),
         )
         self._trackers = open_trackers(
             config.telemetry,
@@ -101,25 +107,40 @@ class Head:
             samples=directory.samples,
             resolved=config.model_dump(mode="json"),
         )
-        self._hub = ControlHub()
+        self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
+        self._status = StatusWriter(directory.status, self.snapshot)
 
     def __enter__(self) -> Self:
-        record = RunRecord(self._store)
-        record.claim(
-            StoredRun(
-                name=self._config.run.name,
-                config_json=config_json(self._config),
-                config_hash=config_hash(self._config),
-                release=__version__,
-            ),
-            fresh=self.version == 0,
+        config, record = self._config, RunRecord(self._store)
+        hash_ = config_hash(config)
+        run = StoredRun(name=config.run.name, config_json=config_json(config), config_hash=hash_, release=__version__)
+        record.claim(run, fresh=self.version == 0)
+        self._hub = ControlHub(
+            self._endpoint,
+            self._publisher,
+            config.control,
+            transport=resolve_transport(config.weights.transport),
+            deadline_s=config.weights.deadline_s,
+            release=__version__,
+            config_hash=hash_,
+            wire_key=wire_key(),
+            on_dead=self._revoke,
         )
-        self._hub.start()
         record.set_control_endpoint(self._hub.endpoint)
+        self._status.start()
         return self
 
+    def _revoke(self, holder: str) -> None:
+        """What a dead generator held is issued again at once, not when its leases run out."""
+        for lane in (self._intake.buffer, self._evaluation.buffer):
+            if count := lane.revoke(holder):
+                log.info("%d tickets of %s are issued again", count, holder)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._hub.stop("the learner ends" if error is None else f"the learner failed: {error}")
+        if error is not None:
+            self._phase, self._message = "failed", str(error)
+        self._status.close()
+        self._hub.stop(self._message or "the learner ends")
         self._publisher.close()
         self._trackers.close()
 
@@ -171,6 +192,7 @@ class Head:
 
     def publish(self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]) -> None:
         """New weights first, then the credit for the groups that they will sample."""
+        self._phase = "training"
         self._publisher.publish(version, parameters, probe_logprobs)
         self._hub.announce(version)
         self.version = version
@@ -202,8 +224,7 @@ class Head:
         self._phase = "evaluating"
         self._log_evaluation(self._evaluation.wait(LAST_EVAL_S))
         self._intake.buffer.close()
-        self._hub.stop("the training is done")
-        self._phase = "finished"
+        self._phase, self._message = "finished", "the training is done"
 
     def _log_evaluation(self, results: Sequence[EvalResult]) -> None:
         for result in results:
@@ -212,7 +233,7 @@ class Head:
 
     # --- being seen ------------------------------------------------------------------------------------------------
 
-    def snapshot(self, *, message: str = "") -> StatusSnapshot:
+    def snapshot(self) -> StatusSnapshot:
         """One moment of the run, for the dashboard and `asyncrl status`."""
         return StatusSnapshot(
             run=self._config.run.name,
@@ -227,5 +248,45 @@ class Head:
             members=tuple(self._hub.members()),
             audit=self._intake.buffer.audit(),
             counters=self._hub.counters(),
-            message=message,
+            message=self._message,
         )
+
+
+class StatusWriter:
+    """Writes what `snapshot` returns, once a second, from a thread of its own: also while the learner waits or steps."""
+
+    def __init__(self, path: Path, snapshot: Callable[[], StatusSnapshot]) -> None:
+        self._path = path
+        self._snapshot = snapshot
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asyncrl-status", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write once more and end."""
+        self._stop.set()
+        self._thread.join(timeout=10.0)
+        self._write()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1.0):
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            write_status(self._path, self._snapshot())
+        except (AsyncRLError, OSError) as error:
+            log.warning("status.json could not be written this time: %s", error)
+
+
+def resolve_transport(wanted: str) -> str:
+    """`auto` is NCCL where this machine has GPUs, else Gloo."""
+    return ("nccl" if torch.cuda.is_available() else "gloo") if wanted == "auto" else wanted
+
+
+def interface_of(bind: str | None) -> str | None:
+    """The address that generators on other hosts reach; None when all are on this host."""
+    return None if bind is None else bind.removeprefix("tcp://").rpartition(":")[0]
