@@ -91,7 +91,7 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
         ("held-out", of("eval/accuracy") + record),
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
-        ("mismatch", f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('mismatch/probe_max', 2)}"),
+        ("mismatch", f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}"),
     ]
     machinery = [
         ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {percent('staleness/masked_share')}"),
@@ -202,7 +202,7 @@ def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
 
 
 def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
-    """A rollout in at most `height` >= 3 lines; without markup, control characters shown."""
+    """A rollout in at most `height` lines (2: without its prompt); without markup, control characters shown."""
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = [version for version, _ in sample.versions]
     ages = f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "") if versions else "v?"
@@ -210,10 +210,13 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
     head += f"  advantage {number(sample.advantage)}  {ages}  {sample.finish_reason}  {sample.generator_id}"
     style = "green" if sample.reward > 0 else "yellow"
     prompt, response = visible(sample.prompt), visible(sample.response)
-    lines = [one_line(Text(visible(head), style), width), Text(f"  ? {_end_of(prompt, width - 4)}", "dim")]
+    lines = [one_line(Text(visible(head), style), width)]
+    if height > 2:
+        lines.append(Text(f"  ? {_end_of(prompt, width - 4)}", "dim"))
+    room = max(1, height - len(lines))
     pieces = chop_cells(response, width - 5) or [""]
-    for index, piece in enumerate(pieces[: height - 2]):
-        more = "…" if index == height - 3 and len(pieces) > height - 2 else ""
+    for index, piece in enumerate(pieces[:room]):
+        more = "…" if index == room - 1 and len(pieces) > room else ""
         lines.append(one_line(Text(f"  {' ' if index else '>'} {piece}{more}"), width))
     return lines
 

@@ -1,5 +1,6 @@
 """Everything a dashboard shows, read from the files of a run directory: works in any process, also after the run."""
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -140,11 +141,10 @@ def read_state(directory: Path) -> DashboardState:
 
 
 def sample_from(record: Mapping[str, Any]) -> SampleRecord:
-    """A rollout as it was written; columns that this release does not know are left out."""
-    known = {item.name: record[item.name] for item in fields(SampleRecord) if item.name in record}
-    missing = {"step": 0, "ticket_id": 0, "prompt": "", "response": "", "reward": float("nan"), "parts": {}, "advantage": 0.0}
-    missing |= {"versions": (), "finish_reason": "", "generator_id": ""}
-    return SampleRecord(**{**missing, **known})
+    """A rollout as it was written; columns that this release does not know are left out, null is NaN."""
+    known = {item.name: record[item.name] for item in fields(SampleRecord) if record.get(item.name) is not None}
+    nothing = {"step": 0, "ticket_id": 0, "prompt": "", "response": "", "reward": math.nan, "parts": {}, "advantage": math.nan}
+    return SampleRecord(**{**nothing, "versions": (), "finish_reason": "", "generator_id": "", **known})
 
 
 def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> tuple[MemberStatus, ...]:

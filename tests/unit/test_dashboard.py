@@ -18,7 +18,7 @@ from synthetic_run import NASTY, SyntheticRun
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.curves import curve
-from asyncrl.telemetry.dashboard import render
+from asyncrl.telemetry.dashboard import render, sample_lines
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.live import PlainReporter, watch
 from asyncrl.telemetry.state import DashboardState, StateReader, read_state
@@ -108,6 +108,22 @@ def test_visible_text_has_no_control_characters_and_keeps_the_rest(text: str) ->
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", shown)
     escaped = "".join(character if character.isalnum() else " " for character in text).split()
     assert all(word in shown for word in escaped)
+
+
+def test_a_rollout_without_a_number_is_shown(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path)
+    run.learner.samples([replace(run.sample(0), reward=float("nan"), parts={"a": float("nan"), "b": 1.0})])
+    text = "\n".join(picture(read_state(tmp_path), 80, 24))
+    assert "reward - (a -, b 1)" in text
+
+
+@pytest.mark.parametrize("height", [2, 3, 4, 40])
+def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(tmp_path: Path, height: int) -> None:
+    lines = [line.plain for line in sample_lines(SyntheticRun(tmp_path).sample(0), 60, height)]
+    assert len(lines) <= height and max(map(cell_len, lines)) <= 60
+    assert lines[-1].endswith("…") == (height < 40)
+    assert ("How many apples" in "".join(lines)) == (height > 2)
+    assert any("Tom starts with 12 apples" in line for line in lines)
 
 
 def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> None:

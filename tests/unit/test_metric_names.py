@@ -1,0 +1,42 @@
+"""Every metric that the code names is explained in docs/metrics.md."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ["generator.py", "evaluation.py", "algo/metrics.py", "trainer/objective.py", "launch/report.py", "launch/head.py"]
+INTERNAL = {"reward/square", "<>/ratio_square", "weights/<>", "time/<>"}
+"""Sums that are finished before they are published, and families that are listed one by one."""
+
+
+def documented() -> set[str]:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    names |= {name.replace("<pair>", pair) for name in names for pair in ("mismatch", "policy", "drift")}
+    return {re.sub(r"<\w+>", "<>", name) for name in names}
+
+
+def named_in_code() -> set[str]:
+    found = set()
+    for source in SOURCES:
+        path = ROOT / "asyncrl" / source
+        for name in re.findall(r'"([a-z_{}]+/[a-z_@{}]+(?:/[a-z]+)?)"', path.read_text(encoding="utf-8")):
+            found.add(re.sub(r"\{\w+\}", "<>", name))
+    return found - INTERNAL
+
+
+def test_every_metric_is_documented() -> None:
+    names = named_in_code()
+    assert len(names) > 30, "the search finds the names"
+    assert names - documented() == set()
+
+
+def test_what_the_dashboard_shows_is_documented() -> None:
+    shown = set()
+    for source in ("dashboard.py", "live.py", "state.py", "advice.py"):
+        text = (ROOT / "asyncrl" / "telemetry" / source).read_text(encoding="utf-8")
+        shown |= set(
+            re.findall(r"""["']((?:reward|eval|completions|policy|mismatch|staleness|time|perf|idle|weights)/\w+)["']""", text)
+        )
+    assert len(shown) > 15 and shown - documented() == set()
