@@ -238,6 +238,7 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("maxrl", maxrl, {}),
     ("gdpo", gdpo, {}),
     ("gdpo", gdpo, {"weights": {"right": 2.0}}),
+    ("gdpo", gdpo, {"weights": {"right": 2.0, "short": 0.5}}),
     ("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, {}),
     ("reinforce_plus_plus", reinforce_plus_plus, {}),
     ("reinforce_plus_plus", reinforce_plus_plus, {"gamma": 0.7}),
