@@ -14,8 +14,8 @@ from asyncrl.weights.layout import Layout
 groups = {}
 
 
-def receive(order):
-    """Sum of all bytes received, or TransferError."""
+def receive(order, on_tensor=lambda index: None):
+    """Sum of all bytes received, or TransferError. `on_tensor` is called with the index of each tensor that came."""
     details = order["details"]
     if order["transport"] == "disk":
         tensors = []
@@ -28,7 +28,11 @@ def receive(order):
         groups.clear()
         groups[rendezvous["name"]] = gloo.open_group(rendezvous, rank=1, deadline_s=order["deadline_s"])
     stream = gloo.receive(groups[rendezvous["name"]], Layout.from_plain(details["layout"]), details["checksums"])
-    return sum(byte_sum(tensor) for _, tensor in stream)
+    total = 0
+    for index, (_, tensor) in enumerate(stream):
+        on_tensor(index)
+        total += byte_sum(tensor)
+    return total
 
 
 def byte_sum(tensor):

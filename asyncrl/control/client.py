@@ -1,0 +1,172 @@
+"""The generator's side of the control plane: an asyncio task that keeps the learner informed and brings its orders.
+
+    joining --welcome--> member --no answer to heartbeats, or unknown to the learner--> joining again
+
+Being refused at the first hello is an error; being refused later (another learner took over the endpoint) ends the
+generator with a `Stop`. Losing the learner is neither: the generator goes on with what it has, and calls.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
+from asyncrl.control.membership import holder_name
+from asyncrl.control.messages import CODEC, UnknownMember, set_options
+from asyncrl.errors import ControlError, WireError
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+
+log = logging.getLogger(__name__)
+
+_SILENT_BEATS = 3
+"""Heartbeats without an answer after which the learner counts as lost."""
+_RETRY_S = 0.05
+_FLUSH_MS = 500
+
+
+class ControlClient:
+    """Implements `control.base.GeneratorControl` on one asyncio loop."""
+
+    def __init__(
+        self, endpoint: str, *, heartbeat_s: float, timeout_s: float, join_s: float = 300.0, wire_key: bytes = b""
+    ) -> None:
+        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer."""
+        self._endpoint = endpoint
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
+        self._join_s = join_s
+        self._wire_key = wire_key
+        self._hello: Hello | None = None
+        self._beat: Heartbeat | None = None
+        self._is_member = False
+        self._heard_at_s = 0.0
+        self._order: UpdateOrder | Stop | None = None
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def join(self, hello: Hello) -> Welcome:
+        """See `GeneratorControl`."""
+        self._hello = hello
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket)  # type: ignore[arg-type]  # its options are a plain socket's
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt_string(zmq.IDENTITY, holder_name(hello.generator_id, hello.incarnation))
+        self._socket.connect(self._endpoint)
+        self._answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve(), name="asyncrl-control")
+        self._task.add_done_callback(lambda _: self._arrived.set())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._answer), self._join_s)
+        except TimeoutError as error:
+            await self.leave()
+            raise ControlError(
+                f"control plane: no learner answered at {self._endpoint} within {self._join_s:g} s; "
+                "check that it runs and listens there"
+            ) from error
+        except ControlError:
+            await self.leave()
+            raise
+
+    async def next_order(self) -> UpdateOrder | Stop:
+        """See `GeneratorControl`. Raises ControlError when the task itself has broken down."""
+        await self._arrived.wait()
+        if self._order is None:
+            assert self._task is not None
+            failure = None if self._task.cancelled() else self._task.exception()
+            raise ControlError(f"control plane: the connection was closed ({failure!r})") from failure
+        self._arrived.clear()
+        order, self._order = self._order, None
+        return order
+
+    async def report(self, report: UpdateReport) -> None:
+        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner sends the version again."""
+        give_up_at_s = time.monotonic() + self._timeout_s
+        while not await self._send(report):
+            if time.monotonic() > give_up_at_s:
+                log.warning("the report on version %d found no learner for %g s and is dropped", report.version, self._timeout_s)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """See `GeneratorControl`."""
+        self._beat = heartbeat
+
+    async def leave(self) -> None:
+        """See `GeneratorControl`."""
+        if self._task is None or self._hello is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=self._timeout_s)
+        if self._is_member:
+            await self._send(Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation))
+        self._socket.close(linger=_FLUSH_MS)
+        await asyncio.to_thread(self._context.term)
+        self._task = None
+
+    # --- the task ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            if self._is_member and time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
+                log.warning("the learner is silent; going on with the weights at hand, and calling it")
+                self._is_member = False
+            await self._send(self._beat if self._is_member and self._beat is not None else self._current_hello())
+            await self._listen_until(time.monotonic() + self._heartbeat_s)
+
+    async def _listen_until(self, until_s: float) -> None:
+        while (remaining_s := until_s - time.monotonic()) > 0:
+            if not await self._socket.poll(remaining_s * 1000):
+                return
+            try:
+                await self._handle(CODEC.decode(await self._socket.recv(), self._wire_key))
+            except WireError as error:
+                log.warning("a message from the learner was rejected: %s", error)
+
+    async def _handle(self, message: Any) -> None:
+        self._heard_at_s = time.monotonic()
+        match message:
+            case Welcome():
+                self._is_member = True
+                if not self._answer.done():
+                    self._answer.set_result(message)
+            case Refused(reason=reason):
+                self._refuse(reason)
+            case UnknownMember():
+                self._is_member = False
+                await self._send(self._current_hello())
+            case UpdateOrder() | Stop():
+                self._put(message)
+            case _:
+                raise WireError(f"{type(message).__name__} is for the learner")
+
+    def _refuse(self, reason: str) -> None:
+        if self._answer.done():
+            self._put(Stop(reason=f"refused when coming back: {reason}"))
+        else:
+            self._answer.set_exception(ControlError(f"control plane: the learner refused this generator: {reason}"))
+
+    def _put(self, order: UpdateOrder | Stop) -> None:
+        """Newer replaces older, except that nothing replaces a stop."""
+        if not isinstance(self._order, Stop):
+            self._order = order
+        self._arrived.set()
+
+    def _current_hello(self) -> Hello:
+        assert self._hello is not None
+        return self._hello if self._beat is None else replace(self._hello, version=self._beat.version)
+
+    async def _send(self, message: Any) -> bool:
+        """False when nobody is connected."""
+        try:
+            await self._socket.send(CODEC.encode(message, self._wire_key), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

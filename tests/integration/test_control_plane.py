@@ -1,0 +1,316 @@
+"""The learner's end in this process, senders and generators in theirs; they are stopped, killed and replaced."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config.schema import ControlConfig
+from asyncrl.control.zmq import ControlHub
+from asyncrl.errors import ControlError
+from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.publisher import SharedMemoryPublisher
+
+pytestmark = pytest.mark.integration
+
+SMALL = Layout.plan([TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000)
+LARGE = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(1024, 512)) for i in range(24)], 2 << 20)
+"""48 MiB: more than fits into the buffers between two processes."""
+
+
+def weights(layout, version):
+    return [(spec.name, torch.full(spec.shape, version % 100, dtype=getattr(torch, spec.dtype))) for spec in layout.specs]
+
+
+def byte_sum(layout, version):
+    return sum(int(t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, t in weights(layout, version))
+
+
+class Learner:
+    def __init__(self, directory, layout=SMALL, *, deadline_s=20.0, timeout_s=3.0, endpoint=None, interface=None):
+        self.layout = layout
+        self.dead = []
+        self.publisher = SharedMemoryPublisher(
+            layout, probe_ids=(1, 2), directory=directory / "weights", deadline_s=deadline_s, interface=interface
+        )
+        self.hub = ControlHub(
+            endpoint or f"ipc://{directory}/c.sock",
+            self.publisher,
+            ControlConfig(heartbeat_s=0.2, timeout_s=timeout_s),
+            transport="gloo",
+            deadline_s=deadline_s,
+            release="1.0",
+            config_hash="abc",
+            on_dead=self.dead.append,
+        )
+
+    def publish(self, version):
+        """Seconds that the training loop spends in it."""
+        tensors = weights(self.layout, version)
+        started_s = time.perf_counter()
+        self.publisher.publish(version, tensors, (0.0,))
+        self.hub.announce(version)
+        return time.perf_counter() - started_s
+
+    def close(self):
+        self.hub.stop("test is over")
+        self.publisher.close()
+
+    def wait_for(self, condition, timeout_s=30.0):
+        until_s = time.monotonic() + timeout_s
+        while not condition(self.hub.counters(), {m.generator_id: m for m in self.hub.members()}):
+            assert time.monotonic() < until_s, (self.hub.counters(), self.hub.members())
+            time.sleep(0.02)
+
+
+class Generator:
+    def __init__(self, learner, name, **options):
+        self.layout = learner.layout
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "generator_stand_in.py", learner.hub.endpoint, name, json.dumps(options)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines = queue.Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.put(json.loads(line))
+
+    def expect(self, key, value=None, timeout_s=30.0):
+        """The next line with `key` (and value); transfers on the way must have been whole."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            line = self.lines.get(timeout=max(until_s - time.monotonic(), 0.01))
+            if "applied" in line:
+                assert line["sum"] == byte_sum(self.layout, line["applied"])
+            if key in line and (value is None or line[key] == value):
+                return line
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait(10)
+        self.reader.join(10)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    learners, generators = [], []
+
+    def learner(*args, **kwargs):
+        learners.append(Learner(tmp_path, *args, **kwargs))
+        return learners[-1]
+
+    def generator(*args, **kwargs):
+        generators.append(Generator(*args, **kwargs))
+        return generators[-1]
+
+    yield learner, generator
+    for made in generators:
+        made.close()
+    for made in learners:
+        made.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"endpoint": "tcp://127.0.0.1:*", "interface": "127.0.0.1"}])
+def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage, options):
+    make_learner, make_generator = stage
+    learner = make_learner(**options)
+    learner.publish(0)
+    first = make_generator(learner, "a")
+    first.expect("joined", 0)
+    for version in range(1, 6):
+        learner.publish(version)
+    first.expect("applied", 5)
+    late = make_generator(learner, "b")
+    late.expect("joined", 5)
+    late.expect("applied", 5)
+    learner.wait_for(lambda _, members: {m.version for m in members.values()} == {5} and len(members) == 2)
+    counters = learner.hub.counters()
+    assert 2 <= counters["updates"] <= 6
+    assert (counters["joined"], counters["updates_failed"], counters["probe_max"]) == (2, 0, 0.5)
+    learner.hub.stop("enough")
+    for generator in (first, late):
+        generator.expect("stopped", "enough")
+        assert generator.process.wait(10) == 0
+    assert learner.dead == []
+
+
+def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_revoked(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(LARGE)
+    well, sick = make_generator(learner, "well"), make_generator(learner, "sick", hang_on=1, incarnation="x")
+    for generator in (well, sick):
+        generator.expect("joined")
+    learner.publish(1)
+    sick.expect("hanging", 1)
+    well.expect("applied", 1)
+    sick.signal(signal.SIGKILL)
+    for version in range(2, 6):
+        assert learner.publish(version) < 5.0
+        well.expect("applied", version, timeout_s=15.0)
+    learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"], 15.0)
+    learner.wait_for(lambda *_: learner.dead == ["sick:x"], 5.0)
+    assert learner.hub.counters()["senders_killed"] >= 1
+
+
+def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(LARGE, deadline_s=4.0, timeout_s=2.0)
+    well, sick = make_generator(learner, "well"), make_generator(learner, "sick")
+    for generator in (well, sick):
+        generator.expect("joined")
+    learner.publish(1)
+    well.expect("applied", 1)
+    sick.expect("applied", 1)
+    sick.signal(signal.SIGSTOP)
+    for version in range(2, 8):
+        assert learner.publish(version) < 5.0
+        well.expect("applied", version, timeout_s=15.0)
+    learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"], 15.0)
+    sick.signal(signal.SIGCONT)
+    sick.expect("applied", 7)
+    learner.wait_for(lambda counters, members: counters["joined"] == 3 and members["sick"].version == 7)
+    assert [holder.split(":")[0] for holder in learner.dead] == ["sick"]
+
+
+def test_a_transfer_that_hangs_costs_the_sender_its_life_and_only_its_generator_waits(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(LARGE, deadline_s=2.0)
+    well, sick = make_generator(learner, "well"), make_generator(learner, "sick", hang_on=1)
+    for generator in (well, sick):
+        generator.expect("joined")
+    learner.publish(1)
+    sick.expect("hanging", 1)  # its heartbeats go on
+    learner.wait_for(lambda counters, _: counters["senders_killed"] >= 1, 15.0)
+    learner.publish(2)
+    well.expect("applied", 2)
+    assert {m.generator_id for m in learner.hub.members()} == {"well", "sick"}
+    assert learner.dead == []
+
+
+def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_by_gloo(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(deadline_s=4.0)
+    generator = make_generator(learner, "a", fail_times=2)
+    generator.expect("joined")
+    learner.publish(1)
+    assert generator.expect("applied", 1)["transport"] == "disk"
+    learner.wait_for(lambda counters, _: counters["updates"] == 1)
+    assert learner.hub.counters()["updates_failed"] == 2
+    learner.publish(2)
+    assert generator.expect("applied", 2)["transport"] == "gloo"
+
+
+def test_a_killed_sender_is_replaced(stage):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    generator = make_generator(learner, "a")
+    generator.expect("joined")
+    learner.publish(1)
+    generator.expect("applied", 1)
+    (sender,) = learner.publisher._senders
+    os.kill(sender.pid, signal.SIGKILL)
+    learner.publish(2)
+    generator.expect("applied", 2)
+
+
+def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_weights(stage):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    generators = [make_generator(learner, name) for name in "ab"]
+    learner.publish(12)
+    for generator in generators:
+        generator.expect("applied", 12)
+    _kill_without_a_word(learner)
+    learner = make_learner()
+    learner.publish(11)
+    for generator in generators:
+        generator.expect("applied", 11)
+    learner.wait_for(lambda counters, members: {m.version for m in members.values()} == {11} and len(members) == 2)
+    assert learner.hub.counters()["died"] == 0
+
+
+def _kill_without_a_word(learner):
+    """End the hub as a crash would: no Stop to anybody."""
+    learner.hub._send = lambda *_: False
+    learner.close()
+
+
+def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_place(stage):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    assert "release" in make_generator(learner, "a", release="0.9").expect("refused")["refused"]
+    assert "config" in make_generator(learner, "a", config_hash="xyz").expect("refused")["refused"]
+    alive = make_generator(learner, "a", incarnation="one")
+    alive.expect("joined")
+    assert "alive" in make_generator(learner, "a", incarnation="two").expect("refused")["refused"]
+    alive.close()
+    make_generator(learner, "a", incarnation="three").expect("joined")
+    learner.wait_for(lambda *_: learner.dead == ["a:one"])
+
+
+def test_twenty_joins_and_leaves_in_a_row(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(timeout_s=10.0)
+    steady = make_generator(learner, "steady")
+    steady.expect("joined")
+    for turn in range(1, 11):
+        passing = [make_generator(learner, f"{kind}{turn}") for kind in ("left", "died")]
+        for generator in passing:
+            generator.expect("joined")
+        learner.publish(turn)
+        for generator in (steady, *passing):
+            generator.expect("applied", turn)
+        for generator in passing:
+            generator.close()
+    learner.wait_for(lambda counters, members: counters["died"] == 20 and list(members) == ["steady"], 30.0)
+    assert len(learner.dead) == 20
+    assert learner.hub.counters()["joined"] == 21
+    assert len([sender for sender in learner.publisher._senders if not sender.is_closed]) == 1
+
+
+def test_garbage_is_counted_and_harms_nobody(stage):
+    import zmq
+
+    make_learner, make_generator = stage
+    learner = make_learner()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(learner.hub.endpoint)
+        for frames in ([b"garbage"], [b""], [b"a", b"b", b"c"], [os.urandom(1000)]):
+            stranger.send_multipart(frames)
+        learner.wait_for(lambda counters, _: counters["messages_rejected"] == 4)
+    make_generator(learner, "a").expect("joined")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5555", "tcp://0.0.0.0:5555", "udp://127.0.0.1:5", "ipc:///" + "x" * 200])
+def test_an_endpoint_that_is_open_to_all_or_impossible_is_refused(stage, endpoint):
+    with pytest.raises(ControlError, match="use"):
+        stage[0](endpoint=endpoint)
+
+
+def test_nobody_answers(tmp_path):
+    process = subprocess.run(
+        [sys.executable, Path(__file__).parent / "generator_stand_in.py", f"ipc://{tmp_path}/none", "a", '{"join_s": 1.0}'],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "no learner answered" in process.stdout
