@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
+OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
+"""Environment variable of an engine's child processes: the process id that they must not outlive."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:

@@ -28,7 +28,8 @@ def logits_of(version: int, vocabulary: int = 16) -> NDArray[np.float32]:
 def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float32]:
     """Log-softmax of logits / temperature."""
     scaled = logits.astype(np.float64) / temperature
-    return (scaled - np.logaddexp.reduce(scaled)).astype(np.float32)
+    logprobs: NDArray[np.float32] = (scaled - np.logaddexp.reduce(scaled)).astype(np.float32)
+    return logprobs
 
 
 class FakeEngine:

@@ -46,6 +46,7 @@ class VLLMEngine:
         self._recompute_kv = recompute_kv
         self._version = 0
         self._updates = 0  # begun so far: the cache salt
+        self._received = False
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
         self._sampled_tokens = 0
@@ -68,8 +69,8 @@ class VLLMEngine:
         Raises EngineError when vLLM does not start.
         """
         set_environment(generator, weights, device=device)
-        from vllm import AsyncEngineArgs  # noqa: PLC0415 - seconds, and it reads the environment
-        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
@@ -94,7 +95,8 @@ class VLLMEngine:
         task.add_done_callback(self._running.pop)
         try:
             while not (await asyncio.wait({task}, timeout=self._deadline_s))[0]:
-                await self._call(self._llm.is_paused(), "say whether it is alive")
+                if self._paused_since_s is None:  # else it may be receiving, which has a deadline of its own
+                    await self._call(self._llm.is_paused(), "say whether it is alive")
         finally:
             task.cancel()  # when this one was cancelled or the engine hangs; else it is done
         if task.cancelled():
@@ -102,8 +104,8 @@ class VLLMEngine:
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        from vllm import SamplingParams  # noqa: PLC0415
-        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             n=count,
@@ -122,7 +124,7 @@ class VLLMEngine:
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities of token_ids[1:]; see `Engine.score`."""
-        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm import SamplingParams
 
         if self._paused_since_s is not None:
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
@@ -132,17 +134,18 @@ class VLLMEngine:
 
     async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Any:
         """The last output of one request."""
-        from vllm.inputs import TokensPrompt  # noqa: PLC0415
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: PLC0415
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=str(self._updates))
+        prompt = tokens_input(list(prompt_ids), cache_salt=str(self._updates))
         output = None
         try:
-            async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
-                pass
+            async for newest in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+                output = newest
         except EngineDeadError as error:
             raise _dead() from error
-        except (EngineGenerateError, ValueError) as error:
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise EngineError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
         return output
 
@@ -159,6 +162,7 @@ class VLLMEngine:
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests; see `Engine.begin_update`."""
         self._version = -1
+        self._received = False
         self._updates += 1
         if self._paused_since_s is not None:
             return  # since an update that failed
@@ -167,7 +171,7 @@ class VLLMEngine:
 
     async def receive(self, order: UpdateOrder) -> None:
         """Receive the parameters of one order; see `Engine.receive`."""
-        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._paused_since_s is None:
             raise EngineError("receive: requests are running; begin the update first")
@@ -182,9 +186,10 @@ class VLLMEngine:
             raise _dead() from error
         except Exception as error:  # the worker's exception arrives as text in a bare Exception
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
+        self._received = True
 
     async def _receive(self, order: UpdateOrder) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         update = {"transport": order.transport, "deadline_s": order.deadline_s, "details": order.details}
         await self._llm.start_weight_update()
@@ -193,8 +198,8 @@ class VLLMEngine:
 
     async def finish_update(self, version: int) -> None:
         """Make the received weights current as `version` and resume sampling."""
-        if self._paused_since_s is None:
-            raise EngineError(f"finish_update({version}): no update has begun")
+        if self._paused_since_s is None or not self._received:
+            raise EngineError(f"finish_update({version}): no weights were received")
         await self._call(self._llm.update_weight_version(str(version)), f"label its weights {version}")
         self._version = version
         await self._call(self._llm.resume_generation(), "resume its requests")
@@ -228,7 +233,7 @@ class VLLMEngine:
         await asyncio.to_thread(psutil.wait_procs, processes, _CLOSE_S)
 
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
-        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             return await asyncio.wait_for(call, self._deadline_s)

@@ -4,7 +4,7 @@ import os
 from typing import Any, Literal
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.weights.plugin import BACKENDS, OWNER_ENV
+from asyncrl.engine.base import OWNER_ENV
 
 Device = Literal["cpu", "cuda"]
 
@@ -13,7 +13,7 @@ def engine_args(
     model: ModelConfig, generator: GeneratorConfig, sampling: SamplingConfig, weights: WeightsConfig, *, device: Device
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - vLLM takes seconds to import
+    from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -28,7 +28,7 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         # The rollouts of a group share their prompt; versions are kept apart by a cache salt, see `VLLMEngine`.
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[transport_of(weights, device)]),
+        "weight_transfer_config": WeightTransferConfig(backend=f"asyncrl-{transport_of(weights, device)}"),
         "disable_log_stats": True,
         "enable_log_requests": False,
     }

@@ -12,6 +12,7 @@ A failed update leaves the model usable for the next one, but its weights are a 
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
     """
     wanted = {name for name, _ in model.named_parameters()}  # tied ones once
     loaded: set[str] = set()
-    load_weights = model.load_weights
+    load_weights: Any = model.load_weights
 
     def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         names: set[str] = load_weights(weights)
@@ -88,8 +89,9 @@ def _repack_tied(model: nn.Module) -> None:
         weight = layer._parameters.get("weight")
         if weight is None or weight.numel() == 0:
             continue
-        if weight in owners and hasattr(layer, "quant_method"):
-            layer.quant_method.process_weights_after_loading(layer)
+        method: Any = getattr(layer, "quant_method", None)
+        if weight in owners and method is not None:
+            method.process_weights_after_loading(layer)
         owners.add(weight)
 
 
@@ -118,11 +120,12 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
             torch.accelerator.synchronize()
 
     def _over_gloo(self, details: Update, deadline_s: float) -> Iterator[tuple[str, Tensor]]:
-        rendezvous = details["rendezvous"]
+        rendezvous, ends_at_s = details["rendezvous"], time.monotonic() + deadline_s
         if self._group is None or self._group.name != rendezvous["name"]:
             self._group = None  # frees its sockets first
             rank = 1 + self.parallel_config.rank
             self._group = gloo.open_group(rendezvous, rank=rank, deadline_s=deadline_s)
+        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for both
         yield from gloo.receive(self._group, Layout.from_plain(details["layout"]), details["checksums"])
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
@@ -139,7 +142,12 @@ class _OverVLLM(_Receives):
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
         cut_off = threading.Event()
-        watchdog = threading.Timer(deadline_s, lambda: (cut_off.set(), self.shutdown()))
+
+        def abort() -> None:
+            cut_off.set()
+            self.shutdown()
+
+        watchdog = threading.Timer(deadline_s, abort)
         watchdog.start()
         try:
             if details.get("init") is not None:

@@ -5,8 +5,18 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from vllm_helpers import STORIES, apply, disk_order, load, logprobs_of, needs_stories, one_token_llama, running_engine
-from vllm_helpers import saying, scrambled
+from vllm_helpers import (
+    STORIES,
+    apply,
+    disk_order,
+    load,
+    logprobs_of,
+    needs_stories,
+    one_token_llama,
+    running_engine,
+    saying,
+    scrambled,
+)
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError
@@ -116,8 +126,8 @@ def test_the_token_that_ends_a_response_is_part_of_it(stories, tmp_path):
         assert_sampled_from(model, rollout)
 
 
-def test_cancelled_and_dropped_requests_leave_the_engine(stories):
-    runner, engine, _ = stories
+def test_cancelled_and_dropped_requests_leave_the_engine(stories, tmp_path):
+    runner, engine, model = stories
 
     async def scenario():
         cancelled = asyncio.create_task(engine.sample([1, 300], 8, spec(tokens=256)))
@@ -132,7 +142,9 @@ def test_cancelled_and_dropped_requests_leave_the_engine(stories):
         await engine.abort_requests()
         with pytest.raises(EngineError, match="dropped"):
             await dropped
-        await engine.finish_update(0)
+        with pytest.raises(EngineError, match="no weights were received"):
+            await engine.finish_update(0)
+        await apply(engine, disk_order(0, model, tmp_path))
         for _ in range(100):
             if not engine._llm.output_processor.has_unfinished_requests():
                 break

@@ -4,8 +4,19 @@ import asyncio
 
 import numpy as np
 import pytest
-from vllm_helpers import STORIES, Sender, apply, disk_order, load, logprobs_of, needs_stories, order, running_engine
-from vllm_helpers import scrambled, untied_qwen2
+from vllm_helpers import (
+    STORIES,
+    Sender,
+    apply,
+    disk_order,
+    load,
+    logprobs_of,
+    needs_stories,
+    order,
+    running_engine,
+    scrambled,
+    untied_qwen2,
+)
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError, TransferError
@@ -85,7 +96,7 @@ def test_a_sender_that_dies_within_a_transfer_costs_one_update(world, tmp_path):
         stalled = order(2, "gloo", sender.order(2, model).details, 2.0)
         await apply(engine, stalled)
         await engine.begin_update()
-        with pytest.raises(TransferError, match="transfer failed|not loaded within"):
+        with pytest.raises(TransferError, match=r"transfer failed|not loaded within"):
             await engine.receive(stalled)  # nobody sends it a second time
         await apply(engine, Sender(tmp_path).order(3, scrambled(model, 7)))
 
