@@ -1,10 +1,12 @@
 """Reading JSON lines back while others write them, and the series that a run's metrics make."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+REJECTED = "groups/rejected_"
 Row = dict[str, float]
 Series = tuple[tuple[int, float], ...]
 """(step, value) in order of steps."""
@@ -60,6 +62,8 @@ class History:
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
+        self.rejected: Counter[str] = Counter()
+        """Groups rejected in all steps, by reason."""
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in one line; lines without a step are ignored, null values are left out."""
@@ -70,13 +74,18 @@ class History:
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
             for later in [known for known in self.rows if known >= step]:
-                del self.rows[later]
+                self.rejected.subtract(_rejected(self.rows.pop(later)))
         row = self.rows.setdefault(step, {})
+        self.rejected.update(_rejected(values))
         row.update({name: value for name, value in values.items() if name != "time" or training or "time" not in row})
 
     def series(self, name: str) -> Series:
         """All values of a metric."""
         return tuple((step, row[name]) for step, row in sorted(self.rows.items()) if name in row)
+
+
+def _rejected(row: Row) -> dict[str, int]:
+    return {name.removeprefix(REJECTED): int(value) for name, value in row.items() if name.startswith(REJECTED)}
 
 
 def _is_number(value: object) -> bool:

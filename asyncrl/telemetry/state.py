@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ class DashboardState:
     @property
     def eta_s(self) -> float | None:
         """Time left at the speed of the last steps."""
-        times = [(step, row["time"]) for step, row in sorted(self.history.rows.items()) if "time" in row and "time/step" in row]
-        recent = times[-RECENT_STEPS - 1 :]
+        rows = self.history.rows
+        trained = (step for step in sorted(rows, reverse=True) if {"time", "time/step"} <= rows[step].keys())
+        recent = [(step, rows[step]["time"]) for step in islice(trained, RECENT_STEPS + 1)][::-1]
         if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
             return None
         seconds_per_step = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
@@ -84,11 +86,7 @@ class DashboardState:
     @property
     def dropped(self) -> dict[str, int]:
         """What was not trained, or done again, by reason."""
-        counts: Counter[str] = Counter()
-        for row in self.history.rows.values():
-            for name, value in row.items():
-                if name.startswith("groups/rejected_"):
-                    counts[name.removeprefix("groups/rejected_")] += int(value)
+        counts = Counter(self.history.rejected)
         if self.status and self.status.audit:
             counts.update({name: count for name, count in self.status.audit.counters.items() if name in DROPS})
         return dict(counts)
