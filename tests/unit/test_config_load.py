@@ -83,6 +83,7 @@ def test_a_mistake_is_named_with_line_key_and_way_out(tmp_path: Path, text: str,
     message = complaint(path)
     (named,) = [row for row in message.splitlines() if said in row]
     assert named.startswith(f"  {path}:{line}  {key}: "), message
+    assert message.startswith("1 problem in"), "one mistake is one problem"
 
 
 def test_all_mistakes_of_a_file_come_at_once_in_reading_order(tmp_path: Path) -> None:
@@ -181,12 +182,14 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("reward.functions.1.weight=2", "allowed is 0 to 0"),
         ("sampling.stop.0=a", "allowed is the whole list"),
         ("data.train.x=1", "found a section with x; allowed is text"),
+        ("reward.functions.0.wieght=2", "did you mean `weight`?"),
         ("batch={groups: 1, groups: 2}", "found the key twice"),
         ("algorithm.advantage=grppo", "did you mean `grpo`?"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> None:
     message = complaint(write(tmp_path, GOOD), override)
+    assert message.startswith("1 problem in"), message
     (named,) = [row for row in message.splitlines() if said in row]
     assert named.startswith(f"  override `{override}`")
 
