@@ -80,7 +80,6 @@ def suggest_key(keys: Keys) -> str:
 
 OTHER_NAMES = {
     "learning_rate": "learner.optimizer.lr",
-    "weight_decay": "learner.optimizer.weight_decay",
     "num_generations": "batch.group_size",
     "max_completion_length": "sampling.max_response_tokens",
     "max_prompt_length": "sampling.max_prompt_tokens",

@@ -1,9 +1,13 @@
 """A curve in characters."""
 
+import re
+
 from rich.text import Text
 
 from asyncrl.telemetry.history import Series
 from asyncrl.telemetry.text import number, one_line
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
@@ -28,7 +32,7 @@ def curve(title: str, series: Series, *, width: int, height: int, style: str) ->
     figure.ruler("y").ticks(marks, [number(mark, 2) for mark in marks])
     figure.ruler("x").lim(steps[0], steps[-1])
     figure.ruler("x").ticks([steps[0], steps[-1]], [str(steps[0]), str(steps[-1])])
-    lines = Text.from_ansi(str(figure.build())).plain.rstrip("\n").split("\n")
+    lines = COLOUR.sub("", str(figure.build())).rstrip("\n").split("\n")
     return [head, *(one_line(Text(line, style=style), width) for line in lines)]
 
 
