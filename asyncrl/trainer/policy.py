@@ -19,19 +19,18 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(hidden_TD, weight_VD, target_T) -> (ln softmax(z)[target], entropy of softmax(z)), z = hidden @ weight.T / temperature.
+    """(hidden_TD, weight_VD, target_T) -> columns_2T: ln softmax(z)[target] and the entropy of softmax(z).
 
-    Backward recomputes each chunk's logits. With p = softmax(z), g and e the gradients of the two outputs, H the entropy:
+    z = hidden @ weight.T / temperature.
+    Backward recomputes each chunk's logits. With p = softmax(z), g and e the gradients of the two rows, H the entropy:
     dL/dz = g (onehot(target) - p) - e p (ln p + H).
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int) -> Tensor:
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)  # at least float32
-        logprobs_T = torch.empty(len(target_T), dtype=dtype, device=hidden_TD.device)
-        logsumexp_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
+        columns_2T = torch.empty(2, len(target_T), dtype=dtype, device=hidden_TD.device)
+        logsumexp_T = torch.empty_like(columns_2T[0])
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
             logits_CV = linear(hidden_TD[part], weight_VD).to(dtype).div_(temperature)
@@ -39,18 +38,17 @@ class TokenLogprobs(torch.autograd.Function):
             exp_CV = (logits_CV - peak_C[:, None]).exp_()
             sum_C = exp_CV.sum(-1)
             logsumexp_T[part] = peak_C + sum_C.log()
-            logprobs_T[part] = logits_CV.gather(-1, target_T[part, None]).squeeze(-1) - logsumexp_T[part]
-            entropy_T[part] = logsumexp_T[part] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
-        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, entropy_T)
+            columns_2T[0, part] = logits_CV.gather(-1, target_T[part, None]).squeeze(-1) - logsumexp_T[part]
+            columns_2T[1, part] = logsumexp_T[part] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, columns_2T[1].clone())
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.set_materialize_grads(False)
-        return logprobs_T, entropy_T
+        return columns_2T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, target_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        gradient_T = torch.zeros_like(entropy_T) if gradients[0] is None else gradients[0]
-        entropy_gradient_T = gradients[1]
+        gradient_T, entropy_gradient_T = gradients[0]
+        with_entropy = bool(entropy_gradient_T.any())
         hidden_gradient_TD = torch.empty_like(hidden_TD)
         # Not in the weight's dtype, so that many chunks in bfloat16 do not round each other away.
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
@@ -59,7 +57,7 @@ class TokenLogprobs(torch.autograd.Function):
             log_p_CV = linear(hidden_TD[part], weight_VD).to(entropy_T.dtype).div_(ctx.temperature).sub_(logsumexp_T[part, None])
             logit_gradient_CV = log_p_CV.exp()
             factor_CV = -gradient_T[part, None]
-            if entropy_gradient_T is not None:
+            if with_entropy:
                 factor_CV = factor_CV - entropy_gradient_T[part, None] * log_p_CV.add_(entropy_T[part, None])
             logit_gradient_CV.mul_(factor_CV).scatter_add_(-1, target_T[part, None], gradient_T[part, None])
             logit_gradient_CV = logit_gradient_CV.div_(ctx.temperature).to(hidden_TD.dtype)
@@ -72,7 +70,8 @@ class LogprobHead(nn.Module):
     """The output layer, asked for log-probabilities of given tokens in place of logits.
 
     It shares the weight of the model's own output layer (and of the embedding, where tied). It is called once per micro-batch,
-    however many chunks that has, so that sharded ranks gather the weight equally often.
+    however many chunks that has, and returns one tensor, whatever the loss makes of it: ranks that share weights gather them
+    when a module runs and when a gradient reaches one of its outputs, and must do so in the same order.
     """
 
     def __init__(self, output_layer: nn.Module) -> None:
@@ -83,12 +82,10 @@ class LogprobHead(nn.Module):
             )
         self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T), float32, in nats; logits are divided by `temperature`."""
-        outputs: tuple[Tensor, Tensor] = TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_TD, self.weight, target_T, temperature, chunk
-        )
-        return outputs
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int) -> Tensor:
+        """columns_2T: log-probabilities and entropies in nats, float32; logits are divided by `temperature`."""
+        columns_2T: Tensor = TokenLogprobs.apply(hidden_TD, self.weight, target_T, temperature, chunk)  # type: ignore[no-untyped-call]
+        return columns_2T
 
 
 class PolicyModule(nn.Module):
@@ -113,13 +110,13 @@ class PolicyModule(nn.Module):
         target_T: Tensor,
         temperature: float,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T), float32: of `target_T`, as predicted at the packed positions `source_T`."""
+    ) -> Tensor:
+        """columns_2T, float32: log-probability of `target_T` and entropy, as predicted at the packed positions `source_T`."""
         hidden_ND = self.model.base_model(
             input_ids=input_ids_N[None],
             position_ids=position_ids_N[None],
             use_cache=False,
             **attention_kwargs(self.model.config._attn_implementation, sequence_starts, input_ids_N.device),
         ).last_hidden_state[0]
-        logprobs_T, entropy_T = self.head(hidden_ND[source_T], target_T, temperature, chunk)
-        return logprobs_T, entropy_T
+        columns_2T: Tensor = self.head(hidden_ND[source_T], target_T, temperature, chunk)
+        return columns_2T

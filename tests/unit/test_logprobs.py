@@ -47,10 +47,10 @@ def random_sequences(rng: np.random.Generator, vocabulary: int, shapes: list[tup
 
 
 def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5) -> tuple[Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor] = policy(
+    logprobs_T, entropy_T = policy(
         batch.input_ids_N, batch.position_ids_N, batch.sequence_starts, batch.source_T, batch.target_T, TEMPERATURE, chunk
     )
-    return outputs
+    return logprobs_T, entropy_T
 
 
 def padded(path: Path, sequences: list[Sequence], dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor, Tensor]:

@@ -1,0 +1,126 @@
+"""The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every ZeRO stage."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_models import tiny_qwen2
+from helpers_ranks import run_ranks
+from torch import Tensor
+from trainer_worker import sequences, tokens_of
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.integration
+
+CUTS = {
+    "whole": [[[0, 1, 2, 3, 4, 5, 6]]],
+    "cut": [[[3], [0, 6, 1], [], [2, 4, 5]]],
+    "even": [[[0, 1], [2, 3]], [[4], [5, 6]]],
+    "uneven": [[[0, 1, 2, 3, 4], [5], []], [[6], [], []]],
+    "rank 1 empty": [[[0, 1, 2, 3, 4, 5, 6]], [[]]],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
+    """Gradient and loss of the same objective: stock model, one sequence at a time, full logits, no packing, no DeepSpeed."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    items = sequences()
+    total = torch.zeros(())
+    for one in items:
+        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
+        table = (policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
+        chosen = table.gather(-1, torch.from_numpy(one.response_ids.astype(np.int64))[:, None]).squeeze(-1)
+        entropy = -(table.exp() * table).sum(-1)
+        keep = torch.from_numpy(one.keep)
+        total = total - (chosen * torch.from_numpy(one.advantages))[keep].sum() - 0.1 * entropy[keep].sum()
+    loss = total / tokens_of(items)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), (2, False)])
+def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(tmp_path: Path, ranks: int, tied: bool) -> None:
+    model = tiny_qwen2(tmp_path / "model", tied=tied)
+    expected, loss = oracle(model)
+    scenarios: list[dict[str, Any]] = [
+        {"run": "gradient", "name": f"{cut}, stage {stage}", "stage": stage, "cut": parts}
+        for cut, parts in CUTS.items()
+        if len(parts) == ranks
+        for stage in range(4)
+    ]
+    scenarios.append(scenarios[-1] | {"name": "checkpointing", "checkpointing": True})
+    norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
+    for name, (gradients, report) in run_ranks(ranks, model, scenarios, tmp_path).items():
+        assert report["names"] == list(expected), name
+        for parameter, gradient in expected.items():
+            torch.testing.assert_close(
+                gradients[parameter].float(), gradient, atol=1e-6, rtol=1e-5, msg=lambda m, n=name, p=parameter: f"{n}: {p}: {m}"
+            )
+        assert report["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+        assert report["metrics"]["loss"] == pytest.approx(loss, abs=1e-6), name
+        assert report["metrics"]["tokens"] == tokens_of(sequences()), name
+        assert report["metrics"]["skipped_steps"] == 0, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(model: Path, tmp_path: Path, ranks: int) -> None:
+    scenarios = [
+        {
+            "run": "nonfinite",
+            "name": f"{bad} {stage} {dtype}",
+            "stage": stage,
+            "dtype": dtype,
+            "bad": bad,
+            "with_bad": bad != "never",
+        }
+        for stage, dtype in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")]
+        for bad in ("never", "nan", "inf", "gradient")
+    ]
+    results = run_ranks(ranks, model, scenarios, tmp_path)
+    for scenario in scenarios:
+        if not scenario["with_bad"]:
+            continue
+        states, reports = results[scenario["name"]]
+        clean, clean_reports = results[f"never {scenario['stage']} {scenario['dtype']}"]
+        assert [report["skipped"] for report in reports] == [0, 1, 0], scenario["name"]
+        assert [report["finite"] for report in reports] == [True, False, True], scenario["name"]
+        # The schedule does not count it either.
+        assert [reports[i]["lr"] for i in (0, 2)] == [report["lr"] for report in clean_reports] == pytest.approx([0.0025, 0.005])
+        for key, tensor in clean.items():
+            index, parameter = key.split(".", 1)
+            assert torch.equal(states[f"{int(index) * 2}.{parameter}"], tensor), (scenario["name"], key)
+            if index == "0":
+                assert torch.equal(states[f"1.{parameter}"], tensor), (scenario["name"], key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logprobs_reference_score_and_broadcast(model: Path, tmp_path: Path, ranks: int) -> None:
+    scenarios = [
+        {"run": "surface", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
+        for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (0, "bfloat16"), (3, "bfloat16")]
+    ]
+    results = run_ranks(ranks, model, scenarios, tmp_path)
+    for name, (tensors, report) in results.items():
+        assert torch.equal(tensors["before"], tensors["reference"]), name
+        assert torch.equal(tensors["still"], tensors["reference"]), name
+        assert not torch.allclose(tensors["after"], tensors["before"], atol=1e-3), name
+        assert report["broadcast"] == [True, True] and report["empty"] == 0, name
+        assert report["none"] == [1.0, 0.0], name
+        assert report["dtype"] == [f"torch.{name.split()[1]}"] and report["logprob_dtype"] == "torch.float32", name
+    for name in ("2 float32", "3 float32"):
+        assert results[name][1]["score"] == pytest.approx(results["0 float32"][1]["score"], abs=1e-5)
+
+
+def test_score_is_the_stock_models_at_temperature_one(tmp_path: Path) -> None:
+    model, ids = tiny_qwen2(tmp_path / "model"), torch.tensor([[3, 9, 4, 30, 12]])
+    # A learning rate this small leaves the weights as they were loaded, to 1e-6.
+    _, report = run_ranks(1, model, [{"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}], tmp_path)["s"]
+    table = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)

@@ -1,0 +1,182 @@
+"""One rank of a learner, as its own process: `python trainer_worker.py '{"rank": 0, ...}'`. Runs scenarios one after the other.
+
+Each scenario writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`.
+"""
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.trainer.base import LossSums, MicroBatch
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.collectives import Rendezvous
+from asyncrl.trainer.deepspeed import DeepSpeedTrainer
+from asyncrl.trainer.packing import Sequence, microbatch
+
+KEY = b"key of the test run"
+CPU = torch.device("cpu")
+
+
+def sequences(number: int = 7, seed: int = 3) -> list[Sequence]:
+    rng = np.random.default_rng(seed)
+    result = []
+    for _ in range(number):
+        prompt, response = int(rng.integers(1, 8)), int(rng.integers(1, 24))
+        result.append(
+            Sequence(
+                prompt_ids=rng.integers(2, 40, prompt, dtype=np.int32),
+                response_ids=rng.integers(2, 40, response, dtype=np.int32),
+                keep=rng.random(response) < 0.8,
+                behaviour_logprobs=np.zeros(response, np.float32),
+                advantages=rng.normal(size=response).astype(np.float32),
+                lag=np.zeros(response, np.int64),
+            )
+        )
+    return result
+
+
+def tokens_of(items: list[Sequence]) -> int:
+    return int(sum(one.keep.sum() for one in items))
+
+
+def loss_over(total: int) -> Any:
+    def loss(batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
+        value = (-(logprobs_T * batch.tokens.advantages_T).sum() - 0.1 * entropy_T.sum()) / total
+        return LossSums(loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)})
+
+    return loss
+
+
+def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
+    return DeepSpeedTrainer(
+        ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
+        LearnerConfig(
+            ranks=job["ranks"],
+            device="cpu",
+            threads=1,
+            zero_stage=scenario["stage"],
+            logprob_chunk_tokens=8,
+            gradient_checkpointing=scenario.get("checkpointing", False),
+            optimizer=OptimizerConfig(**optimizer),
+        ),
+        temperature=0.7,
+        rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
+        reference=scenario.get("reference", False),
+    )
+
+
+def parameters(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.parameters()}
+
+
+def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The gradient that was applied: AdamW's first step with lr 1 and eps 1 subtracts u = g / (|g| + 1), so g = u / (1 - |u|)."""
+    trainer = build(job, scenario, lr=1.0, eps=1.0, max_grad_norm=1e9)
+    items = sequences()
+    mine = [microbatch([items[i] for i in members], CPU) for members in scenario["cut"][job["rank"]]]
+    before = parameters(trainer)
+    result = trainer.step(mine, loss_over(tokens_of(items)))
+    after = parameters(trainer)
+    steps = {name: before[name].double() - after[name].double() for name in before}
+    report = {"metrics": dict(result.metrics), "grad_norm": result.grad_norm, "lr": result.lr, "names": list(before)}
+    trainer.close()
+    return {name: (u / (1 - u.abs())).contiguous() for name, u in steps.items()}, report
+
+
+def nonfinite(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Good, bad, good: what is bad is bad on the last rank only."""
+    trainer = build(job, scenario, lr=1e-2, warmup_steps=4)
+    items = sequences()
+    batches = [microbatch(items, CPU)] if job["rank"] == 0 else [microbatch(items[:3], CPU)]
+    good = loss_over(100)
+
+    def bad(batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
+        sums = good(batch, logprobs_T, entropy_T)
+        if job["rank"] != job["ranks"] - 1:
+            return sums
+        if scenario["bad"] == "gradient":  # finite value, infinite slope
+            return LossSums(loss=sums.loss + ((logprobs_T - logprobs_T.detach()).abs() + 0.0).sqrt().sum())
+        return LossSums(loss=sums.loss + float(scenario["bad"]))  # infinite value, finite slope
+
+    reports, states = [], []
+    for loss in (good, bad, good) if scenario["with_bad"] else (good, good):
+        result = trainer.step(batches, loss)
+        reports.append({"skipped": result.metrics["skipped_steps"], "finite": math.isfinite(result.grad_norm), "lr": result.lr})
+        states.append(parameters(trainer))
+    trainer.close()
+    return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}, reports
+
+
+def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Everything but the step: values before and after one."""
+    trainer = build(job, scenario, lr=scenario.get("lr", 1e-2))
+    items = sequences()
+    batches = [microbatch(items[:4], CPU), microbatch([], CPU)] if job["rank"] == 0 else [microbatch(items[4:5], CPU)] * 2
+    before, reference = trainer.logprobs(batches), trainer.reference_logprobs(batches)
+    none = trainer.step([], loss_over(1))
+    trainer.step(batches, loss_over(50))
+    after, still = trainer.logprobs(batches), trainer.reference_logprobs(batches)
+    score = trainer.score([3, 9, 4, 30, 12])
+    sent = trainer.broadcast(b"bytes \x00 of rank 0" * 1000 if job["rank"] == 0 else None)
+    empty = trainer.broadcast(b"" if job["rank"] == 0 else None)
+    report = {
+        "score": score,
+        "broadcast": [sent == b"bytes \x00 of rank 0" * 1000, empty == b""],
+        "empty": before[1].numel() if job["rank"] == 0 else 0,
+        "none": [none.metrics["skipped_steps"], none.grad_norm],
+        "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.parameters()}),
+        "logprob_dtype": str(before[0].dtype),
+    }
+    trainer.close()
+    return {"before": before[0], "reference": reference[0], "after": after[0], "still": still[0]}, report
+
+
+def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Steps that depend on all random generators; loads before and saves after where the scenario says so."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(17 + job["rank"])
+    np.random.normal(), random.gauss(0, 1)  # leaves a cached second value in either state
+    trainer = build(job, scenario, lr=1e-2, warmup_steps=3, weight_decay=0.1)
+    store = CheckpointStore(Path(scenario["store"]), KEY, 2) if "store" in scenario else None
+    start, stop = scenario["steps"]
+    state = store.load(trainer) if store and start else None
+    items = sequences()
+    losses = []
+    for step in range(start, stop):
+        noise = torch.rand(()).item() + np.random.normal() + random.gauss(0, 1)
+        members = [items[(step + job["rank"] + i) % len(items)] for i in range(3)]
+        plain = loss_over(60)
+
+        def loss(batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, noise: float = noise, plain: Any = plain) -> LossSums:
+            sums = plain(batch, logprobs_T, entropy_T)
+            return LossSums(loss=sums.loss * noise, metrics=sums.metrics)
+
+        losses.append(trainer.step([microbatch(members[:2], CPU), microbatch(members[2:], CPU)], loss).metrics["loss"])
+    if store and not start:
+        store.save(stop, trainer, {"version": stop, "ledger": [1, 2]})
+    result = parameters(trainer)
+    trainer.close()
+    return result, {"losses": losses, "state": state}
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    for scenario in job["scenarios"]:
+        tensors, report = globals()[scenario["run"]](job, scenario)
+        if job["rank"] == 0:
+            save_file(tensors, Path(job["out"]) / f"{scenario['name']}.safetensors")
+            (Path(job["out"]) / f"{scenario['name']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
