@@ -17,7 +17,10 @@ STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-
 SPECIALS = ["<pad>", "<bos>", "<eos>"]
 BOS, EOS = 1, 2
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def character_tokenizer(directory: Path, *, pattern: str = "<bos> $A", template: str | None = None) -> str:

