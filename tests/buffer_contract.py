@@ -225,6 +225,9 @@ class BufferContract:
         with pytest.raises(BufferGap):
             buffer.take(ahead, 2, window=1)
         assert places(buffer)["ready"] == 4
+        take(buffer, ledger, 2)
+        with pytest.raises(BufferGap):
+            buffer.take(other, 2, window=1)  # take 2 is assigned, but after another take 1
 
     def test_frames_come_in_the_order_asked_for_and_a_lost_one_is_a_gap(self, buffer):
         fill(buffer, 3)
@@ -364,9 +367,24 @@ class BufferContract:
         assert places(learner) == {"issued": 6, "leased": 0, "reissue": 4, "ready": 2, "taken": 0, "done": 0}
         assert ids(learner.lease("g", 9)) == [1, 2, 3, 4, 7, 8]
 
+    def test_the_ledger_wins_over_what_was_done_out_of_order(self, lane, buffer, ledger):
+        buffer.lease("g", 6)
+        buffer.fail("g", 2, "why", b"tombstone")
+        assert ids(buffer.lease("g", 1)) == [2]
+        for ticket_id in (2, 4, 5):
+            buffer.put("g", ticket_id, b"x")
+        taken = take(buffer, ledger, 3, window=100)
+        buffer.commit(taken.number, taken.chain)
+        learner, older = lane.handle(), Ledger()
+        learner.recover(older, version=0, limit=8)
+        assert places(learner) == {"issued": 6, "leased": 3, "reissue": 3, "ready": 0, "taken": 0, "done": 0}
+        assert ids(learner.lease("h", 3)) == [2, 4, 5]
+        assert not learner.fail("h", 2, "why", b"tombstone"), "a consumed id starts with no failures"
+
     def test_an_assignment_that_does_not_go_on_from_the_ledger_is_undone(self, lane, buffer, ledger):
         fill(buffer, 6)
         take(buffer, ledger, 3)
+        take(buffer, ledger, 2)
         other = Ledger()
         other.consume((6,))
         learner = lane.handle()
@@ -401,3 +419,14 @@ class BufferContract:
         other.recover(ledger, version=0, limit=8)
         with pytest.raises(BufferFenced):
             buffer.take(ledger, 1, window=1)
+
+    def test_a_zombie_is_fenced_also_after_the_store_forgot_who_was_newer(self, lane, buffer, ledger):
+        middle, newest = lane.handle(), lane.handle()
+        for learner in (middle, newest):
+            learner.recover(ledger, version=0, limit=8)
+        lane.wipe()
+        newest.recover(ledger, version=0, limit=8)
+        for zombie in (buffer, middle):
+            with pytest.raises(BufferFenced):
+                zombie.set_version(1, limit=8)
+        newest.set_version(1, limit=8)

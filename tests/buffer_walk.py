@@ -23,6 +23,7 @@ class Walk:
         self.generators = [lane.handle() for lane in lanes]
         self.ledger, self.older_ledger = Ledger(), Ledger()
         self.checkpoint = self.ledger.to_dict()
+        self.checkpoints = [self.checkpoint]
         self.snapshot = None
         self.last_take = None
         self.frames_made = 0
@@ -133,6 +134,7 @@ class Walk:
 
     def save(self):
         self.checkpoint = self.ledger.to_dict()
+        self.checkpoints.append(self.checkpoint)
         if self.draw(st.booleans()):
             self.commit()
 
@@ -153,7 +155,11 @@ class Walk:
         assert self.all(self.learners, lambda buffer: buffer.recover(self.ledger, version=0, limit=limit)) is None
 
     def crash(self):
-        """A new learner process with what the last checkpoint says; the old one may still be alive."""
+        """A new learner process with what a checkpoint says, mostly the last; the old one may still be alive."""
+        if self.draw(st.integers(0, 3)) == 0:
+            kept = self.draw(st.integers(1, len(self.checkpoints)))
+            del self.checkpoints[kept:]
+            self.checkpoint = self.checkpoints[-1]
         self.older, self.older_ledger = self.learners, self.ledger
         self.ledger = Ledger.from_dict(self.checkpoint)
         self.learners = [lane.handle() for lane in self.lanes]

@@ -23,6 +23,8 @@ from asyncrl.errors import StoreError
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
+READ_BYTES = 1 << 20
+"""A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
 """Error codes of a server that will answer later."""
@@ -44,6 +46,7 @@ class StoreConnection:
                 **({"password": password} if password else {}),
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=SOCKET_TIMEOUT_S,
+                socket_read_size=READ_BYTES,
                 **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
             )
         except ValueError as error:

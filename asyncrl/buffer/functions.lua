@@ -35,6 +35,14 @@ local function register(name, flags, body)
 end
 
 local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
+
+-- Several numbers of meta in one call.
+local function metas(k, ...)
+  local values = call('HMGET', k.meta, ...)
+  for i, value in ipairs(values) do values[i] = tonumber(value or '0') end
+  return unpack(values)
+end
+
 local function chain_of(k) return call('HGET', k.meta, 'chain') or EMPTY_CHAIN end
 local function count(k, counter, n) if n ~= 0 then call('HINCRBY', k.counters, counter, n) end end
 local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
@@ -54,6 +62,11 @@ end
 -- The oldest unfinished id, or the next one to be issued.
 local function anchor(k)
   return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, meta(k, 'issued') + 1)
+end
+
+-- One call for many ids; Lua passes a few thousand values at most.
+local function each_batch(ids, visit)
+  for first = 1, #ids, 1000 do visit(unpack(ids, first, math.min(first + 999, #ids))) end
 end
 
 local function is_done(k, id)
@@ -79,9 +92,12 @@ local function store(k, id, frame)
   call('ZADD', k.ready, id, id)
 end
 
-local function drop_frame(k, id)
-  call('HINCRBY', k.meta, 'bytes', -call('HSTRLEN', k.frames, id))
-  call('HDEL', k.frames, id)
+-- Deletes the frames of `ids`, as far as they exist.
+local function drop_frames(k, ids)
+  local freed = 0
+  for _, id in ipairs(ids) do freed = freed + call('HSTRLEN', k.frames, id) end
+  each_batch(ids, function(...) call('HDEL', k.frames, ...) end)
+  call('HSET', k.meta, 'bytes', meta(k, 'bytes') - freed) -- HINCRBY would refuse Lua's "-0"
 end
 
 local function assignment(k, number)
@@ -134,12 +150,11 @@ end
 -- lease holder count lease_ms request -> version, limit, closed, ids
 register('lease', {}, function(k, args)
   local holder, wanted, request = args[1], tonumber(args[2]), args[4]
-  local version, limit, closed = meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed')
+  local version, limit, closed, issued = metas(k, 'version', 'limit', 'closed', 'issued')
   expire(k)
   local again = repeated(k, holder, request)
   if again or closed == 1 then return {version, limit, closed, again or {}} end
   local ids = call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted)
-  local issued = meta(k, 'issued')
   while #ids < wanted and issued < limit do
     issued = issued + 1
     ids[#ids + 1] = id_text(issued)
@@ -167,10 +182,10 @@ end)
 
 local function put_outcome(k, id, bytes, max_bytes)
   if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then return 'duplicate' end
-  if tonumber(id) > meta(k, 'issued') then return 'unknown' end
+  local issued, starving, stored = metas(k, 'issued', 'starving', 'bytes')
+  if tonumber(id) > issued then return 'unknown' end
   -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
-  local awaited = meta(k, 'starving') == 1 and tonumber(id) == anchor(k)
-  if meta(k, 'bytes') + bytes > max_bytes and not awaited then return 'full' end
+  if stored + bytes > max_bytes and not (starving == 1 and tonumber(id) == anchor(k)) then return 'full' end
   return 'stored'
 end
 
@@ -242,7 +257,7 @@ register('take', {'allow-oom'}, function(k, args)
     call('HSET', k.meta, 'starving', 1)
     return {'WAIT'}
   end
-  for _, id in ipairs(ids) do call('ZREM', k.ready, id) end
+  call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)
   local chain = assign(k, number, previous, ids, '-')
   call('HSET', k.meta, 'starving', 0)
   return {'OK', chain, ids}
@@ -265,16 +280,18 @@ register('reject', {'allow-oom'}, function(k, args)
   local beginning = string.sub(call('HGET', k.frames, rejected) or '', 1, DEAD_LETTER_BYTES)
   call('LPUSH', k.dead_letters, rejected .. ' ' .. args[6] .. '\n' .. beginning)
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
-  drop_frame(k, rejected)
+  drop_frames(k, {rejected})
   issue_again(k, rejected)
   count(k, 'rejected_frames', 1)
   return {'OK', assign(k, number, take.previous, ids, chain), ids}
 end)
 
-local function finish(k, id)
-  drop_frame(k, id)
-  call('HDEL', k.attempts, id)
-  call('SADD', k.done, id)
+local function finish(k, ids)
+  drop_frames(k, ids)
+  each_batch(ids, function(...)
+    call('HDEL', k.attempts, ...)
+    call('SADD', k.done, ...)
+  end)
 end
 
 -- commit epoch owner number chain -> OK groups
@@ -288,7 +305,7 @@ register('commit', {'allow-oom'}, function(k, args)
   if takes[number].chain ~= args[4] then return {'GAP', 'the store does not know take ' .. number .. ' with this chain'} end
   local groups = 0
   for n = committed + 1, number do
-    for _, id in ipairs(takes[n].ids) do finish(k, id) end
+    finish(k, takes[n].ids)
     groups = groups + #takes[n].ids
     call('HDEL', k.takes, n)
   end
@@ -321,9 +338,11 @@ end
 
 -- Puts every id above the watermark into its one place; O(ids in flight).
 local function rebuild(k, kept, watermark, issued)
+  local obsolete = {}
   for _, id in ipairs(call('HKEYS', k.frames)) do
-    if is_done(k, id) then drop_frame(k, id) end
+    if is_done(k, id) then obsolete[#obsolete + 1] = id end
   end
+  drop_frames(k, obsolete)
   for _, id in ipairs(call('HKEYS', k.holders)) do
     if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then unlease(k, id) end
   end
