@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash deploy/install.sh
-.venv/bin/asyncrl warmup runs/quickstart-model
+.venv/bin/asyncrl warmup build/quickstart
 exec .venv/bin/asyncrl up --config configs/quickstart.yaml "$@"

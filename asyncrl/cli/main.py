@@ -139,7 +139,7 @@ def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
     from asyncrl.launch.warmup import build_quickstart
 
-    build_quickstart(directory, seed, report=typer.echo)
+    build_quickstart(directory, seed=seed, report=typer.echo)
 
 
 @app.command()

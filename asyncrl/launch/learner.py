@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head, LearnerState
 from asyncrl.launch.ranks import run_ranks
@@ -100,7 +101,7 @@ def draw_probe(config: Config) -> tuple[int, ...]:
     """A fixed random sequence: cheap to score, and every weight takes part."""
     draw = random.Random(config.run.seed)
     length = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-    vocabulary = len(load_tokenizer(config.model))
+    vocabulary = AutoConfig.from_pretrained(config.model.path, revision=config.model.revision).get_text_config().vocab_size
     return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
