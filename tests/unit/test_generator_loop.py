@@ -1,0 +1,267 @@
+"""The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and survives."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.algo.staleness import credit_limit
+from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.memory import MemoryBuffer
+from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
+from asyncrl.errors import RewardError
+from asyncrl.generator import Generator, GeneratorSettings, Lane, Sampler
+from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.types import Prompt
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.wire.schema import decode_group
+
+B, G = 2, 3
+PROBE = (1, 2, 3, 4)
+
+
+class Control:
+    """The learner's end, in this process: orders go in, reports and heartbeats come out."""
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[UpdateOrder | Stop] = asyncio.Queue()
+        self.reports: asyncio.Queue[UpdateReport] = asyncio.Queue()
+        self.beats: list[Heartbeat] = []
+        self.events: list[str] = []
+
+    async def join(self, hello: Hello) -> Welcome:
+        self.events.append("join")
+        return Welcome(version=0)
+
+    async def next_order(self) -> UpdateOrder | Stop:
+        return await self.orders.get()
+
+    async def report(self, report: UpdateReport) -> None:
+        await self.reports.put(report)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        self.beats.append(heartbeat)
+
+    async def leave(self) -> None:
+        self.events.append("leave")
+
+
+class Rewards:
+    def __init__(self, fails: Callable[[RewardInput], bool] = lambda one: False) -> None:
+        self.fails = fails
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        if any(self.fails(one) for one in inputs):
+            raise RewardError("part judge: raised ValueError")
+        return [Score(total=float(len(one.response)), parts={"length": float(len(one.response))}) for one in inputs]
+
+    async def close(self) -> None:
+        pass
+
+
+class Nowhere:
+    def log(self, *args: Any, **more: Any) -> None: ...
+    def samples(self, *args: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class World:
+    """One generator with everything around it."""
+
+    def __init__(self, *, max_lag: int = 1, rewards: Rewards | None = None, token_s: float = 0.0, max_running: int = 12) -> None:
+        self.learner = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
+        self.max_lag = max_lag
+        self.learner.recover(Ledger(), version=0, limit=credit_limit(0, max_lag=max_lag, groups=B, rejected=0))
+        self.engine = FakeEngine(token_s=token_s)
+        self.control = Control()
+        lane = Lane(
+            name="train",
+            buffer=self.learner.peer(),
+            prompt=lambda ticket_id: Prompt(token_ids=(ticket_id,), text=f"prompt {ticket_id}", row={}),
+            spec=SamplingSpec(temperature=1.0, max_response_tokens=6),
+            group_size=G,
+            minimum_version=lambda ticket: ticket.minimum_version,
+        )
+        self.generator = Generator(
+            engine=self.engine,
+            lanes=[lane],
+            sampler=Sampler(self.engine, rewards or Rewards(), lambda ids: "x" * len(ids), "g0"),
+            control=self.control,
+            tracker=Nowhere(),
+            settings=GeneratorSettings(max_running=max_running, lease_s=30.0, heartbeat_s=0.01, probe_limit=1e-3),
+        )
+
+    def order(self, version: int, *, probe_error: float = 0.0) -> UpdateOrder:
+        truth = logprobs_of(logits_of(version))[list(PROBE[1:])] + probe_error
+        return UpdateOrder(
+            version=version,
+            transport="disk",
+            deadline_s=1.0,
+            details={},
+            probe_ids=PROBE,
+            probe_logprobs=tuple(float(value) for value in truth),
+        )
+
+    async def until(self, condition: Callable[[], bool], wait_s: float = 5.0) -> None:
+        async with asyncio.timeout(wait_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def run(self, script: Callable[["World"], Any]) -> None:
+        async def play() -> None:
+            hello = Hello(generator_id="g0", incarnation="i", release="r", config_hash="c", version=0)
+            task = asyncio.create_task(self.generator.run(hello))
+            try:
+                await script(self)
+                await self.control.orders.put(Stop(reason="test"))
+            finally:
+                if not task.done() and self.control.orders.empty():
+                    task.cancel()
+                await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5.0)
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+
+        asyncio.run(play())
+
+
+def test_it_samples_what_it_holds_credit_for_and_no_more():
+    world = World()
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+        await asyncio.sleep(0.1)
+
+    world.run(script)
+    audit = world.learner.audit()
+    assert (audit.issued, audit.ready, audit.leased, audit.missing) == (4, 4, 0, 0)
+    take = world.learner.take(Ledger(), 4, window=4)
+    groups = [decode_group(frame) for frame in world.learner.frames(take.ids)]
+    assert [group.ticket_id for group in groups] == [1, 2, 3, 4]
+    for group in groups:
+        assert len(group.rollouts) == G
+        for rollout in group.rollouts:
+            assert rollout.prompt_ids.tolist() == [group.ticket_id]
+            np.testing.assert_allclose(rollout.behaviour_logprobs, logprobs_of(logits_of(0))[rollout.response_ids], atol=1e-6)
+            assert rollout.reward == rollout.reward_parts["length"] == len(rollout.response_ids)
+    assert world.control.events == ["join", "leave"]
+
+
+def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
+    world = World(rewards=Rewards(fails=lambda one: one.prompt == "prompt 2"))
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    assert world.learner.audit().counters["failed"] == 2
+    take = world.learner.take(Ledger(), 4, window=4)
+    dead = [group for group in map(decode_group, world.learner.frames(take.ids)) if group.dead_reason]
+    assert [(group.ticket_id, group.dead_reason, group.rollouts) for group in dead] == [(2, "part judge: raised ValueError", ())]
+
+
+def test_synchronous_tickets_wait_for_their_version():
+    world = World(max_lag=0)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 2)
+        world.learner.set_version(1, limit=credit_limit(1, max_lag=0, groups=B, rejected=0))
+        await world.until(lambda: world.learner.audit().leased == 2)
+        await asyncio.sleep(0.05)
+        assert world.learner.audit().ready == 2  # leased, but not started with weights of version 0
+        await world.control.orders.put(world.order(1))
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    take = world.learner.take(Ledger(), 4, window=4)
+    versions = {
+        group.ticket_id: {span.version for rollout in group.rollouts for span in rollout.version_spans}
+        for group in map(decode_group, world.learner.frames(take.ids))
+    }
+    assert versions == {1: {0}, 2: {0}, 3: {1}, 4: {1}}
+
+
+def test_an_update_under_running_requests_is_reported_with_its_probe():
+    world = World(token_s=0.02)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await world.control.orders.put(world.order(1))
+        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        assert report.applied, report
+        assert report.version == 1 and report.probe_max < 1e-5
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    take = world.learner.take(Ledger(), 4, window=4)
+    for group in map(decode_group, world.learner.frames(take.ids)):
+        for rollout in group.rollouts:
+            for token, version, logprob in zip(rollout.response_ids, rollout.versions, rollout.behaviour_logprobs, strict=True):
+                assert logprob == pytest.approx(logprobs_of(logits_of(int(version)))[token], abs=1e-6)
+
+
+def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_given_back():
+    world = World(token_s=0.02)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await world.control.orders.put(world.order(1, probe_error=0.1))
+        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        assert not report.applied
+        assert "probe differs" in report.reason
+        await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
+        assert world.engine.version == -1
+        await world.until(lambda: world.control.beats[-1].state == "dirty")
+        assert world.learner.audit().ready == 0
+        await world.control.orders.put(world.order(2))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    take = world.learner.take(Ledger(), 4, window=4)
+    for group in map(decode_group, world.learner.frames(take.ids)):
+        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+
+
+def test_a_full_store_keeps_the_group_with_the_generator():
+    world = World(max_running=G)
+    offered: list[int] = []
+    put = world.generator._lanes[0].buffer.put
+
+    def full_twice(holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
+        offered.append(ticket_id)
+        return PutOutcome.FULL if len(offered) < 3 else put(holder, ticket_id, frame)
+
+    world.generator._lanes[0].buffer.put = full_twice  # type: ignore[method-assign]
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready >= 1)
+        assert world.learner.audit().issued <= 2  # it leased nothing while it sat on a group
+
+    world.run(script)
+    assert offered[:3] == [1, 1, 1]
+
+
+def test_leaving_gives_every_ticket_back_at_once():
+    world = World(token_s=0.5)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().leased == 4)
+
+    world.run(script)
+    audit = world.learner.audit()
+    assert (audit.leased, audit.reissue, audit.missing) == (0, 4, 0)
+
+
+def test_a_closed_run_ends_the_generator():
+    world = World()
+
+    async def script(world: World) -> None:
+        world.learner.close()
+        await world.until(lambda: "leave" in world.control.events)
+
+    world.run(script)
