@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import Bucket, Layout, verify
+from asyncrl.weights.layout import Layout, verify
 
 Rendezvous = Mapping[str, Any]
 
@@ -46,6 +46,8 @@ class Group:
     deadline_s: float
     """Bound on one transfer."""
     spoilt: bool = False
+    memory: Tensor | None = None
+    """Where a receiver's tensors lie."""
 
 
 class _Operation(NamedTuple):
@@ -109,7 +111,8 @@ def send(group: Group, buffer: Tensor, layout: Layout) -> None:
 def receive(group: Group, layout: Layout, checksums: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) in layout order, each after the checksums of its whole bucket have been verified.
 
-    The tensors are views of their bucket's own memory and stay valid as long as they are kept; nothing is reused.
+    The tensors are views of the group's own memory, one copy of the weights on the host: they hold until the next
+    `receive`. (Memory of every bucket's own would be fresh each time, and page faults cost more than the transfer.)
     The group can be used again only if the iterator was exhausted.
 
     Raises:
@@ -119,17 +122,20 @@ def receive(group: Group, layout: Layout, checksums: Sequence[int]) -> Iterator[
     _require_usable(group)
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until it went well
+    if group.memory is None or len(group.memory) != layout.total_bytes:
+        group.memory = torch.empty(layout.total_bytes, dtype=torch.uint8)
+    memory = group.memory
     pending: list[_Operation] = []
     try:
         for ahead in layout.buckets[:1]:
-            pending.append(_broadcast(group, _memory(ahead), ends_at_s))
+            pending.append(_broadcast(group, memory[ahead.start_byte : ahead.end_byte], ends_at_s))
         for position, bucket in enumerate(layout.buckets):
-            buffer = _wait(group, pending.pop(0))
+            _wait(group, pending.pop(0))
             for ahead in layout.buckets[position + 1 : position + 2]:  # travels while this one is verified and loaded
-                pending.append(_broadcast(group, _memory(ahead), ends_at_s))
-            verify(buffer, layout, checksums, bucket)
+                pending.append(_broadcast(group, memory[ahead.start_byte : ahead.end_byte], ends_at_s))
+            verify(memory, layout, checksums, bucket)
             for index in range(bucket.first, bucket.end):
-                yield layout.specs[index].name, layout.view(buffer, index, bucket.start_byte)
+                yield layout.specs[index].name, layout.view(memory, index)
     finally:
         _drain(pending)
     group.spoilt = False
@@ -156,10 +162,6 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _memory(bucket: Bucket) -> Tensor:
-    return torch.empty(bucket.end_byte - bucket.start_byte, dtype=torch.uint8)
-
-
 def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> _Operation:
     remaining_s = max(ends_at_s - time.monotonic(), 0.001)
     try:
@@ -168,12 +170,11 @@ def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> _Operation:
         raise _failed(group, error) from error
 
 
-def _wait(group: Group, operation: _Operation) -> Tensor:
+def _wait(group: Group, operation: _Operation) -> None:
     try:
         operation.work.wait()
     except RuntimeError as error:
         raise _failed(group, error) from error
-    return operation.buffer
 
 
 def _drain(pending: list[_Operation]) -> None:

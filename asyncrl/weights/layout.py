@@ -71,9 +71,9 @@ class Layout:
             raise TransferError(f"layout of an update order: malformed ({error!r}); expected specs and bucket_bytes") from error
         return cls.plan(specs, bucket_bytes)
 
-    def view(self, buffer: Tensor, index: int, start_byte: int = 0) -> Tensor:
-        """Tensor `index` as a view of `buffer`, a uint8 buffer that begins at byte `start_byte` of the layout."""
-        spec, offset = self.specs[index], self.offsets[index] - start_byte
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """Tensor `index` as a view of `buffer`, uint8 and `total_bytes` long."""
+        spec, offset = self.specs[index], self.offsets[index]
         return buffer[offset : offset + _size_bytes(spec)].view(_dtype(spec)).view(spec.shape)
 
 
@@ -83,16 +83,16 @@ def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
-    """Compare the checksums of the whole buffer, or of a buffer that holds one bucket.
+    """Compare the checksums of all tensors, or of those of one bucket.
 
     Raises:
         TransferError: names the first tensor that differs.
     """
     if len(expected) != len(layout.specs):
         raise TransferError(f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed")
-    first, end, start_byte, _ = bucket or Bucket(0, len(layout.specs), 0, layout.total_bytes)
+    first, end = (bucket.first, bucket.end) if bucket else (0, len(layout.specs))
     for index in range(first, end):
-        found = checksum(buffer, layout, index, start_byte)
+        found = checksum(buffer, layout, index)
         if found != expected[index]:
             raise TransferError(
                 f"weights: tensor {layout.specs[index].name!r} has checksum {found:#010x}, the learner sent "
@@ -100,9 +100,9 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
             )
 
 
-def checksum(buffer: Tensor, layout: Layout, index: int, start_byte: int = 0) -> int:
-    """CRC-32 of the bytes of one tensor in a buffer that begins at `start_byte` of the layout."""
-    offset = layout.offsets[index] - start_byte
+def checksum(buffer: Tensor, layout: Layout, index: int) -> int:
+    """CRC-32 of the bytes of one tensor."""
+    offset = layout.offsets[index]
     return zlib.crc32(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
 
 

@@ -167,7 +167,8 @@ def test_a_killed_receiver_ends_the_transfer_and_spoils_the_group(receivers, by_
 def test_a_stopped_receiver_ends_the_transfer_at_the_deadline(receivers, by_file):
     buffer = random_buffer()
     receiver = receivers(by_file, checksums(buffer, LAYOUT), rounds=100_000)
-    group = open_group(by_file, rank=0, deadline_s=1.5)
+    group = open_group(by_file, rank=0, deadline_s=20.0)
+    group.deadline_s = 1.5
     send(group, buffer, LAYOUT)
     receiver.line()
     receiver.process.send_signal(signal.SIGSTOP)

@@ -43,15 +43,14 @@ class Receiver:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        assert self.process.stdout.readline() == "ready\n"
 
     def obey(self, order):
         self.process.stdin.write(json.dumps(asdict(order)) + "\n")
         self.process.stdin.flush()
 
     def answer(self):
-        while (line := self.process.stdout.readline()) == "ready\n":
-            pass
-        return json.loads(line)
+        return json.loads(self.process.stdout.readline())
 
     def close(self):
         self.process.kill()

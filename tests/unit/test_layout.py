@@ -47,8 +47,6 @@ def test_tensors_are_aligned_do_not_overlap_and_keep_their_values(specs, bucket_
     for index, original in enumerate(originals):
         assert layout.offsets[index] % 64 == 0
         assert torch.equal(layout.view(buffer, index), original)
-        bucket = next(b for b in layout.buckets if b.first <= index < b.end)
-        assert torch.equal(layout.view(buffer[bucket.start_byte : bucket.end_byte], index, bucket.start_byte), original)
 
 
 @given(spec_lists(), st.integers(1, 2000))
@@ -68,9 +66,12 @@ def test_one_flipped_bit_in_a_tensor_is_found_and_named_and_padding_is_ignored(s
     bytes_of_tensor[data.draw(st.integers(0, len(bytes_of_tensor) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(TransferError, match=f"'t{index}'"):
         verify(buffer, layout, expected)
-    bucket = next(b for b in layout.buckets if b.first <= index < b.end)
-    with pytest.raises(TransferError, match=f"'t{index}'"):
-        verify(buffer[bucket.start_byte : bucket.end_byte], layout, expected, bucket)
+    for bucket in layout.buckets:
+        if bucket.first <= index < bucket.end:
+            with pytest.raises(TransferError, match=f"'t{index}'"):
+                verify(buffer, layout, expected, bucket)
+        else:
+            verify(buffer, layout, expected, bucket)
 
 
 def test_padding_is_not_part_of_the_checksum():

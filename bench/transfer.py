@@ -1,0 +1,109 @@
+"""Gloo transfer of one version of the weights against a raw torch broadcast of the same bytes, in the same run.
+
+    python bench/transfer.py [--mib 512] [--bucket-mib 64] [--rounds 7] [--out bench/results/transfer.json]
+
+Two processes on this host. Rounds of the three kinds alternate, so that all see the same machine; medians are
+reported. "layout" and "checksums" move, verify and view whole models as an update does; "raw" is one broadcast into
+memory that is already there.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from asyncrl.weights import gloo
+from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout, checksums
+
+KINDS = ("raw", "layout", "checksums")
+
+
+def make_layout(mib: int, bucket_mib: int) -> Layout:
+    """Matrices of 2 MiB and vectors between them, like a small decoder's."""
+    specs = []
+    for index in range(mib // 2):
+        specs.append(TensorSpec(name=f"layer.{index}.matrix", dtype="bfloat16", shape=(1024, 1024)))
+        specs.append(TensorSpec(name=f"layer.{index}.norm", dtype="bfloat16", shape=(1000,)))
+    return Layout.plan(specs, bucket_mib << 20)
+
+
+def work(rank: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
+    layout = make_layout(options.mib, options.bucket_mib)
+    buffer = torch.empty(layout.total_bytes, dtype=torch.uint8).fill_(7)
+    sums = checksums(buffer, layout)
+    group = gloo.open_group({"name": "bench", "world_size": 2, "directory": directory}, rank=rank, deadline_s=120.0)
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(options.rounds + 1):
+        for kind in KINDS:
+            group.process_group.barrier().wait()
+            started_s = time.perf_counter()
+            if kind == "raw":
+                group.process_group.broadcast(buffer, 0).wait()
+            elif rank == 0:
+                gloo.send(group, buffer, layout)
+            else:
+                receive(group, layout, sums, verified=kind == "checksums")
+            group.process_group.barrier().wait()
+            seconds[kind].append(time.perf_counter() - started_s)
+    return {kind: values[1:] for kind, values in seconds.items()}  # the first one warms up
+
+
+def receive(group: gloo.Group, layout: Layout, sums: tuple[int, ...], *, verified: bool) -> None:
+    with mock.patch.object(gloo, "verify", gloo.verify if verified else lambda *_: None):
+        for _name, tensor in gloo.receive(group, layout, sums):
+            assert tensor.numel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--receiver", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.receiver:
+        work(1, options, options.receiver)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        receiver = subprocess.Popen([sys.executable, *sys.argv, "--receiver", directory])
+        try:
+            seconds = work(0, options, directory)
+            receiver.wait(60)
+        finally:
+            receiver.kill()
+    total_bytes = make_layout(options.mib, options.bucket_mib).total_bytes
+    rates = {kind: total_bytes / statistics.median(values) / 1e9 for kind, values in seconds.items()}
+    result = {
+        "workload": {
+            "bytes": total_bytes,
+            "bucket_mib": options.bucket_mib,
+            "rounds": options.rounds,
+            "transport": "gloo, loopback",
+        },
+        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},
+        "torch": torch.__version__,
+        "gb_per_s": {kind: round(rate, 3) for kind, rate in rates.items()},
+        "ratio_without_checksums": round(rates["layout"] / rates["raw"], 3),
+        "ratio": round(rates["checksums"] / rates["raw"], 3),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
