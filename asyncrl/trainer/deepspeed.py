@@ -6,7 +6,6 @@ accumulation steps switched off, so that the gradient does not depend on how a b
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from asyncrl.algo.metrics import merge
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, StepResult
@@ -88,10 +88,10 @@ class DeepSpeedTrainer:
         lr = float(self._engine.get_lr()[0])
         if not microbatches:
             return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
-        sums: Counter[str] = Counter()
+        sums: Mapping[str, float] = {}
         for i, microbatch in enumerate(microbatches):
             self._engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
-            sums.update(self._backward(microbatch, loss))
+            sums = merge([sums, self._backward(microbatch, loss)])
         grad_norm = self._apply()
         metrics = self._reduce(sums) | {"skipped_steps": float(not math.isfinite(grad_norm))}
         return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
@@ -184,7 +184,4 @@ class DeepSpeedTrainer:
         return grad_norm
 
     def _reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for part in self._ranks.gather(json.dumps(sums).encode()):
-            total.update(json.loads(part))
-        return dict(total)
+        return merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
