@@ -1,0 +1,154 @@
+"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner, senders - and some of them killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from asyncrl.launch.down import processes_of
+from tests.helpers_models import tiny_qwen2
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+B = 4
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    """A run of a tiny model with a reward from a file of the user's own."""
+    tiny_qwen2(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
+    for name, start in (("train", 10), ("test", 60)):
+        rows = [{"prompt": f"{a}+{b}="} for a in range(start, start + 10) for b in range(start, start + 10)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "run": {"name": "whole", "root": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+        "reward": {"functions": [{"function": f"{tmp_path}/rewards.py:odd"}]},
+        "batch": {"groups": B, "group_size": 4},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "staleness": {"max_lag": 2},
+        "learner": {"steps": 6, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
+        "generator": {"count": 2, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
+        "eval": {"every": 3, "prompts": 8},
+        "checkpoint": {"every": 2},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    yield path
+    for process in processes_of(tmp_path / "runs" / "whole"):
+        process.kill()
+
+
+def start(config: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+    output = (config.parent / "up.out").open("ab")
+    return subprocess.Popen([*ASYNCRL, "up", "--plain", "--config", str(config), *overrides], stdout=output, stderr=output)
+
+
+def call(*arguments: str) -> str:
+    done = subprocess.run([*ASYNCRL, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    path = run / "metrics" / "learner.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps(run: Path) -> list[int]:
+    return [int(row["step"]) for row in rows(run) if "time/step" in row]
+
+
+def wait(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", config: Path, wait_s: float = 400.0) -> None:
+    until_s = time.monotonic() + wait_s
+    while not condition():
+        said = (config.parent / "up.out").read_text()[-3000:]
+        assert process.poll() is None, f"ended with status {process.returncode}:\n{said}"
+        assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
+        time.sleep(0.2)
+
+
+def kill(run: Path, name: str) -> int:
+    pid = json.loads((run / "processes.json").read_text())["children"][name]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def ledger_of(run: Path, step: int) -> dict[str, int]:
+    return json.loads((run / "checkpoints" / f"step-{step:06}" / "state.json").read_text())["ledger"]
+
+
+def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) -> None:
+    run = config.parent / "runs" / "whole"
+
+    # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
+    up = start(config)
+    try:
+        wait(lambda: bool(steps(run)), up, config)
+        kill(run, "g1")
+        wait(lambda: up.poll() is not None or 6 in steps(run), up, config)
+        assert up.wait(timeout=120) == 0, (config.parent / "up.out").read_text()[-3000:]
+    finally:
+        up.kill()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert processes_of(run) == []
+    ledger = ledger_of(run, 6)
+    consumed = ledger["watermark"] + len(ledger["above"])
+    assert ledger["trained"] == 6 * B
+    assert consumed == ledger["trained"] + sum(ledger["rejected"].values())
+    audit = json.loads(call("audit", str(run)))
+    assert audit["missing"] == 0 and audit["issued"] >= consumed
+    assert {row["step"] for row in rows(run) if "eval/reward_mean" in row} == {0, 3, 6}
+    for row in rows(run):
+        assert row.get("staleness/max", 0) <= 2 + 1  # L + ceil((W - 1) / B), and masked beyond L
+        assert row.get("weights/probe_max", 0) < 1e-4
+
+    # 2. The exported model is the trained one.
+    call("export", str(run), "--to", str(config.parent / "export"))
+    trained = AutoModelForCausalLM.from_pretrained(config.parent / "export").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(config.parent / "model").state_dict()
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+
+    # 3. The same command goes on where it ended; the learner is killed, comes back from its checkpoint, and `down` ends it all.
+    up = start(config, "learner.steps=500")
+    try:
+        wait(lambda: max(steps(run), default=0) >= 9, up, config)
+        assert min(steps(run)[6:]) == 7
+        killed = kill(run, "learner")
+        written = len(steps(run))
+        wait(lambda: len(steps(run)) > written + 2, up, config)
+        assert steps(run)[written] <= steps(run)[written - 1] + 1  # from the checkpoint: steps may be repeated, never skipped
+        call("down", str(run))
+        assert up.wait(timeout=60) == 0
+    finally:
+        up.kill()
+    assert processes_of(run) == []
+    assert not psutil.pid_exists(killed) or psutil.Process(killed).status() == psutil.STATUS_ZOMBIE
+    assert json.loads(call("audit", str(run)))["missing"] == 0
+
+
+def test_two_ranks_and_one_generator_train_together(config: Path) -> None:
+    run = config.parent / "runs" / "whole"
+    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=3", "eval.every=3")
+    try:
+        wait(lambda: up.poll() is not None or 3 in steps(run), up, config)
+        assert up.wait(timeout=120) == 0, (config.parent / "up.out").read_text()[-3000:]
+    finally:
+        up.kill()
+    assert steps(run) == [1, 2, 3]
+    assert ledger_of(run, 3)["trained"] == 3 * B
+    assert all(row.get("weights/probe_max", 0) < 1e-4 for row in rows(run))
+    assert processes_of(run) == []
