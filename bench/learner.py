@@ -1,0 +1,167 @@
+"""Learner tokens per second: the trainer against a plain padded torch loop, same rollouts, loss and optimizer, in one run.
+
+    OMP_NUM_THREADS=1 python bench/learner.py --model MODEL_DIRECTORY --out bench/results/learner.json
+
+Tokens are prompt and response tokens of the rollouts, without padding, for both. One thread each. The plain loop is what one
+writes first: micro-batches of a fixed number of sequences in the order they come, padded to their longest, full logits.
+The two alternate, and the median of the repetitions counts. The gradient norms are compared, so that both did the same work.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.trainer.base import LossSums, MicroBatch
+from asyncrl.trainer.deepspeed import DeepSpeedTrainer
+from asyncrl.trainer.packing import Sequence, microbatch, pack
+
+CLIP = 0.2
+
+
+def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[Sequence]:
+    """Prompts of 8 to 32 tokens, log-normal response lengths (median a sixth of the limit), cut off at the limit."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for _ in range(number):
+        prompt = int(rng.integers(8, 33))
+        response = int(np.clip(rng.lognormal(np.log(limit / 6), 0.8), 4, limit - prompt))
+        result.append(
+            Sequence(
+                prompt_ids=rng.integers(3, vocabulary, prompt, dtype=np.int32),
+                response_ids=rng.integers(3, vocabulary, response, dtype=np.int32),
+                keep=np.ones(response, dtype=np.bool_),
+                behaviour_logprobs=np.full(response, -np.log(vocabulary), dtype=np.float32),
+                advantages=np.full(response, rng.normal(), dtype=np.float32),
+                lag=np.zeros(response, dtype=np.int64),
+            )
+        )
+    return result
+
+
+def clipped(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    ratio = (logprobs - behaviour).clamp(-20, 20).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+
+
+def our_step(model: str, items: list[Sequence], budget: int) -> tuple[Callable[[], float], int]:
+    trainer = DeepSpeedTrainer(
+        ModelConfig(path=model, dtype="float32"),
+        LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget),
+        temperature=1.0,
+    )
+    total = sum(len(one.response_ids) for one in items)
+
+    def loss(batch: MicroBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> LossSums:
+        losses_T = clipped(logprobs_T, batch.tokens.behaviour_logprobs_T, batch.tokens.advantages_T)
+        return LossSums(loss=losses_T.sum() / total)
+
+    def step() -> float:
+        bins = pack([one.tokens for one in items], budget)
+        return trainer.step([microbatch([items[i] for i in members], trainer.device) for members in bins], loss).grad_norm
+
+    return step, len(pack([one.tokens for one in items], budget))
+
+
+def plain_step(model: str, items: list[Sequence], width: int) -> tuple[Callable[[], float], int]:
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+    total = sum(len(one.response_ids) for one in items)
+
+    def one_microbatch(members: list[Sequence]) -> None:
+        longest = max(one.tokens for one in members)
+        shape = (len(members), longest)
+        ids, attended = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        behaviour, advantages, mask = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
+        for row, one in enumerate(members):
+            ids[row, : one.tokens] = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]))
+            attended[row, : one.tokens] = 1
+            answer = slice(len(one.prompt_ids), one.tokens)
+            behaviour[row, answer] = torch.from_numpy(one.behaviour_logprobs)
+            advantages[row, answer] = torch.from_numpy(one.advantages)
+            mask[row, answer] = 1
+        logits = policy(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        ((clipped(logprobs, behaviour[:, 1:], advantages[:, 1:]) * mask[:, 1:]).sum() / total).backward()
+
+    def step() -> float:
+        for start in range(0, len(items), width):
+            one_microbatch(items[start : start + width])
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    return step, -(-len(items) // width)
+
+
+def measure(steps: dict[str, Callable[[], float]], repetitions: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    norms = {name: step() for name, step in steps.items()}  # warm-up, and the check that both do the same
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        for name, step in steps.items():
+            started_s = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started_s)
+    return seconds, norms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--width", type=int, default=8, help="sequences of one padded micro-batch")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(arguments.model)
+    limit = min(config.max_position_embeddings, 512)
+    items = rollouts(arguments.sequences, config.vocab_size, limit, seed=0)
+    tokens = sum(one.tokens for one in items)
+    padded = sum(
+        len(items[i : i + arguments.width]) * max(one.tokens for one in items[i : i + arguments.width])
+        for i in range(0, len(items), arguments.width)
+    )
+    ours, our_microbatches = our_step(arguments.model, items, budget=max(limit, padded * arguments.width // len(items)))
+    plain, plain_microbatches = plain_step(arguments.model, items, arguments.width)
+    seconds, norms = measure({"asyncrl": ours, "plain": plain}, arguments.repetitions)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    report: dict[str, Any] = {
+        "workload": {
+            "model": Path(arguments.model).name,
+            "parameters_tied": bool(config.tie_word_embeddings),
+            "sequences": len(items),
+            "tokens": tokens,
+            "padded_tokens": padded,
+            "action_tokens": sum(len(one.response_ids) for one in items),
+            "microbatches": {"asyncrl": our_microbatches, "plain": plain_microbatches},
+        },
+        "tokens_per_s": {name: tokens / value for name, value in median.items()},
+        "ratio": median["plain"] / median["asyncrl"],
+        "ratio_by_repetition": [p / a for p, a in zip(seconds["plain"], seconds["asyncrl"], strict=True)],
+        "seconds": seconds,
+        "grad_norm": norms,
+        "load_average": os.getloadavg(),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    print(json.dumps(report, indent=1))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
