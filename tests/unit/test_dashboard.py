@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -72,9 +72,8 @@ def test_with_64_generators_those_in_trouble_are_shown_and_the_rest_counted(tmp_
         assert "silent 31s" in rows[1]
 
 
-@given(
-    width=st.integers(40, 220), height=st.integers(12, 70) | st.none(), steps=st.integers(0, 12), generators=st.integers(0, 20)
-)
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(40, 220), height=st.integers(5, 70) | st.none(), steps=st.integers(0, 12), generators=st.integers(0, 20))
 def test_it_fits_every_terminal(
     tmp_path_factory: pytest.TempPathFactory, width: int, height: int | None, steps: int, generators: int
 ) -> None:
@@ -101,6 +100,7 @@ def test_model_text_is_neither_markup_nor_control(tmp_path: Path) -> None:
     assert not set(re.sub(r"\x1b\[[0-9;]*m", "", printed)) & set("\x1b\x07\x9b\u202e\u200b")
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_visible_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
     shown = visible(text)
