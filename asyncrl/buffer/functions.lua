@@ -84,6 +84,15 @@ local function issue_again(k, id)
   call('ZADD', k.reissue, id, id)
 end
 
+-- Those of `ids` that `holder` has leased.
+local function held(k, holder, ids)
+  local found = {}
+  for _, id in ipairs(ids) do
+    if call('HGET', k.holders, id) == holder then found[#found + 1] = id end
+  end
+  return found
+end
+
 local function store(k, id, frame)
   unlease(k, id)
   call('ZREM', k.reissue, id)
@@ -92,7 +101,6 @@ local function store(k, id, frame)
   call('ZADD', k.ready, id, id)
 end
 
--- Deletes the frames of `ids`, as far as they exist.
 local function drop_frames(k, ids)
   local freed = 0
   for _, id in ipairs(ids) do freed = freed + call('HSTRLEN', k.frames, id) end
@@ -107,7 +115,7 @@ local function assignment(k, number)
   return {previous = previous, chain = chain, unshortened = unshortened, ids = ids_in(ids)}
 end
 
--- Writes take `number` and returns its chain: sha1 of the previous one and the ids.
+-- Writes take `number`; returns its chain.
 local function assign(k, number, previous, ids, unshortened)
   local text = table.concat(ids, ' ')
   local chain = redis.sha1hex(previous .. ' ' .. text)
@@ -128,8 +136,6 @@ local function stranger(k, args)
   end
 end
 
--- ---------------------------------------------------------------------------------------------- generators
-
 local function expire(k)
   local expired = call('ZRANGEBYSCORE', k.deadlines, '-inf', now_ms())
   for _, id in ipairs(expired) do issue_again(k, id) end
@@ -140,11 +146,7 @@ end
 local function repeated(k, holder, request)
   local ids = ids_in(call('HGET', k.requests, holder) or '')
   if table.remove(ids, 1) ~= request then return nil end
-  local held = {}
-  for _, id in ipairs(ids) do
-    if call('HGET', k.holders, id) == holder then held[#held + 1] = id end
-  end
-  return held
+  return held(k, holder, ids)
 end
 
 -- lease holder count lease_ms request -> version, limit, closed, ids
@@ -174,10 +176,7 @@ end)
 -- renew holder lease_ms ids
 register('renew', {'allow-oom'}, function(k, args)
   local ends_ms = now_ms() + tonumber(args[2])
-  for _, id in ipairs(ids_in(args[3])) do
-    if call('HGET', k.holders, id) == args[1] then call('ZADD', k.deadlines, ends_ms, id) end
-  end
-  return 'OK'
+  for _, id in ipairs(held(k, args[1], ids_in(args[3]))) do call('ZADD', k.deadlines, ends_ms, id) end
 end)
 
 local function put_outcome(k, id, bytes, max_bytes)
@@ -199,15 +198,9 @@ end)
 
 -- give_back holder ids
 register('give_back', {'allow-oom'}, function(k, args)
-  local returned = 0
-  for _, id in ipairs(ids_in(args[2])) do
-    if call('HGET', k.holders, id) == args[1] then
-      issue_again(k, id)
-      returned = returned + 1
-    end
-  end
-  count(k, 'returned', returned)
-  return 'OK'
+  local ids = held(k, args[1], ids_in(args[2]))
+  for _, id in ipairs(ids) do issue_again(k, id) end
+  count(k, 'returned', #ids)
 end)
 
 -- fail holder id tombstone max_attempts -> 1 when that was the last attempt
@@ -226,8 +219,6 @@ register('fail', {'allow-oom'}, function(k, args)
   count(k, 'dead', 1)
   return 1
 end)
-
--- ---------------------------------------------------------------------------------------------- the learner
 
 -- Undo the takes from `number` on: their groups are ready again.
 local function unassign_from(k, number)
@@ -258,9 +249,8 @@ register('take', {'allow-oom'}, function(k, args)
     return {'WAIT'}
   end
   call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)
-  local chain = assign(k, number, previous, ids, '-')
   call('HSET', k.meta, 'starving', 0)
-  return {'OK', chain, ids}
+  return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
 -- reject epoch owner number chain id reason -> OK chain ids, of the shortened take
@@ -362,8 +352,8 @@ register('recover', {'allow-oom'}, function(k, args)
   local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
   if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
   local above = ids_in(args[8])
-  call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0)
-  call('HSET', k.meta, 'watermark', watermark, 'committed', args[3])
+  call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0,
+       'watermark', watermark, 'committed', args[3])
   call('DEL', k.done)
   local issued = math.max(meta(k, 'issued'), watermark)
   for _, id in ipairs(above) do
@@ -386,16 +376,11 @@ end)
 
 -- revoke holder -> ids issued again
 register('revoke', {'allow-oom'}, function(k, args)
-  local holders, revoked = call('HGETALL', k.holders), 0
-  for i = 1, #holders, 2 do
-    if holders[i + 1] == args[1] then
-      issue_again(k, holders[i])
-      revoked = revoked + 1
-    end
-  end
+  local ids = held(k, args[1], call('HKEYS', k.holders))
+  for _, id in ipairs(ids) do issue_again(k, id) end
   call('HDEL', k.requests, args[1])
-  count(k, 'returned', revoked)
-  return revoked
+  count(k, 'returned', #ids)
+  return #ids
 end)
 
 -- close epoch owner -> OK

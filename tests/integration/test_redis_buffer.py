@@ -182,13 +182,13 @@ def test_a_server_out_of_memory_holds_back_groups_and_still_frees_them(connectio
 
 
 def test_ids_and_windows_may_be_huge(lane):
-    buffer, ledger = lane.handle(), Ledger(watermark=10**13)
-    buffer.recover(ledger, version=10**9, limit=10**13 + 3)
-    assert fill(buffer, 9) == [10**13 + 1, 10**13 + 2, 10**13 + 3]
-    taken = take(buffer, ledger, 3, window=10**15)
-    assert taken.ids == (10**13 + 1, 10**13 + 2, 10**13 + 3)
+    buffer, ledger = lane.handle(), Ledger(watermark=10**15)
+    buffer.recover(ledger, version=10**9, limit=10**15 + 3)
+    assert fill(buffer, 9) == [10**15 + 1, 10**15 + 2, 10**15 + 3]
+    taken = take(buffer, ledger, 3, window=10**18)
+    assert taken.ids == (10**15 + 1, 10**15 + 2, 10**15 + 3)
     buffer.commit(taken.number, taken.chain)
-    assert places(buffer)["done"] == 10**13 + 3
+    assert places(buffer)["done"] == 10**15 + 3
 
 
 def lease_all(url, run, holder, queue):

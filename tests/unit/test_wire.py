@@ -240,6 +240,28 @@ def test_meta_beyond_the_limits_is_refused_without_memory_for_it(meta):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
 
 
+@pytest.mark.parametrize(
+    ("table", "body_bytes"),
+    [
+        ([["a", "uint8", 1]], 3),
+        ([["a", "uint8", 1], ["b", "float32", 1]], 5),
+        ([["a", "uint8", 1], ["a", "uint8", 1]], 2),
+        ([["a", "uint8", 4], ["b", "uint8", -1]], 3),
+        ([["a", "uint8", True]], 1),
+        ([["a", "uint8", 2**62]], 1),
+        ([["a", "object", 1]], 8),
+        ([["a", ["uint8"], 1]], 1),
+        ([["a", "uint8"]], 1),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+def test_a_table_of_tensors_that_does_not_fit_the_body_is_refused(table, body_bytes):
+    decode_frame(GROUP_LIMITS, sealed({"arrays": [["a", "uint8", body_bytes]]}, bytes(body_bytes)))
+    with pytest.raises(WireError):
+        decode_frame(GROUP_LIMITS, sealed({"arrays": table}, bytes(body_bytes)))
+
+
 def test_a_header_that_promises_too_much_is_refused_by_its_numbers():
     header = codec._FIELDS.pack(codec.MAGIC, codec.WIRE_VERSION, 1, 1 << 20, 1 << 60) + bytes(16)
     with pytest.raises(WireError, match="at most"):
