@@ -4,16 +4,21 @@ The lane is the buffer protocol once more. Round r asks for the first N held-out
 version min(r * every, steps) or newer; it is one take of N groups, so nothing is lost or counted twice.
 """
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.errors import BufferGap
 from asyncrl.types import Group
+
+log = logging.getLogger(__name__)
 
 
 def round_version(index: int, *, every: int, steps: int) -> int:
@@ -77,29 +82,44 @@ class Evaluation:
     def recover(self, version: int) -> None:
         """Make the lane agree with the ledger and open the rounds due at `version`."""
         self._opened = self._due(version)
+        self._recover()
+
+    def _recover(self) -> None:
         self.buffer.recover(self.ledger, version=max(self._opened - 1, 0), limit=self._opened * self.prompts)
+
+    @contextmanager
+    def _healing(self) -> Iterator[None]:
+        """A store that was wiped or rolled back is brought up to date from the ledger; the caller asks again later."""
+        try:
+            yield
+        except BufferGap as gap:
+            log.warning("the store forgot part of the evaluation and is brought up to date: %s", gap)
+            self._recover()
 
     def open(self, version: int) -> None:
         """Open the rounds that are due once `version` is published."""
         due = self._due(version)
         if due > self._opened:
             self._opened = due
-            self.buffer.set_version(due - 1, limit=due * self.prompts)
+            with self._healing():
+                self.buffer.set_version(due - 1, limit=due * self.prompts)
 
     def _due(self, version: int) -> int:
         return rounds_due(version, every=self.every, steps=self.steps) if self.prompts else 0
 
     def poll(self) -> list[EvalResult]:
         """The rounds that have become complete, oldest first."""
-        results = []
-        while self.ledger.takes < self._opened:
-            take = self.buffer.take(self.ledger, self.prompts, window=self.prompts)
-            if take is None:
-                break
-            version = round_version(self.ledger.takes, every=self.every, steps=self.steps)
-            results.append(summarise([self.decode(frame) for frame in self.buffer.frames(take.ids)], version))
-            self.ledger.consume(take.ids)
-            self.buffer.commit(self.ledger.takes, self.ledger.chain)
+        results: list[EvalResult] = []
+        with self._healing():
+            while self.ledger.takes < self._opened:
+                take = self.buffer.take(self.ledger, self.prompts, window=self.prompts)
+                if take is None:
+                    break
+                groups = [self.decode(frame) for frame in self.buffer.frames(take.ids)]
+                version = round_version(self.ledger.takes, every=self.every, steps=self.steps)
+                self.ledger.consume(take.ids)
+                results.append(summarise(groups, version))
+                self.buffer.commit(self.ledger.takes, self.ledger.chain)
         return results
 
     def wait(self, wait_s: float) -> list[EvalResult]:

@@ -195,7 +195,7 @@ class Generator:
     async def _lease(self, lane: Lane) -> int:
         room = self._settings.max_running - sum(sum(held.values()) for held in self._held.values())
         count = min(room // lane.group_size, _LEASE_AT_ONCE)
-        if self._engine.version < 0 or count < 1 and self._holds_anything:
+        if self._engine.version < 0 or (count < 1 and self._holds_anything):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
         for ticket in lease.tickets:
@@ -249,12 +249,10 @@ class Generator:
     async def _hand_over(self, lane: Lane, group: Group) -> None:
         frame = encode_group(group, self._settings.wire_key)
         warn_at_s = time.monotonic() + 30.0
-        while (
-            outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)
-        ) is PutOutcome.FULL:
+        while (outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)) is PutOutcome.FULL:
             if time.monotonic() > warn_at_s:
                 warn_at_s += 30.0
-                log.warning("the store is full; group %d is kept and offered again until the learner has made room", group.ticket_id)
+                log.warning("the store is full; group %d is kept and offered again until there is room", group.ticket_id)
             await asyncio.sleep(0.2)
         self._groups += outcome is PutOutcome.STORED
 

@@ -56,7 +56,10 @@ class Intake:
 
     def open(self, version: int) -> None:
         """Announce the version being trained, and with it the credit."""
-        self.buffer.set_version(version, limit=self._limit(version))
+        try:
+            self.buffer.set_version(version, limit=self._limit(version))
+        except BufferGap as gap:
+            self._heal(gap, version)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
         """The groups of the step that trains `version`, or None when they are not there after `wait_s`.
@@ -139,7 +142,7 @@ class Intake:
             for _, reason in self._rejected:
                 reasons[reason] = reasons.get(reason, 0) + 1
             raise RunError(
-                f"one optimizer step: {len(self._rejected)} groups were rejected in {self._takes} takes ({reasons}) and only "
+                f"one optimizer step: {len(self._rejected)} groups were rejected in {self._takes} takes ({reasons}), only "
                 f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches' worth. "
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )

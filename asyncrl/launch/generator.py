@@ -92,7 +92,7 @@ async def _control_endpoint(store: StoreConnection) -> str:
     until_s = time.monotonic() + LEARNER_START_S
     while (endpoint := await asyncio.to_thread(record.control_endpoint)) is None:
         if time.monotonic() > until_s:
-            raise ControlError(f"store {store.url}: no learner has said where it listens within {LEARNER_START_S:.0f} s; start it")
+            raise ControlError(f"store {store.url}: no learner said where it listens within {LEARNER_START_S:.0f} s; start it")
         await asyncio.sleep(0.2)
     return endpoint
 

@@ -151,9 +151,7 @@ class Head:
             buffer=train_lane(config, self._store),
             ledger=ledger,
             decode=partial(decode_group, key=wire_key()),
-            judge=make_judge(
-                filters, drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None
-            ),
+            judge=make_judge(filters, drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None),
             groups=config.batch.groups,
             window=config.window_groups,
             max_lag=config.staleness.max_lag,
@@ -215,8 +213,9 @@ class Head:
         """What the next checkpoint must hold."""
         return LearnerState(version=version, ledger=self._intake.ledger, eval_ledger=self._evaluation.ledger)
 
-    def commit(self, oldest: LearnerState) -> None:
-        """Let the store forget what the oldest kept checkpoint holds."""
+    def saved(self, oldest: LearnerState, seconds: float) -> None:
+        """A checkpoint is durable: let the store forget what the oldest kept one holds."""
+        self._trackers.log({"time/checkpoint": seconds}, step=self.version)
         self._intake.commit(oldest.ledger.takes, oldest.ledger.chain, self.version)
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.telemetry.dashboard import render, sample_lines
+from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.live import watch
 from asyncrl.telemetry.state import read_state, sample_from
@@ -35,7 +37,7 @@ def show_samples(run: Path | None, *, count: int, step: int | None, kind: str | 
     directory = find_run(run)
     if not directory.samples.exists():
         raise RunError(f"{directory.samples} does not exist yet; samples are written after each step")
-    records = [sample_from(json.loads(line)) for line in directory.samples.read_text().splitlines()]
+    records = [sample_from(record) for record in Tail(directory.samples).read()]
     chosen = [r for r in records if (step is None or r.step == step) and (kind is None or r.kind == kind)]
     console = Console(highlight=False)
     for record in chosen[-count:]:
@@ -59,8 +61,6 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
 
 def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, object]:
     """The conservation law of the train lane, with the ledger's split of what is done."""
-    from dataclasses import asdict
-
     from asyncrl.launch.wiring import connect_store, train_lane
 
     config = load_config(directory.config)
@@ -77,7 +77,7 @@ def newest_export(directory: RunDirectory) -> Path:
 
     newest = CheckpointStore(directory.checkpoints, directory.secret().encode(), keep=1).latest()
     if newest is None:
-        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; one is made every checkpoint.every steps and at the end")
+        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made")
     return newest / EXPORT
 
 

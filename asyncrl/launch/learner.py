@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -91,10 +92,11 @@ class LearnerRun:
         """Save, and only then let the store forget."""
         if not last and version % self._config.checkpoint.every:
             return
+        started_s = time.perf_counter()
         state = self._head.state(version).to_dict() if self._head else {}
         oldest = self._checkpoints.save(version, self._trainer, state)
         if self._head:
-            self._head.commit(LearnerState.from_dict(self._checkpoints.state(oldest)))
+            self._head.saved(LearnerState.from_dict(self._checkpoints.state(oldest)), time.perf_counter() - started_s)
 
 
 def draw_probe(config: Config) -> tuple[int, ...]:

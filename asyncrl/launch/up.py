@@ -4,14 +4,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import psutil
 
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.load import load_config
+from asyncrl.config.load import check_files
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -30,6 +30,7 @@ LEAVE_S = 20.0
 
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> None:
     """Run until the training is done or somebody stops it. Raises RunError."""
+    check_files(config)
     directory = RunDirectory(config.run.directory)
     refuse_second_run(directory)
     directory.create(fresh=fresh)
@@ -48,8 +49,13 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
             Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
         )
         view = stack.enter_context(viewer(directory, plain=plain))
+
+        def on_tick() -> None:
+            tend_store()
+            view()
+
         with stop_on_signals(supervisor):
-            supervisor.run(lambda: (tend_store(), view()) and None)
+            supervisor.run(on_tick)
         supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
     show_result(directory, finished=supervisor.is_over)
 
@@ -60,7 +66,7 @@ def refuse_second_run(directory: RunDirectory) -> None:
         pid, _ = directory.read_processes()
         if pid != os.getpid() and psutil.pid_exists(pid) and "asyncrl" in " ".join(psutil.Process(pid).cmdline()):
             raise RunError(
-                f"run {directory.path} is running already (process {pid}); watch it with `asyncrl status --watch {directory.path}`, "
+                f"run {directory.path} is running already (process {pid}); watch it with `asyncrl status --watch`, "
                 f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
             )
 

@@ -74,7 +74,8 @@ class Objective:
             extra = {"entropy_T": entropy_T} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
-            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), token_loss.metrics])
+            own = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
+            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), own])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 losses_T = losses_T + self.kl_coefficient * kl_T

@@ -57,7 +57,9 @@ class Plan:
     """Shaped, as the advantages saw them."""
 
 
-def make_plan(groups: Sequenced[Group], version: int, *, advantage: Advantage, shaping: Sequenced[Shaping], settings: PlanSettings) -> Plan:
+def make_plan(
+    groups: Sequenced[Group], version: int, *, advantage: Advantage, shaping: Sequenced[Shaping], settings: PlanSettings
+) -> Plan:
     """Advantages over whole groups first, then masks, then packing: a masked token still counts for the baseline."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     shaped_S = np.array([_shape(rollout, shaping, settings.max_response_tokens) for rollout in rollouts], dtype=np.float32)
@@ -70,9 +72,7 @@ def make_plan(groups: Sequenced[Group], version: int, *, advantage: Advantage, s
     )
     per_minibatch = len(groups) // settings.minibatches
     bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
-    minibatches = tuple(
-        _minibatch(sequences[start:stop], settings) for start, stop in itertools.pairwise(bounds)
-    )
+    minibatches = tuple(_minibatch(sequences[start:stop], settings) for start, stop in itertools.pairwise(bounds))
     return Plan(minibatches=minibatches, sequences=sequences, rewards=rewards)
 
 

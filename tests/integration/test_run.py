@@ -28,7 +28,8 @@ ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 def config(tmp_path: Path) -> Iterator[Path]:
     """A run of a tiny model with a reward from a file of the user's own."""
     tiny_qwen2(tmp_path / "model")
-    (tmp_path / "rewards.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
+    code = "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
+    (tmp_path / "rewards.py").write_text(code)
     for name, start in (("train", 10), ("test", 60)):
         rows = [{"prompt": f"{a}+{b}="} for a in range(start, start + 10) for b in range(start, start + 10)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""The shape of the code base: imports point down, the pure part is pure, heavy libraries stay in their packages, files stay small."""
+"""The shape of the code base: imports point down, the pure part is pure, heavy libraries stay put, files stay small."""
 
 import ast
 import subprocess
