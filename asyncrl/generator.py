@@ -59,7 +59,7 @@ class GeneratorSettings:
     wire_key: bytes = b""
 
 
-class _RunIsOver(Exception):  # noqa: N818 - not an error: unwinds the task group
+class _RunIsOver(Exception):  # not an error: unwinds the task group
     pass
 
 

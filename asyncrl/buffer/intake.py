@@ -143,7 +143,7 @@ class Intake:
                 reasons[reason] = reasons.get(reason, 0) + 1
             raise RunError(
                 f"one optimizer step: {len(self._rejected)} groups were rejected in {self._takes} takes ({reasons}), only "
-                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches' worth. "
+                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches. "
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )
 

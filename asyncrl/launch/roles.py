@@ -40,7 +40,7 @@ def run_role(role: Callable[[], None]) -> None:
     try:
         role()
     except NOT_MENDED_BY_A_RESTART as error:
-        log.error("%s: %s", type(error).__name__, error)  # noqa: TRY400 - the message says it all
+        log.error("%s: %s", type(error).__name__, error)
         sys.exit(USER_ERROR)
     except AsyncRLError:
         log.exception("ended by an error")
