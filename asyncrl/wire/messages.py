@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from asyncrl.errors import WireError
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
-MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 20, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16)
+MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16)
 """Lists are long enough for one entry per parameter of a large model."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 MAX_DEPTH = 16
