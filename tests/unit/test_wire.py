@@ -434,3 +434,34 @@ def test_any_sealed_message_is_a_message_or_a_wire_error(meta):
         return
     with pytest.raises(WireError):
         MESSAGES.decode(packed)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("behaviour_logprobs", {0: np.nan}),
+        ("rewards", {0: np.inf}),
+        ("action_mask", {0: 2}),
+        ("span_tokens", {0: 24, 1: -4}),
+        ("prompt_tokens", {0: 11, 1: -1}),
+    ],
+)
+def test_a_sealed_group_with_impossible_numbers_is_refused(column, values):
+    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    arrays = {name: array.copy() for name, array in frame.arrays.items()}
+    for index, value in values.items():
+        arrays[column][index] = value
+    with pytest.raises(WireError):
+        decode_group(encode_frame(GROUP_LIMITS, frame.meta, arrays))
+
+
+@pytest.mark.parametrize(("name", "value"), [("ticket_id", True), ("generator_id", 3), ("sampling_s", 1), ("dead_reason", 0)])
+def test_a_sealed_group_with_a_value_of_another_type_is_refused(name, value):
+    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    with pytest.raises(WireError, match=name):
+        decode_group(encode_frame(GROUP_LIMITS, {**frame.meta, name: value}, frame.arrays))
+
+
+def test_extension_types_are_refused():
+    with pytest.raises(WireError):
+        decode_frame(GROUP_LIMITS, sealed({"arrays": [], "a": msgpack.ExtType(1, b"x")}))
