@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import hypothesis  # noqa: F401  imported here, once, for all forks
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -230,6 +230,8 @@ def main(only: str | None) -> int:
     chosen = [mutant for mutant in MUTANTS if only in (None, mutant.module)]
     survivors = 0
     torch.set_num_threads(1)
+    settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)  # found is enough: no shrinking
+    settings.load_profile("mutation")
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
         os.environ |= {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}

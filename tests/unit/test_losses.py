@@ -322,6 +322,8 @@ def test_clip_metrics_count_tokens_without_gradient_by_side():
 
 def test_other_metrics_count_what_they_say():
     case = make_case(10, lengths=[30, 30, 30, 30])
+    advantages_T = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64).repeat(40)
+    case = case._replace(batch=dataclasses.replace(case.batch, advantages_T=advantages_T))
     flat = [token for row in rows(case) for token in row]
     ratios = [math.exp(t.logprob - t.anchor) for t in flat]
     both = list(zip(flat, ratios, strict=True))
