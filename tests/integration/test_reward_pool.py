@@ -254,12 +254,16 @@ def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions)
     run(config(functions, "columns"), scenario)
 
 
-def test_workers_die_with_a_killed_parent(functions, tmp_path):
+def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
-        "import asyncio, sys\nfrom asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.pool import RewardPool\n"
-        f"pool = RewardPool(RewardConfig(functions=[{{'function': '{functions}:good'}}], workers=2))\n"
-        "async def main():\n    await pool.start()\n    print('up', flush=True)\n    await asyncio.sleep(60)\n"
+        "import asyncio\nfrom asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
+        "from asyncrl.rewards.pool import RewardPool\n"
+        f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
+        "hung = RewardInput(prompt='', response='', row={'how': 'sleep'})\n"
+        "async def main():\n    pool = RewardPool(config)\n    await pool.start()\n"
+        "    calls = asyncio.create_task(pool.score([hung, hung]))\n    await asyncio.sleep(1)\n"
+        "    print('up', flush=True)\n    await calls\n"
         "asyncio.run(main())\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=os.environ)

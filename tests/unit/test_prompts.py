@@ -102,6 +102,11 @@ def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(tmp_path, j
     assert list(prompts.prompt(3).token_ids) == [BOS, *ids("[system]own[user]hi[assistant]")]
 
 
+def test_a_chat_template_that_writes_no_bos_gets_none(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE.removeprefix("{{ bos_token }}"))
+    assert list(source(model, jsonl("t", {"prompt": "hi"}), chat=True).prompt(1).token_ids) == ids("[user]hi[assistant]")
+
+
 def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m")
     train = jsonl("t", *({"prompt": str(n)} for n in range(10)))

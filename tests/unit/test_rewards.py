@@ -80,6 +80,7 @@ def test_gsm8k_takes_the_final_answer(response, expected):
         (".5", "0.5"),
         ("+7", "7"),
         ("10 - 3", "3"),
+        ("10-3", "3"),
         ("007", "7"),
     ],
 )
