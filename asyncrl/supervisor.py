@@ -97,9 +97,7 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids of what is running now, by name."""
         return {
-            name: child.process.pid
-            for name, child in self._children.items()
-            if child.process is not None and child.is_running
+            name: child.process.pid for name, child in self._children.items() if child.process is not None and child.is_running
         }
 
     def restarts(self) -> dict[str, int]:

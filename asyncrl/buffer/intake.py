@@ -129,6 +129,8 @@ class Intake:
         for ticket_id, frame in zip(take.ids, self.buffer.frames(take.ids), strict=True):
             try:
                 groups.append(self.decode(frame))
+                if groups[-1].ticket_id != ticket_id:
+                    raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
             except WireError as error:
                 log.error("group %d is not a frame of ours and is issued again: %s", ticket_id, error)
                 self.buffer.reject_frame(take, ticket_id, str(error))

@@ -21,6 +21,8 @@ class StoredRun:
     config_json: str
     config_hash: str
     release: str
+    key_id: str
+    """Tells keys of frames apart without giving them away."""
 
 
 class RunRecord:

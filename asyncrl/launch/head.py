@@ -30,7 +30,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import EvalResult, Evaluation
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.report import eval_records, sample_records, step_metrics
-from asyncrl.launch.wiring import eval_lane, train_lane, wire_key
+from asyncrl.launch.wiring import eval_lane, key_id, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
@@ -113,7 +113,13 @@ class Head:
     def __enter__(self) -> Self:
         config, record = self._config, RunRecord(self._store)
         hash_ = config_hash(config)
-        run = StoredRun(name=config.run.name, config_json=config_json(config), config_hash=hash_, release=__version__)
+        run = StoredRun(
+            name=config.run.name,
+            config_json=config_json(config),
+            config_hash=hash_,
+            release=__version__,
+            key_id=key_id(wire_key()),
+        )
         record.claim(run, fresh=self.version == 0)
         self._hub = ControlHub(
             self._endpoint,

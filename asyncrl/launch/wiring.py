@@ -1,5 +1,6 @@
 """What learner and generators connect alike: the store, the lanes, the wire key."""
 
+import hashlib
 import os
 
 from asyncrl.buffer.base import BufferRules
@@ -20,6 +21,11 @@ def connect_store(config: Config, url: str, *, retry_s: float = 30.0) -> StoreCo
 def wire_key() -> bytes:
     """Key of the frames' checksums; empty unless the environment holds one."""
     return os.environ.get(WIRE_KEY_VARIABLE, "").encode()
+
+
+def key_id(key: bytes) -> str:
+    """A short name of a key, safe to publish: by it a generator knows whether it has the run's."""
+    return hashlib.sha256(b"asyncrl key id " + key).hexdigest()[:12]
 
 
 def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer:

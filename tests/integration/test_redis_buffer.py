@@ -252,7 +252,7 @@ def test_a_store_that_evicts_is_refused(connection):
         connection.client.config_set("maxmemory-policy", "noeviction")
 
 
-RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1")
+RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id="k")
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_a_generator_reads_what_the_learner_claimed(record):
     assert record.control_endpoint() is None
     record.set_control_endpoint("ipc:///somewhere")
     assert record.control_endpoint() == "ipc:///somewhere"
-    changed = StoredRun(name="first", config_json='{"a": 2}', config_hash="def", release="0.2")
+    changed = StoredRun(name="first", config_json='{"a": 2}', config_hash="def", release="0.2", key_id="k")
     record.claim(changed, fresh=False)
     assert record.read() == changed
 
@@ -281,7 +281,7 @@ def test_another_run_is_refused_and_its_groups_are_left_alone(connection, record
     buffer.recover(Ledger(), version=0, limit=8)
     fill(buffer, 3)
     with pytest.raises(ForeignRunError, match=r"'first'.*'second'.*another"):
-        record.claim(StoredRun(name="second", config_json="", config_hash="", release=""), fresh=True)
+        record.claim(StoredRun(name="second", config_json="", config_hash="", release="", key_id=""), fresh=True)
     assert record.read() == RUN
     assert places(buffer)["ready"] == 3
     record.claim(RUN, fresh=False)

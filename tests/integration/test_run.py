@@ -141,15 +141,27 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert json.loads(call("audit", str(run)))["missing"] == 0
 
 
-def test_two_ranks_and_one_generator_train_together(config: Path) -> None:
+def test_two_ranks_train_and_a_generator_without_a_config_joins_late(config: Path) -> None:
     run = config.parent / "runs" / "whole"
-    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=3", "eval.every=3")
+    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500")
+    joined = None
     try:
-        wait(lambda: up.poll() is not None or 3 in steps(run), up, config)
-        assert up.wait(timeout=120) == 0, (config.parent / "up.out").read_text()[-3000:]
+        wait(lambda: 1 in steps(run), up, config)
+        store = (run / "store.url").read_text()
+        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", store], cwd=config.parent)
+        wait(lambda: any(row.get("weights/joined") == 2 for row in rows(run)), up, config)
+        at = len(steps(run))
+        wait(lambda: len(steps(run)) > at + 5, up, config)
+        status = json.loads(call("status", str(run), "--json"))
+        assert len(status["members"]) == 2
+        assert all(member["version"] > 0 for member in status["members"])
+        call("down", str(run))
+        assert up.wait(timeout=60) == 0
+        assert joined.wait(timeout=60) == 0
     finally:
         up.kill()
-    assert steps(run) == [1, 2, 3]
-    assert ledger_of(run, 3)["trained"] == 3 * B
+        if joined:
+            joined.kill()
+    assert steps(run) == list(range(1, len(steps(run)) + 1))
     assert all(row.get("weights/probe_max", 0) < 1e-4 for row in rows(run))
     assert processes_of(run) == []

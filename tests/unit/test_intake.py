@@ -90,11 +90,12 @@ def test_a_dead_ticket_is_counted_and_refilled(buffer):
     assert one.ledger.rejected == {"dead": 1}
 
 
-def test_a_frame_that_is_none_is_issued_again_and_nothing_is_lost(buffer):
+@pytest.mark.parametrize("rubbish", [b"rubbish", frame(3)], ids=["no frame", "another group's frame"])
+def test_a_frame_that_is_none_is_issued_again_and_nothing_is_lost(buffer, rubbish):
     one = intake(buffer)
     generator = buffer.peer()
     for ticket in generator.lease("g", B).tickets:
-        generator.put("g", ticket.id, b"rubbish" if ticket.id == 2 else frame(ticket.id))
+        generator.put("g", ticket.id, rubbish if ticket.id == 2 else frame(ticket.id))
     assert one.poll(0, wait_s=0) is None
     assert [ticket.id for ticket in generator.lease("other", 1).tickets] == [2]
     generator.put("other", 2, frame(2))
