@@ -143,7 +143,9 @@ class Head:
                 log.info("%d tickets of %s are issued again", count, holder)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None:
+        if isinstance(error, SystemExit):  # SIGTERM
+            self._phase, self._message = "stopped", "asked to stop"
+        elif error is not None:
             self._phase, self._message = "failed", str(error)
         self._status.close()
         self._hub.stop(self._message or "the learner ends")
