@@ -276,7 +276,7 @@ class WeightsConfig(Part):
     """auto: nccl where both sides have GPUs, else gloo."""
     deadline_s: PositiveFloat = 60.0
     """A transfer that takes longer is cut off; the sender is killed and respawned."""
-    bucket_mib: Positive = 256
+    bucket_mib: Positive = 64
     """Parameters are sent in buckets of this size."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
     probe_limit: PositiveFloat = 0.05
