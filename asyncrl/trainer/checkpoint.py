@@ -47,7 +47,7 @@ class CheckpointStore:
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
 
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
-        """Make a durable checkpoint of `step`, then prune; the oldest step that is kept, on every rank. `state` must survive JSON.
+        """Make a durable checkpoint of `step`, then prune; the oldest kept step, on every rank. `state` must survive JSON.
 
         A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when rank 0
         cannot write; what was there before is still there.
