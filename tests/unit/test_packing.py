@@ -106,3 +106,7 @@ def test_columns_of_another_length_and_empty_prompts_are_refused() -> None:
         Sequence(**(columns | {"lag": good.lag[:2]}))
     with pytest.raises(ShapeError, match="empty prompt"):
         Sequence(**(columns | {"prompt_ids": good.prompt_ids[:0]}))
+
+
+def test_the_larger_bin_of_each_round_goes_to_another_rank() -> None:
+    assert share_out([[0], [1], [2], [3]], 2, [8, 7, 2, 1]) == [[[0], [3]], [[1], [2]]]
