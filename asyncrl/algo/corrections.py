@@ -1,6 +1,6 @@
 """Importance weights from the behaviour policy to the proximal policy, constant in the loss.
 
-With l = ln pi_proximal - ln mu, clamped to +-20, the ratio of a token is
+With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a token is
     token      exp(l_t)            per-token, biased, low variance
     sequence   exp(sum_t l_t)      unbiased for whole responses, high variance
     geometric  exp(mean_t l_t)     length-independent distance of a response
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import NonNegative, Positive
-from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
+from asyncrl.algo.ratios import log_ratio, sums
 from asyncrl.algo.tokens import TokenBatch
 
 Level = Literal["token", "sequence", "geometric"]
@@ -115,7 +115,7 @@ def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
     if level == "token":
         return log_ratio_T.exp()
     log_ratio_S = batch.sum_S(log_ratio_T) if level == "sequence" else batch.mean_S(log_ratio_T)
-    return log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence_T]
+    return log_ratio_S.exp()[batch.sequence_T]  # may be infinite; every weight made of it is capped or rejected
 
 
 def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[float, float]) -> Tensor:

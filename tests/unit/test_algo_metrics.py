@@ -127,9 +127,9 @@ def test_an_empty_micro_batch_adds_nothing():
 
 def test_the_distance_to_the_reference_is_k3():
     case = make_case(5, lengths=[3])
-    reference_T = case.logprobs_T + torch.tensor([0.5, -0.5, 0.0])
+    reference_T = case.logprobs_T + torch.tensor([0.5, -1.0, 0.0])
     published = finish(policy_metrics(dataclasses.replace(case.batch, reference_logprobs_T=reference_T), case.logprobs_T))
-    assert published["reference/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5) / 3)
+    assert published["reference/k3"] == pytest.approx((math.exp(0.5) - 1 - 0.5 + math.exp(-1.0) - 1 + 1.0) / 3)
 
 
 def test_metrics_carry_no_graph():
