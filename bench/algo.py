@@ -2,7 +2,7 @@
 
     python bench/algo.py [--sequences 512] [--length 4096] [--repeats 3] [--out bench/results/algo.json]
 
-One core, float32. Losses and KL are timed with their backward pass. The ratio to one exp pass is what carries over to
+One thread, float32. Losses and KL are timed with their backward pass. The ratio to one exp pass is what carries over to
 other machines.
 """
 
@@ -113,8 +113,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     seconds = {name: median_s(call, options.repeats) for name, call in workloads(options.sequences, options.length).items()}
+    workload = f"{options.sequences} sequences x {options.length} tokens, float32"
     report = {
-        "workload": f"{options.sequences} sequences x {options.length} tokens, float32, one thread, median processor time of {options.repeats}",
+        "workload": f"{workload}, one thread, median processor time of {options.repeats}",
         "hardware": {"machine": platform.machine(), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
         "versions": {"asyncrl": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "results": {

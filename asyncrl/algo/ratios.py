@@ -20,5 +20,5 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
 
 def sums(**columns: Tensor) -> dict[str, float]:
     """Sum of each column in float64, with one transfer from the device for all of them."""
-    totals = torch.stack([column.detach().double().sum() for column in columns.values()])
+    totals = torch.stack([column.detach().sum(dtype=torch.float64) for column in columns.values()])
     return dict(zip(columns, totals.tolist(), strict=True))
