@@ -158,7 +158,7 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection) -> No
         run_learner(
             trainer,
             LearnerRun(config, trainer, train_lane(config, store), checkpoints, probe, head),
-            Objective.build(config.algorithm),
+            Objective.build(config.algorithm, config.batch),
             _planner(config, rendezvous),
             version=state.version,
             steps=config.learner.steps,

@@ -12,7 +12,7 @@ from asyncrl.algo.corrections import Correction
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.config.schema import AlgorithmConfig, Choice
+from asyncrl.config.schema import AlgorithmConfig, BatchConfig, Choice
 from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, Trainer
 
 LOSS = "loss"
@@ -30,9 +30,11 @@ class Objective:
     kl_coefficient: float
     entropy_coefficient: float
     recompute_proximal: bool
+    one_step: bool
+    """One optimizer step per batch: then the proximal policy is the one that the step itself evaluates."""
 
     @classmethod
-    def build(cls, config: AlgorithmConfig) -> "Objective":
+    def build(cls, config: AlgorithmConfig, batch: BatchConfig) -> "Objective":
         """Resolve names of `config`. Raises ConfigError."""
 
         def resolve(kind: str, choice: Choice) -> Callable[..., Any]:
@@ -46,22 +48,23 @@ class Objective:
             kl_coefficient=config.kl.coefficient,
             entropy_coefficient=config.entropy_coefficient,
             recompute_proximal=config.proximal == "recompute",
+            one_step=batch.epochs * batch.minibatches == 1,
         )
 
     def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
         """Proximal and reference columns, then the importance weights behaviour -> proximal. Once per batch."""
         nothing = [None] * len(microbatches)
-        proximal = trainer.logprobs(microbatches) if self.recompute_proximal else nothing
+        needs_pass = self.recompute_proximal and not self.one_step
+        proximal = trainer.logprobs(microbatches) if needs_pass else nothing
         reference = trainer.reference_logprobs(microbatches) if self.kl_coefficient else nothing
         filled = []
         for microbatch, proximal_T, reference_T in zip(microbatches, proximal, reference, strict=True):
-            tokens = replace(microbatch.tokens, proximal_logprobs_T=proximal_T, reference_logprobs_T=reference_T)
-            filled.append(replace(microbatch, tokens=self._correct(tokens)))
+            tokens = replace(microbatch.tokens, reference_logprobs_T=reference_T)
+            filled.append(replace(microbatch, tokens=tokens if proximal_T is None else self._correct(tokens, proximal_T)))
         return tuple(filled)
 
-    def _correct(self, tokens: TokenBatch) -> TokenBatch:
-        if not self.recompute_proximal:
-            return tokens  # proximal = behaviour: there is nothing between them to correct
+    def _correct(self, tokens: TokenBatch, proximal_logprobs_T: Tensor) -> TokenBatch:
+        tokens = replace(tokens, proximal_logprobs_T=proximal_logprobs_T)
         return replace(tokens, weights_T=self.correction(tokens).weights_T)
 
     def loss(self, counts: Counts) -> LossFunction:
@@ -71,6 +74,8 @@ class Objective:
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
             tokens = microbatch.tokens
+            if self.recompute_proximal and self.one_step:
+                tokens = self._correct(tokens, logprobs_T.detach())
             extra = {"entropy_T": entropy_T} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
