@@ -50,6 +50,7 @@ def policy_metrics(batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | No
         columns["lag/stale"] = batch.lag_T > 0
         maxima["lag/max"] = batch.lag_T
     if batch.reference_logprobs_T is not None:
+        columns["reference/nll"] = -batch.reference_logprobs_T
         columns["reference/k3"] = _k3(log_ratio(batch.reference_logprobs_T, current_T))
     return sums(**columns) | _maxima(maxima, batch.tokens)
 

@@ -179,7 +179,9 @@ def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
     name = one_line(Text(visible(member.generator_id)), id_width)
     name.pad_right(id_width - name.cell_len)
     silent = f"  silent {duration(member.silent_s)}" if member.silent_s > SILENT_S else ""
-    figures = f" {'v' + str(member.version):>8} {newest - member.version:>6} {number(tokens):>8} {number(running):>7}"
+    # While weights arrive there is no version: what is half received samples nothing.
+    version, behind = (f"v{member.version}", str(newest - member.version)) if member.version >= 0 else ("-", "-")
+    figures = f" {version:>8} {behind:>6} {number(tokens):>8} {number(running):>7}"
     state_text = (f" {member.state:<16.16}", STATE_STYLES.get(member.state, "yellow"))
     return Text.assemble(name, state_text, figures, (silent, "red"))
 
@@ -187,7 +189,7 @@ def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
 def _summary(members: Sequence[MemberStatus], newest: int) -> Line:
     tokens = sum(member.metrics.get("tokens_per_s", 0.0) for member in members)
     states = {name: sum(member.state == name for member in members) for name in sorted({member.state for member in members})}
-    behind = max(newest - member.version for member in members)
+    behind = max((newest - member.version for member in members if member.version >= 0), default=0)
     text = f"+ {len(members)} more: " + ", ".join(f"{count} {name}" for name, count in states.items())
     return Text(f"{text}; at most {behind} behind, {tokens:,.0f} tok/s", "dim")
 

@@ -1,6 +1,6 @@
 """The loss of one micro-batch, composed from the four choices of an algorithm plus KL and entropy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,20 +52,25 @@ class Objective:
         )
 
     def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-        """Proximal and reference columns, then the importance weights behaviour -> proximal. Once per batch."""
+        """Proximal and reference columns, where they need a pass of their own. Once per batch."""
         nothing = [None] * len(microbatches)
         needs_pass = self.recompute_proximal and not self.one_step
         proximal = trainer.logprobs(microbatches) if needs_pass else nothing
         reference = trainer.reference_logprobs(microbatches) if self.kl_coefficient else nothing
         filled = []
         for microbatch, proximal_T, reference_T in zip(microbatches, proximal, reference, strict=True):
-            tokens = replace(microbatch.tokens, reference_logprobs_T=reference_T)
-            filled.append(replace(microbatch, tokens=tokens if proximal_T is None else self._correct(tokens, proximal_T)))
+            tokens = replace(microbatch.tokens, proximal_logprobs_T=proximal_T, reference_logprobs_T=reference_T)
+            filled.append(replace(microbatch, tokens=tokens))
         return tuple(filled)
 
-    def _correct(self, tokens: TokenBatch, proximal_logprobs_T: Tensor) -> TokenBatch:
-        tokens = replace(tokens, proximal_logprobs_T=proximal_logprobs_T)
-        return replace(tokens, weights_T=self.correction(tokens).weights_T)
+    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor) -> tuple[TokenBatch, Mapping[str, float]]:
+        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are the same."""
+        if not self.recompute_proximal:
+            return tokens, {}
+        if self.one_step:
+            tokens = replace(tokens, proximal_logprobs_T=logprobs_T.detach())
+        correction = self.correction(tokens)
+        return replace(tokens, weights_T=correction.weights_T), correction.metrics
 
     def loss(self, counts: Counts) -> LossFunction:
         """The loss function of one optimizer step, given its token and sequence counts over all ranks."""
@@ -73,14 +78,13 @@ class Objective:
         wants_entropy = registry.takes(self.policy_loss, "entropy_T")
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
-            tokens = microbatch.tokens
-            if self.recompute_proximal and self.one_step:
-                tokens = self._correct(tokens, logprobs_T.detach())
+            tokens, corrected = self._correct(microbatch.tokens, logprobs_T)
             extra = {"entropy_T": entropy_T} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
-            own = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
-            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), own])
+            counted = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
+            counted |= {f"weight/{name}": value for name, value in corrected.items()}
+            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), counted])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 losses_T = losses_T + self.kl_coefficient * kl_T

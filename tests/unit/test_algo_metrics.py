@@ -130,6 +130,7 @@ def test_the_distance_to_the_reference_is_k3():
     reference_T = case.logprobs_T + torch.tensor([0.5, -1.0, 0.0])
     published = finish(policy_metrics(dataclasses.replace(case.batch, reference_logprobs_T=reference_T), case.logprobs_T))
     assert published["reference/k3"] == pytest.approx((math.exp(0.5) - 1 - 0.5 + math.exp(-1.0) - 1 + 1.0) / 3)
+    assert published["reference/nll"] == pytest.approx(-float(reference_T.mean()))
 
 
 def test_metrics_carry_no_graph():
