@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["generator.py", "evaluation.py", "algo/metrics.py", "trainer/objective.py", "launch/report.py", "launch/head.py"]
-INTERNAL = {"reward/square", "<>/ratio_square", "weights/<>", "time/<>", "policy/<>"}
+INTERNAL = {"reward/square", "<>/ratio_square", "weights/<>", "time/<>", "policy/<>", "weight/<>"}
 """Sums that are finished before they are published, and families that are listed one by one."""
 
 
