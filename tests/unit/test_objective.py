@@ -107,3 +107,24 @@ def test_the_entropy_bonus_has_a_gradient():
     entropy_T = torch.ones(6, requires_grad=True)
     objective.loss(Counts(tokens=6, sequences=2))(filled, policy.logprobs_T, entropy_T).loss.backward()
     torch.testing.assert_close(entropy_T.grad, torch.full((6,), -0.3 / 6))
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "gspo", "cispo"])
+def test_on_policy_the_decoupled_objective_is_the_synchronous_one(loss):
+    policy = Policy(6)
+    (batch,) = (microbatch(),)
+    on_policy = replace(batch, tokens=replace(batch.tokens, behaviour_logprobs_T=policy.logprobs_T.detach()))
+    results = []
+    for proximal in ("recompute", "behaviour"):
+        config = AlgorithmConfig(policy_loss=Choice(name=loss), proximal=proximal)
+        objective = Objective.build(config, BatchConfig())
+        (filled,) = objective.fill(policy, (on_policy,))
+        policy.logprobs_T.grad = None
+        sums = objective.loss(Counts(tokens=6, sequences=2))(filled, policy.logprobs_T, torch.zeros(6))
+        sums.loss.backward()
+        results.append((sums.metrics[LOSS], policy.logprobs_T.grad))
+    (decoupled, decoupled_T), (synchronous, synchronous_T) = results
+    assert decoupled == pytest.approx(synchronous, abs=1e-6)
+    torch.testing.assert_close(decoupled_T, synchronous_T, atol=1e-6, rtol=0)
+    if loss != "gspo":
+        torch.testing.assert_close(decoupled_T, -batch.tokens.advantages_T / 6, atol=1e-6, rtol=0)

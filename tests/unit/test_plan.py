@@ -1,0 +1,123 @@
+"""From groups to micro-batches: nothing is lost, masks leave the loss but not the baseline, every rank sees the same plan."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algo.advantages import dr_grpo, grpo
+from asyncrl.algo.shaping import soft_overlong
+from asyncrl.trainer.plan import PlanSettings, make_plan
+from asyncrl.types import Group, Rollout, VersionSpan
+
+SETTINGS = PlanSettings(
+    max_lag=2,
+    mask_stale=True,
+    mask_truncated=False,
+    max_response_tokens=8,
+    minibatches=1,
+    tokens_per_microbatch=24,
+    rank=0,
+    ranks=1,
+    device=torch.device("cpu"),
+)
+
+
+def rollout(reward: float, length: int, *, version: int = 5, finish: str = "stop", tool: int = 0) -> Rollout:
+    mask = np.ones(length, dtype=bool)
+    mask[:tool] = False
+    return Rollout(
+        prompt_ids=np.array([1, 2], dtype=np.int32),
+        response_ids=np.arange(3, 3 + length, dtype=np.int32),
+        action_mask=mask,
+        behaviour_logprobs=np.full(length, -1.0, dtype=np.float32),
+        version_spans=(VersionSpan(version - 1, 1), VersionSpan(version, length - 1))
+        if length > 1
+        else (VersionSpan(version, 1),),
+        finish_reason=finish,
+        reward=reward,
+    )
+
+
+def group(ticket_id: int, *rollouts: Rollout) -> Group:
+    return Group(ticket_id=ticket_id, rollouts=rollouts, generator_id="g", finished_version=5)
+
+
+GROUPS = [
+    group(1, rollout(1.0, 3), rollout(0.0, 5)),
+    group(2, rollout(2.0, 8, finish="length"), rollout(0.0, 1)),
+    group(3, rollout(0.5, 4, tool=2), rollout(0.5, 6, version=3)),
+    group(4, rollout(3.0, 7), rollout(1.0, 2)),
+]
+
+
+def columns(plan) -> dict[tuple[int, int], tuple[float, int]]:
+    """(advantage, lag) of every trained token, by (length of its sequence's N, target id): enough to tell tokens apart."""
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for minibatch in plan.minibatches:
+        for one in minibatch.microbatches:
+            starts = torch.tensor(one.sequence_starts)
+            lengths = starts[1:] - starts[:-1]
+            for t in range(one.tokens.tokens):
+                key = (int(lengths[one.tokens.sequence_T[t]]), int(one.target_T[t]))
+                assert key not in found
+                found[key] = (float(one.tokens.advantages_T[t]), int(one.tokens.lag_T[t]))
+                assert one.input_ids_N[one.source_T[t] + 1] == one.target_T[t]
+    return found
+
+
+def test_every_action_token_is_planned_once_with_its_groups_advantage():
+    plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=SETTINGS)
+    found = columns(plan)
+    expected = {}
+    for one in GROUPS:
+        mean = np.mean([r.reward for r in one.rollouts])
+        for r in one.rollouts:
+            for token, action, version in zip(r.response_ids, r.action_mask, r.versions, strict=True):
+                if action and 5 - version <= 2:
+                    expected[(2 + len(r.response_ids), int(token))] = (pytest.approx(r.reward - mean), 5 - version)
+    assert found == expected
+    assert plan.minibatches[0].counts.tokens == len(found)
+
+
+def test_a_stale_token_leaves_the_loss_and_its_group_keeps_its_baseline():
+    strict = columns(make_plan(GROUPS, 6, advantage=dr_grpo, shaping=[], settings=replace(SETTINGS, max_lag=1)))
+    free = columns(make_plan(GROUPS, 6, advantage=dr_grpo, shaping=[], settings=replace(SETTINGS, mask_stale=False)))
+    assert strict.items() < free.items()
+    assert {lag for _, lag in strict.values()} == {1}
+
+
+def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():
+    plain = columns(make_plan(GROUPS, 5, advantage=grpo, shaping=[], settings=SETTINGS))
+    filtered = columns(make_plan(GROUPS, 5, advantage=grpo, shaping=[], settings=replace(SETTINGS, mask_truncated=True)))
+    assert filtered.items() < plain.items()
+    assert {length for length, _ in plain.keys() - filtered.keys()} == {10}
+
+
+def test_shaping_changes_the_advantage_and_not_the_recorded_reward():
+    shape = partial(soft_overlong, buffer_tokens=4, penalty=1.0)
+    plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[shape], settings=SETTINGS)
+    shaped = plan.rewards.rewards_S.tolist()
+    assert shaped[2] == pytest.approx(2.0 - 1.0)  # 8 of 8 tokens: the whole penalty
+    assert shaped[6] == pytest.approx(3.0 - 0.75)
+    assert shaped[0] == 1.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_ranks_share_the_same_tokens_out(ranks, minibatches):
+    whole = columns(make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=SETTINGS))
+    merged: dict = {}
+    counts = set()
+    for rank in range(ranks):
+        settings = replace(SETTINGS, rank=rank, ranks=ranks, minibatches=minibatches)
+        plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=settings)
+        part = columns(plan)
+        assert not merged.keys() & part.keys()
+        merged |= part
+        counts.add(tuple((m.counts.tokens, m.counts.sequences, len(m.microbatches)) for m in plan.minibatches))
+    assert merged == whole
+    assert len(counts) == 1  # the same collectives on every rank
+    assert sum(tokens for tokens, _, _ in counts.pop()) == len(whole)
