@@ -1,21 +1,24 @@
 """Held-out evaluation while training goes on: the generators do it, through a lane of their own.
 
 The lane is the buffer protocol once more. Round r asks for the first N held-out prompts, answered by weights of
-version min(r * every, steps) or newer; it is one take of N groups, so nothing is lost or counted twice.
+version min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or
+counted twice. What an id means hangs on `every`, N and `steps`: each combination has a lane of its own (`lane_name`),
+and a run that is resumed with another one begins with the next round that its version has not passed (`resume_ledger`).
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from asyncrl.buffer.base import LearnerBuffer
+from asyncrl.buffer.base import LearnerBuffer, Take
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import BufferGap
+from asyncrl.errors import BufferGap, WireError
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,29 @@ def round_version(index: int, *, every: int, steps: int) -> int:
 def rounds_due(version: int, *, every: int, steps: int) -> int:
     """Rounds that are open once the learner has reached `version`."""
     return version // every + 1 + (version == steps and steps % every != 0)
+
+
+def lane_name(*, prompts: int, every: int, steps: int) -> str:
+    """The lane in which ids mean rounds of these rules; learner and generators must use the same."""
+    return f"eval-{prompts}-{every}-{steps}"
+
+
+def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int) -> Ledger:
+    """Where evaluation goes on from `Evaluation.state`; an empty state is the beginning.
+
+    Under other rules than the state's, rounds count differently: a fresh ledger, in which all rounds that `version`
+    has passed are over.
+    """
+    rules = {"prompts": prompts, "every": every, "steps": steps}
+    if state and state["rules"] == rules:
+        return Ledger.from_dict(state["ledger"])
+    first = -(-version // every)
+    if state:
+        log.warning(
+            "evaluation was resumed with %s, before it was %s; it goes on with the round of version %d",
+            *(rules, state["rules"], round_version(first, every=every, steps=steps)),
+        )
+    return Ledger(watermark=first * prompts)
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -77,7 +103,25 @@ class Evaluation:
     """N; 0 when there is no held-out data: then no round is ever due."""
     every: int
     steps: int
-    _opened: int = field(default=0)
+    _opened: int = field(default=0, init=False)
+    """Rounds that may be answered, from the first of the run on."""
+    _round: list[Group] = field(default_factory=list, init=False)
+    """Groups of the current round that are taken already: fewer than N after a frame was refused."""
+    _finished: dict[str, Any] = field(init=False)
+    """The ledger after the last whole round: what of a round is only in memory is taken again after a crash."""
+
+    def __post_init__(self) -> None:
+        self._finished = self.ledger.to_dict()
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for the checkpoint; see `resume_ledger`."""
+        rules = {"prompts": self.prompts, "every": self.every, "steps": self.steps}
+        return {"rules": rules, "ledger": self._finished}
+
+    @property
+    def _done(self) -> int:
+        """Rounds that are over; also the index of the current one."""
+        return self.ledger.consumed // self.prompts if self.prompts else 0
 
     def recover(self, version: int) -> None:
         """Make the lane agree with the ledger and open the rounds due at `version`."""
@@ -111,21 +155,45 @@ class Evaluation:
         """The rounds that have become complete, oldest first."""
         results: list[EvalResult] = []
         with self._healing():
-            while self.ledger.takes < self._opened:
-                take = self.buffer.take(self.ledger, self.prompts, window=self.prompts)
-                if take is None:
-                    break
-                groups = [self.decode(frame) for frame in self.buffer.frames(take.ids)]
-                version = round_version(self.ledger.takes, every=self.every, steps=self.steps)
-                self.ledger.consume(take.ids)
-                results.append(summarise(groups, version))
-                self.buffer.commit(self.ledger.takes, self.ledger.chain)
+            while self._done < self._opened and self._take():
+                if len(self._round) == self.prompts:
+                    results.append(self._finish())
+                    self.buffer.commit(self.ledger.takes, self.ledger.chain)
         return results
+
+    def _take(self) -> bool:
+        """Take what is missing of the current round: all of it, or, after a frame was refused, in several parts."""
+        take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
+        groups = self._decode(take) if take is not None else None
+        if take is None or groups is None:
+            return False
+        self.ledger.consume(take.ids)
+        self._round += groups
+        return True
+
+    def _decode(self, take: Take) -> list[Group] | None:
+        """None when a frame is not ours: its id is issued again, the rest stays assigned to the same take."""
+        groups: list[Group] = []
+        for ticket_id, frame in zip(take.ids, self.buffer.frames(take.ids), strict=True):
+            try:
+                groups.append(self.decode(frame))
+                if groups[-1].ticket_id != ticket_id:
+                    raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
+            except WireError as error:
+                log.error("evaluation: group %d is not a frame of ours and is issued again: %s", ticket_id, error)
+                self.buffer.reject_frame(take, ticket_id, str(error))
+                return None
+        return groups
+
+    def _finish(self) -> EvalResult:
+        version = round_version(self._done - 1, every=self.every, steps=self.steps)
+        groups, self._round, self._finished = self._round, [], self.ledger.to_dict()
+        return summarise(sorted(groups, key=lambda group: group.ticket_id), version)
 
     def wait(self, wait_s: float) -> list[EvalResult]:
         """Poll until every open round is complete or `wait_s` has passed."""
         results, until_s = self.poll(), time.monotonic() + wait_s
-        while self.ledger.takes < self._opened and time.monotonic() < until_s:
+        while self._done < self._opened and time.monotonic() < until_s:
             time.sleep(0.05)
             results += self.poll()
         return results

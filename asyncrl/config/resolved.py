@@ -19,11 +19,16 @@ SHARED: dict[str, tuple[str, ...]] = {
     "sampling": ("temperature", "max_prompt_tokens", "max_response_tokens", "stop"),
     "staleness": ("max_lag", "window_groups"),
     "weights": ("transport", "bucket_mib", "probe_tokens", "probe_limit"),
-    "eval": ("prompts", "samples", "temperature"),
+    "learner": ("steps",),
+    "eval": ("prompts", "samples", "temperature", "every"),
 }
 """What both sides must agree on: which prompt a ticket id means, how it is sampled and scored, how weights arrive.
 
-Not in it, because one side alone reads it: the algorithm, learner, generator, store, checkpoint and telemetry parts.
+`learner.steps` and `eval.every` say which weights a round of evaluation needs. A run may be resumed with other values: its
+supervisor starts its generators with them; those that joined from elsewhere are refused when they come back, and leave.
+
+Not in it, because one side alone reads it: the algorithm, generator, store, checkpoint and telemetry parts, and the rest of
+the learner's.
 """
 
 

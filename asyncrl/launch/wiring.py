@@ -7,6 +7,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.config.schema import Config
+from asyncrl.evaluation import lane_name
 
 STORE_VARIABLE = "ASYNCRL_STORE_URL"
 WIRE_KEY_VARIABLE = "ASYNCRL_WIRE_KEY"
@@ -42,4 +43,5 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer:
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
     """The lane of held-out evaluation; one round is `prompts` groups."""
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
-    return RedisBuffer(connection, config.run.name, rules, lane="eval")
+    lane = lane_name(prompts=prompts, every=config.eval.every, steps=config.learner.steps)
+    return RedisBuffer(connection, config.run.name, rules, lane=lane)

@@ -1,5 +1,6 @@
 """Rounds of held-out evaluation: which are due, what they say, and that none is lost or counted twice."""
 
+import json
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import Evaluation, pass_at_k, round_version, rounds_due
+from asyncrl.evaluation import Evaluation, lane_name, pass_at_k, resume_ledger, round_version, rounds_due
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import decode_group, encode_group
 
@@ -34,20 +35,23 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one():
                 assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
+def group_of(ticket_id: int, reward: float) -> Group:
+    rollout = Rollout(
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.array([2], dtype=np.int32),
+        action_mask=np.array([True]),
+        behaviour_logprobs=np.array([-1.0], dtype=np.float32),
+        version_spans=(VersionSpan(0, 1),),
+        finish_reason="stop",
+        reward=reward if ticket_id % N else 0.0,
+    )
+    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=0)
+
+
 def answer(buffer: MemoryBuffer, reward: float) -> list[int]:
     ids = [ticket.id for ticket in buffer.lease("g", 100).tickets]
     for ticket_id in ids:
-        rollout = Rollout(
-            prompt_ids=np.array([1], dtype=np.int32),
-            response_ids=np.array([2], dtype=np.int32),
-            action_mask=np.array([True]),
-            behaviour_logprobs=np.array([-1.0], dtype=np.float32),
-            version_spans=(VersionSpan(0, 1),),
-            finish_reason="stop",
-            reward=reward if ticket_id % N else 0.0,
-        )
-        group = Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=0)
-        buffer.put("g", ticket_id, encode_group(group))
+        buffer.put("g", ticket_id, encode_group(group_of(ticket_id, reward)))
     return ids
 
 
@@ -84,3 +88,91 @@ def test_a_wiped_store_only_costs_asking_again():
     assert one.poll() == []
     assert answer(buffer.peer(), 1.0) == [4, 5, 6]
     assert [result.version for result in one.poll()] == [2]
+
+
+def resumed(buffer: MemoryBuffer, state: dict, version: int, **rules: int) -> Evaluation:
+    rules = {"prompts": N, "every": 2, "steps": 5} | rules
+    ledger = resume_ledger(json.loads(json.dumps(state)), version=version, **rules)
+    one = Evaluation(buffer=buffer, ledger=ledger, decode=decode_group, **rules)
+    one.recover(version)
+    return one
+
+
+def test_a_resumed_run_goes_on_where_the_checkpoint_was():
+    buffer = MemoryBuffer(BufferRules(groups=N))
+    one = resumed(buffer, {}, 0)
+    answer(buffer.peer(), 1.0)
+    assert [result.version for result in one.poll()] == [0]
+    again = resumed(buffer.peer(), one.state(), 3)
+    assert again.poll() == []
+    assert answer(buffer.peer(), 1.0) == [4, 5, 6]
+    assert [result.version for result in again.poll()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("version", "rules", "expected"),
+    [
+        (4, {"every": 3}, [5]),  # rounds 0 and 3 are passed; 5 is the last
+        (4, {"every": 1}, [4, 5]),
+        (4, {"prompts": 2}, [4, 5]),
+        (5, {"steps": 9}, [6, 8, 9]),  # round 3 was that of the last version, 5, and is now that of 6
+        (5, {"steps": 9, "every": 20}, [9]),
+    ],
+)
+def test_other_rules_begin_with_the_next_round_that_is_not_passed(version, rules, expected):
+    buffer = MemoryBuffer(BufferRules(groups=N))
+    one = resumed(buffer, {}, 0)
+    one.open(5)
+    answer(buffer.peer(), 1.0)
+    assert [result.version for result in one.poll()] == [0, 2, 4, 5]
+    prompts, steps = rules.get("prompts", N), rules.get("steps", 5)
+    lane = MemoryBuffer(BufferRules(groups=prompts))
+    other = resumed(lane, one.state(), version, **rules)
+    found = []
+    for now in range(version, steps + 1):
+        other.open(now)
+        for ticket in lane.peer().lease("g", 100).tickets:
+            needed = round_version(ticket.minimum_version, every=other.every, steps=steps)
+            assert version <= needed <= now
+            assert (ticket.id - 1) // prompts == ticket.minimum_version
+            lane.put("g", ticket.id, encode_group(group_of(ticket.id, 1.0)))
+        found += [result.version for result in other.poll()]
+    assert found == expected
+
+
+def test_lanes_of_different_rules_differ():
+    names = {lane_name(prompts=p, every=e, steps=s) for p in (1, 11) for e in (1, 11) for s in (1, 11)}
+    assert len(names) == 8
+
+
+def test_a_round_waits_for_all_of_its_prompts_though_the_next_one_is_ahead():
+    buffer = MemoryBuffer(BufferRules(groups=N))
+    one = resumed(buffer, {}, 0)
+    one.open(2)
+    tickets = buffer.peer().lease("g", 100).tickets
+    assert [ticket.id for ticket in tickets] == [1, 2, 3, 4, 5, 6]
+    for ticket_id in (1, 2, 4, 5, 6):
+        buffer.put("g", ticket_id, encode_group(group_of(ticket_id, 1.0)))
+    assert one.poll() == []
+    buffer.put("g", 3, encode_group(group_of(3, 1.0)))
+    assert [[group.ticket_id for group in result.groups] for result in one.poll()] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("wrong", [b"not a frame", "another id"])
+def test_a_frame_that_is_not_ours_is_sampled_again_and_the_round_stays_whole(wrong):
+    buffer = MemoryBuffer(BufferRules(groups=N))
+    one = resumed(buffer, {}, 0)
+    for ticket in buffer.peer().lease("g", 100).tickets:
+        frame = encode_group(group_of(ticket.id if ticket.id != 2 or wrong != "another id" else 7, 1.0))
+        buffer.put("g", ticket.id, wrong if ticket.id == 2 and isinstance(wrong, bytes) else frame)
+    assert one.poll() == []
+    assert one.poll() == []  # the other two are taken, the round is not whole
+    before = one.state()
+    assert answer(buffer.peer(), 1.0) == [2]
+    (result,) = one.poll()
+    assert [group.ticket_id for group in result.groups] == [1, 2, 3] and result.version == 0
+    assert buffer.audit().missing == 0 and buffer.audit().counters["rejected_frames"] == 1
+    assert before["ledger"]["takes"] == 0  # part of a round is in no checkpoint
+    again = resumed(buffer.peer(), before, 0)
+    assert len(answer(buffer.peer(), 1.0)) in (0, N)
+    assert [result.version for result in again.poll()] == [0]
