@@ -8,6 +8,7 @@ are raw: a clipped or truncated ratio cannot show the tail that ends a run. Log-
     drift/*      current against behaviour: both together
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -82,7 +83,7 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
             if name not in merged:
                 merged[name] = value
             else:
-                merged[name] = max(merged[name], value) if name.endswith("/max") else merged[name] + value
+                merged[name] = _larger(merged[name], value) if name.endswith("/max") else merged[name] + value
     return merged
 
 
@@ -109,6 +110,11 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
         square = published.pop("reward/square")
         published["reward/std"] = max(square - published["reward/mean"] ** 2, 0.0) ** 0.5
     return published
+
+
+def _larger(first: float, second: float) -> float:
+    """The maximum; NaN, whichever of them it is, as in a sum."""
+    return first if first > second or math.isnan(first) else second
 
 
 def _add_ratio(columns: dict[str, Tensor], maxima: dict[str, Tensor], name: str, log_ratio_T: Tensor) -> None:

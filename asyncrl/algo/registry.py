@@ -78,6 +78,13 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
 SUPPLIED: Mapping[str, tuple[str, ...]] = {"shaping": ("response_tokens", "max_response_tokens", "finish_reason")}
 """What the learner passes by keyword, always."""
 
+UNPROVIDED: Mapping[tuple[str, str], str] = {
+    ("advantage", "gae"): "the values of a critic (`values_T`)",
+    ("advantage", "remax"): "the rewards of greedy rollouts (`greedy_rewards_group`)",
+    ("advantage", "optimal_token_baseline"): "probabilities of whole distributions (`sum_squared_probs_T`)",
+}
+"""Choices that need columns which a run does not provide; code that has them may `resolve` them."""
+
 ON_REQUEST = frozenset({"entropy_T"})
 """What the learner passes by keyword to functions that have it: see `takes`."""
 
@@ -111,13 +118,24 @@ def parameters(kind: str, name: str) -> Mapping[str, Parameter]:
 
 
 def check(kind: str, name: str, params: Mapping[str, Any]) -> None:
-    """Checks a name, its keys and their values without importing torch.
+    """Checks what a config says, a name, its keys and their values, without importing torch.
 
     A user's function (with a colon in its name) is accepted; `resolve` checks it.
 
     Raises:
-        ConfigError: unknown name or key, missing key, value out of range; with a suggestion.
+        ConfigError: unknown name or key, missing key, value out of range; with a suggestion. Or a choice that needs what
+            a run does not provide.
     """
+    _check_call(kind, name, params)
+    if missing := UNPROVIDED.get((kind, name)):
+        others = [other for other in names(kind) if (kind, other) not in UNPROVIDED]
+        raise ConfigError(
+            f"{kind} `{name}` needs {missing}, which a run does not provide yet; use it from code that does "
+            f"(`registry.resolve`), or choose one of {', '.join(others)}"
+        )
+
+
+def _check_call(kind: str, name: str, params: Mapping[str, Any]) -> None:
     if ":" in name:
         return
     if name not in TABLES[kind]:
@@ -137,9 +155,10 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
     """The function with its parameters bound; call it with the positional arguments of its kind.
 
     Raises:
-        ConfigError: as `check`; or a user's function that cannot be imported or called the way its kind is called.
+        ConfigError: as `check`, but for what a run does not provide: here the caller does. Or a user's function that cannot
+            be imported or called the way its kind is called.
     """
-    check(kind, name, params)
+    _check_call(kind, name, params)
     function = _load(name if ":" in name else f"asyncrl.algo.{TABLES[kind][name]}")
     arguments = {**dict.fromkeys(SUPPLIED.get(kind, ())), **params}
     try:

@@ -1,5 +1,6 @@
 """The published metrics of one step. Names, units and meaning are in `docs/metrics.md`."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,8 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.trainer.objective import LOSS
 from asyncrl.types import Group, Rollout
 
+log = logging.getLogger(__name__)
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -18,10 +21,18 @@ def step_metrics(step: Step) -> dict[str, float]:
     """Everything that is known about a step, by name."""
     sums = merge([*(result.metrics for result in step.results), group_metrics(step.plan.rewards)])
     loss = sums.pop(LOSS, 0.0)
+    skipped = sums.pop("skipped_steps", 0.0)
+    if skipped:
+        log.warning(
+            "step %d: %d of %d optimizer steps were left out, as a loss or gradient was not finite; if it goes on, look at "
+            "policy/grad_norm and */ratio/max, and lower learner.optimizer.lr",
+            *(step.version, skipped, len(step.results)),
+        )
     metrics = finish(sums)
     metrics |= {
         "policy/loss": loss / max(len(step.results), 1),
-        "policy/grad_norm": max((result.grad_norm for result in step.results), default=0.0),
+        "policy/grad_norm": float(np.max([result.grad_norm for result in step.results], initial=0.0)),
+        "policy/skipped_steps": skipped,
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
@@ -38,13 +49,18 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
         "groups/trained": len(groups),
         "groups/takes": step.collected.takes,
         **{f"groups/rejected_{reason}": count for reason, count in reasons.items()},
-        **{f"reward/{name}/mean": float(np.mean([r.reward_parts[name] for r in rollouts])) for name in names},
+        **{f"reward/{name}/mean": _part_mean(rollouts, name) for name in names},
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
         "completions/truncated_share": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
         "time/reward_s": float(np.mean([group.reward_s for group in groups])),
     }
+
+
+def _part_mean(rollouts: Sequence[Rollout], name: str) -> float:
+    """Over the rollouts that have the part: groups from before a resume may have been scored by other functions."""
+    return float(np.mean([rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]))
 
 
 def _staleness_metrics(step: Step) -> dict[str, float]:

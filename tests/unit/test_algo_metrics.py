@@ -1,6 +1,7 @@
 """Metrics: raw ratios against plain floats, and sums that add up however the batch was cut."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -72,6 +73,11 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
     whole = policy_metrics(case.batch, case.logprobs_T, case.entropy_T)
     assert merged == pytest.approx(whole)
     assert finish(merged) == pytest.approx(finish(whole))
+
+
+def test_a_maximum_with_nan_is_nan_in_any_order():
+    parts = [{"a/max": 1.0}, {"a/max": float("nan")}, {"a/max": 2.0}]
+    assert all(math.isnan(merge(order)["a/max"]) for order in itertools.permutations(parts))
 
 
 def test_merge_takes_maxima_of_maxima_and_keeps_names_that_only_one_has():

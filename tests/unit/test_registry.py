@@ -94,6 +94,39 @@ def test_a_wrong_choice_is_explained(kind, name, params, message):
 
 
 @pytest.mark.parametrize(
+    ("name", "missing"), [("gae", "critic"), ("remax", "greedy"), ("optimal_token_baseline", "probabilities")]
+)
+def test_what_a_run_does_not_provide_is_refused_in_a_config_and_possible_in_code(name, missing):
+    with pytest.raises(ConfigError, match=f"`{name}` needs .*{missing}.* does not provide yet.*choose one of .*grpo") as caught:
+        registry.check("advantage", name, {})
+    assert f", {name}" not in str(caught.value).partition("choose")[2]
+    assert callable(registry.resolve("advantage", name, {}))
+
+
+def test_every_other_advantage_works_on_what_a_plan_provides():
+    """So that the list of what is not provided cannot fall behind."""
+    import torch
+
+    from asyncrl.algo.rewards import GroupRewards
+
+    rewards = GroupRewards(
+        rewards_S=torch.tensor([0.0, 1.0]),
+        group_S=torch.tensor([0, 0]),
+        num_groups=1,
+        lengths_S=torch.tensor([2, 1]),
+        sequence_T=torch.tensor([0, 0, 1]),
+        parts={"exact_match": torch.tensor([0.0, 1.0])},
+    )
+    for name in registry.names("advantage"):
+        function = registry.resolve("advantage", name, {})
+        if ("advantage", name) in registry.UNPROVIDED:
+            with pytest.raises(ConfigError, match="does not compute"):
+                function(rewards)
+        else:
+            assert function(rewards).isfinite().all(), name
+
+
+@pytest.mark.parametrize(
     ("kind", "name", "params"),
     [
         ("policy_loss", "ppo_clip", {"clip_low": 0, "clip_high": 1, "dual_clip": None}),

@@ -1,0 +1,85 @@
+"""What is published about a step."""
+
+import logging
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algo.rewards import GroupRewards
+from asyncrl.buffer.intake import Collected
+from asyncrl.launch.report import step_metrics
+from asyncrl.learner import Step
+from asyncrl.trainer.base import StepResult
+from asyncrl.trainer.packing import Sequence
+from asyncrl.trainer.plan import Plan
+from asyncrl.types import Group, Rollout, VersionSpan
+
+
+def rollout(**parts: float) -> Rollout:
+    return Rollout(
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.array([2, 3], dtype=np.int32),
+        action_mask=np.array([True, True]),
+        behaviour_logprobs=np.array([-1.0, -1.0], dtype=np.float32),
+        version_spans=(VersionSpan(0, 2),),
+        finish_reason="stop",
+        reward=sum(parts.values()),
+        reward_parts=parts,
+    )
+
+
+def step(*rollouts: Rollout, results: tuple[StepResult, ...] = ()) -> Step:
+    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g", finished_version=0)
+    sequence = Sequence(
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.array([2, 3], dtype=np.int32),
+        keep=np.array([True, True]),
+        behaviour_logprobs=np.zeros(2, dtype=np.float32),
+        advantages=np.zeros(2, dtype=np.float32),
+        lag=np.zeros(2, dtype=np.int64),
+    )
+    count = len(rollouts)
+    rewards = GroupRewards(
+        rewards_S=torch.tensor([one.reward for one in rollouts]),
+        group_S=torch.zeros(count, dtype=torch.int64),
+        num_groups=1,
+        lengths_S=torch.full((count,), 2),
+        sequence_T=torch.arange(count).repeat_interleave(2),
+    )
+    return Step(
+        version=1,
+        collected=Collected(groups=(group,), rejected=(), takes=1),
+        plan=Plan(minibatches=(), sequences=(sequence,) * count, rewards=rewards),
+        results=results,
+        seconds={"train": 1.0},
+    )
+
+
+def result(grad_norm: float, skipped: float = 0.0) -> StepResult:
+    return StepResult(metrics={"tokens": 10.0, "skipped_steps": skipped}, grad_norm=grad_norm, lr=1e-6)
+
+
+def test_a_part_is_averaged_over_the_rollouts_that_have_it():
+    metrics = step_metrics(step(rollout(old=4.0), rollout(new=1.0), rollout(new=0.0, both=2.0)))
+    assert (metrics["reward/old/mean"], metrics["reward/new/mean"], metrics["reward/both/mean"]) == (4.0, 0.5, 2.0)
+
+
+def test_skipped_steps_are_counted_and_said(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert step_metrics(step(rollout(a=1.0), results=(result(1.0), result(2.0))))["policy/skipped_steps"] == 0
+        assert not caplog.records
+        skipped = tuple(result(math.nan, 1.0) for _ in range(2))
+        metrics = step_metrics(step(rollout(a=1.0), results=(*skipped, result(2.0))))
+    assert metrics["policy/skipped_steps"] == 2 and "skipped_steps" not in metrics
+    assert "step 1: 2 of 3 optimizer steps were left out" in caplog.text
+
+
+def test_the_largest_gradient_norm_does_not_depend_on_the_order():
+    for norms in permutations((1.0, math.nan, 3.0)):
+        metrics = step_metrics(step(rollout(a=1.0), results=tuple(map(result, norms))))
+        assert math.isnan(metrics["policy/grad_norm"])
+    assert step_metrics(step(rollout(a=1.0), results=(result(1.0), result(3.0))))["policy/grad_norm"] == 3.0
+    assert step_metrics(step(rollout(a=1.0)))["policy/grad_norm"] == pytest.approx(0.0)
