@@ -27,6 +27,7 @@ class Hello:
     pid: int = 0
     host: str = ""
     transports: tuple[str, ...] = ("gloo", "disk")
+    """What its engine can receive, best first: `weights.base.receivable`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,10 @@ class LearnerControl(Protocol):
         """A new version has been published: bring every generator to it, latest wins."""
         ...
 
+    def check(self) -> None:
+        """Cheap. Raises ControlError when the control plane has broken down."""
+        ...
+
     def members(self) -> list[MemberStatus]:
         """Everybody who joined and has neither left nor died."""
         ...
@@ -98,8 +103,11 @@ class LearnerControl(Protocol):
         """joined, left, died, updates, updates_failed, senders_killed, probe_max (of the last update)."""
         ...
 
-    def stop(self, reason: str) -> None:
-        """Tell all generators that the run is over, and end the thread."""
+    def stop(self, reason: str, *, farewell: bool = True) -> None:
+        """End the thread, and tell all generators that the run is over.
+
+        Without `farewell` they are told nothing: they go on, and call the next learner at the same endpoint.
+        """
         ...
 
 

@@ -6,7 +6,8 @@
                  '-------------------------------------------------------'
 
 Latest wins: a generator that was busy goes straight to the newest version. Generators never wait for each other.
-After two failures in a row the next attempts go by disk, which needs no group; a success restores the transport.
+After two failures in a row every other attempt goes by disk, which needs no group, where all are on one host; a success
+restores the transport. A sender that dies with nothing to send is replaced after a back-off too.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RestartSender:
-    """Kill it, whatever it does."""
+    """Kill it, whatever it does, and start another one."""
 
     holder: str
 
@@ -65,6 +66,8 @@ Action = Prepare | Deliver | RestartSender | CloseSender
 @dataclass(slots=True)
 class _Member:
     transport: str
+    alternative: str
+    """For every other attempt after two failures; the same where nothing else can work."""
     version: int
     """What it said to have applied; -1: unknown, so the newest must go there whatever its number."""
     phase: Phase = Phase.IDLE
@@ -72,10 +75,13 @@ class _Member:
     until_s: float = 0.0
     """End of the current phase, or of the back-off."""
     failures: int = 0
+    """In a row, of updates and of senders."""
+    has_sender: bool = True
 
     @property
     def next_transport(self) -> str:
-        return "disk" if self.failures >= FAILURES_BEFORE_DISK else self.transport
+        tried = self.failures - FAILURES_BEFORE_DISK
+        return self.alternative if tried >= 0 and tried % 2 == 0 else self.transport
 
 
 @dataclass(slots=True)
@@ -83,11 +89,13 @@ class UpdateSchedule:
     """All generators. Every method returns what must be done now; time is passed in."""
 
     transport: str
-    """Preferred; a generator that does not offer it is served by disk."""
+    """Preferred; see `common_transport`."""
     deadline_s: float
     """For a transfer, and again for the generator's report after it."""
     preparation_s: float
     """For a sender to get ready: to start, to write files. The generator samples on in this time."""
+    one_host: bool = True
+    """The learner's files are the generators' too."""
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
@@ -102,10 +110,24 @@ class UpdateSchedule:
         """What the member has applied, -1 when unknown."""
         return self._members[holder].version
 
+    def has_sender(self, holder: str) -> bool:
+        """False from its death until its `RestartSender`: nothing it says means anything."""
+        return self._members[holder].has_sender
+
+    def common_transport(self, offered: Sequence[str]) -> str | None:
+        """The preferred one, else gloo, else files on one host; None when the generator offers none of them."""
+        usable = (self.transport, "gloo", *(("disk",) if self.one_host else ()))
+        return next((transport for transport in usable if transport in offered), None)
+
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
-        """A new member. Version 0 is the initial model; any other number may be of an earlier learner's making."""
-        transport = self.transport if self.transport in transports else "disk"
-        self._members[holder] = _Member(transport, version if version == 0 else _UNKNOWN)
+        """A new member that offers a common transport.
+
+        Version 0 is the initial model; any other number may be of an earlier learner's making.
+        """
+        transport = self.common_transport(transports)
+        assert transport is not None, f"{holder} offers {transports}"
+        alternative = "disk" if self.one_host and "disk" in transports else transport
+        self._members[holder] = _Member(transport, alternative, version if version == 0 else _UNKNOWN)
         return self._begin(holder, now_s)
 
     def remove(self, holder: str) -> list[Action]:
@@ -156,28 +178,34 @@ class UpdateSchedule:
 
     def postpone(self, holder: str) -> None:
         """A `Prepare` found no version to take at this moment: the next tick asks again."""
-        self._members[holder].phase = Phase.IDLE
+        member = self._members[holder]
+        member.phase, member.until_s = Phase.IDLE, 0.0
 
     def _begin_all(self, now_s: float) -> list[Action]:
         return [action for holder in self._members for action in self._begin(holder, now_s)]
 
     def _begin(self, holder: str, now_s: float) -> list[Action]:
         member = self._members[holder]
-        if member.phase is not Phase.IDLE or member.version >= self.newest or now_s < member.until_s:
+        if member.phase is not Phase.IDLE or now_s < member.until_s:
             return []
-        member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
-        return [Prepare(holder, member.next_transport)]
+        actions: list[Action] = [] if member.has_sender else [RestartSender(holder)]
+        member.has_sender = True
+        if member.version < self.newest:
+            member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
+            actions.append(Prepare(holder, member.next_transport))
+        return actions
 
     def _fail(self, holder: str, now_s: float) -> list[Action]:
         member = self._members.get(holder)
-        if member is None:
+        if member is None or not member.has_sender:
             return []
-        if member.phase is Phase.IDLE:  # no update is lost, but the next one needs a sender
-            return [RestartSender(holder)]
-        self.failed += 1
-        if member.phase is Phase.UPDATING:
-            member.version = _UNKNOWN  # it may hold a mixture
+        phase, member.phase = member.phase, Phase.IDLE
         member.failures += 1
-        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (member.failures - 1), _LONGEST_BACKOFF_S)
-        member.phase, member.until_s = Phase.IDLE, now_s + backoff_s
+        member.until_s = now_s + min(_FIRST_BACKOFF_S * 2.0 ** min(member.failures - 1, 30), _LONGEST_BACKOFF_S)
+        if phase is Phase.IDLE:  # no update is lost, but the next one needs a sender
+            member.has_sender = False
+            return []
+        self.failed += 1
+        if phase is Phase.UPDATING:
+            member.version = _UNKNOWN  # it may hold a mixture
         return [RestartSender(holder)]

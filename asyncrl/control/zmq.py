@@ -73,12 +73,15 @@ class ControlHub:
         self._membership = Membership(
             release=release, config_hash=config_hash, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s
         )
-        self._schedule = UpdateSchedule(transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S)
+        self._schedule = UpdateSchedule(
+            transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
+        )
         self._senders: dict[str, Sender] = {}
         self._killed = 0
         self._rejected = 0
         self._announced: int | None = None
         self._stop_reason: str | None = None
+        self._farewell = True
         self._failure: BaseException | None = None
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -96,10 +99,14 @@ class ControlHub:
 
     def announce(self, version: int) -> None:
         """See `LearnerControl`. Raises ControlError when the control plane has broken down."""
-        if self._failure is not None:
-            raise ControlError(f"the control thread died: {self._failure!r}; its traceback is in the log") from self._failure
+        self.check()
         self._announced = version
         self._wake_up()
+
+    def check(self) -> None:
+        """See `LearnerControl`."""
+        if self._failure is not None:
+            raise ControlError(f"the control thread died: {self._failure!r}; its traceback is in the log") from self._failure
 
     def members(self) -> list[MemberStatus]:
         """See `LearnerControl`."""
@@ -109,8 +116,9 @@ class ControlHub:
         """See `LearnerControl`; also `messages_rejected`."""
         return dict(self._counters)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, farewell: bool = True) -> None:
         """See `LearnerControl`. Kills the senders."""
+        self._farewell = farewell
         self._stop_reason = reason
         self._wake_up()
         self._thread.join(_STOP_S)
@@ -128,7 +136,7 @@ class ControlHub:
         try:
             while self._stop_reason is None:
                 self._round()
-            for member in self._membership.members.values():
+            for member in self._membership.members.values() if self._farewell else ():
                 self._send(member.holder, Stop(reason=self._stop_reason))
         except BaseException as error:
             self._failure = error
@@ -144,7 +152,7 @@ class ControlHub:
         # Messages first: after a pause of this process nobody may be counted dead whose heartbeat is in the queue.
         self._read_messages()
         now_s = time.monotonic()
-        for holder, sender in list(self._senders.items()):
+        for holder, sender in self._senders_up().items():
             for reply in sender.replies():
                 self._hear_sender(holder, reply, now_s)
         for holder in self._membership.expire(now_s):
@@ -158,11 +166,15 @@ class ControlHub:
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._router, self._woken, *self._senders.values()):
+        for readable in (self._router, self._woken, *self._senders_up().values()):
             poller.register(readable, zmq.POLLIN)
         poller.poll(_ROUND_MS)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
+
+    def _senders_up(self) -> dict[str, Sender]:
+        """A dead one has nothing to say, and its end of stream would wake this thread without a pause."""
+        return {holder: sender for holder, sender in self._senders.items() if self._schedule.has_sender(holder)}
 
     def _read_messages(self) -> None:
         for _ in range(_MESSAGES_PER_ROUND):
@@ -198,7 +210,8 @@ class ControlHub:
             self._send(holder, UnknownMember())
 
     def _welcome(self, holder: str, hello: Hello, now_s: float) -> None:
-        answer = self._membership.hello(hello, now_s)
+        transport = self._schedule.common_transport(hello.transports)
+        answer = self._membership.hello(hello, now_s) if transport else self._no_transport(hello)
         if isinstance(answer, Refused):
             log.warning("generator %s was refused: %s", holder, answer.reason)
             self._send(holder, answer)
@@ -210,8 +223,20 @@ class ControlHub:
                 log.warning("generator %s has been replaced by %s and is counted dead", answer.replaced, holder)
                 self._bury(answer.replaced)
             self._send(holder, Welcome(version=self._schedule.newest))
+            if transport != self._schedule.transport:
+                log.warning(
+                    "generator %s takes %s but not %s: its weights go over %s, which is slower; start it with "
+                    "the learner's weights.transport, on a device that has it",
+                    *(holder, ", ".join(hello.transports), self._schedule.transport, transport),
+                )
             self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
             self._obey(self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s))
+
+    def _no_transport(self, hello: Hello) -> Refused:
+        return Refused(
+            reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the learner sends over "
+            f"{self._schedule.transport}; set the same weights.transport for both"
+        )
 
     def _hear_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         if not report.applied:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV
+from asyncrl.weights.base import choose_transport
 
 Device = Literal["cpu", "cuda"]
 
@@ -28,7 +29,7 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         # The rollouts of a group share their prompt; versions are kept apart by a cache salt, see `VLLMEngine`.
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=f"asyncrl-{transport_of(weights, device)}"),
+        "weight_transfer_config": WeightTransferConfig(backend=f"asyncrl-{choose_transport(weights.transport, device=device)}"),
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
@@ -38,13 +39,6 @@ def engine_args(
         "enforce_eager": generator.enforce_eager,
         "gpu_memory_utilization": generator.gpu_memory_utilization,
     }
-
-
-def transport_of(weights: WeightsConfig, device: Device) -> str:
-    """The transport behind `auto`."""
-    if weights.transport == "auto":
-        return "nccl" if device == "cuda" else "gloo"
-    return weights.transport
 
 
 def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:
@@ -57,6 +51,6 @@ def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, devic
         # vLLM would bind every engine of this host to the same first cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(generator.threads)
-    if transport_of(weights, device) == "ipc":
+    if weights.transport == "ipc":
         # CUDA IPC handles are pickled; they come from the learner on this host, over vLLM's private pipes.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

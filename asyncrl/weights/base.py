@@ -15,6 +15,25 @@ if TYPE_CHECKING:  # the control plane imports the orders from here, and status 
     import torch
 
 
+_EVERYWHERE = ("gloo", "disk")
+"""What every receiver takes, the better one first."""
+
+
+def choose_transport(wanted: str, *, device: str) -> str:
+    """The transport behind `auto`: nccl on "cuda", else gloo. Any other name stays as it is."""
+    if wanted == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return wanted
+
+
+def receivable(transport: str) -> tuple[str, ...]:
+    """What an engine that was started for `transport` can receive, best first: a generator's `Hello.transports`.
+
+    vLLM is started with one receiver. Each of them takes gloo and disk too, but nccl and ipc exclude each other.
+    """
+    return (transport, *(other for other in _EVERYWHERE if other != transport))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Name (as in the Hugging Face checkpoint), dtype (`float32`, `bfloat16`), and shape of one parameter."""
@@ -101,6 +120,11 @@ class Sender(Protocol):
 
 class Publisher(Protocol):
     """The learner's end: one per run, in rank 0."""
+
+    @property
+    def one_host(self) -> bool:
+        """All generators are on the learner's host: its paths mean the same to them."""
+        ...
 
     def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]) -> float:
         """Copy full parameters into a free slot and make `version` the newest; returns seconds. Never waits for senders."""

@@ -55,6 +55,11 @@ class SharedMemoryPublisher:
         self._newest: Published | None = None
         self._senders: list[SenderProcess] = []
 
+    @property
+    def one_host(self) -> bool:
+        """See `Publisher`."""
+        return self._interface is None
+
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
         """See `Publisher`. Raises TransferError when `tensors` are not those of the layout."""
         started_s = time.perf_counter()

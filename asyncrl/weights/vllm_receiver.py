@@ -5,7 +5,7 @@
     gloo   rendezvous, layout, checksums: buckets over a Gloo group, each verified before it is loaded
     disk   directory with safetensors files in Hugging Face names
     nccl   init (a fresh `nccl_unique_id_b64`, offset and size; only with a new group), update (names, dtypes, shapes)
-    ipc    init, update: vLLM's own payloads
+    ipc    init, update: vLLM's own payloads, the handles as plain values
 
 A failed update leaves the model usable for the next one, but its weights are a mixture: the engine must not sample.
 """
@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from asyncrl.errors import TransferError
 from asyncrl.weights import gloo
+from asyncrl.weights.ipc import lift_update
 from asyncrl.weights.layout import Layout
 
 Update = dict[str, Any]
@@ -180,7 +181,7 @@ class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
         try:
-            super()._over_vllm(details, deadline_s)
+            super()._over_vllm({**details, "update": lift_update(details["update"])}, deadline_s)
         finally:
             self._packed_importer.close()  # the sender may reuse its buffer
 

@@ -1,14 +1,17 @@
+from itertools import pairwise
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.control.updates import CloseSender, Deliver, Phase, Prepare, RestartSender, UpdateSchedule
-from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
 
 DEADLINE_S, PREPARATION_S = 10.0, 60.0
 
 
-def make(transport="gloo"):
-    return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S)
+def make(transport="gloo", *, one_host=True):
+    return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host)
 
 
 def order(version, transport="gloo"):
@@ -62,26 +65,65 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
     assert (schedule.updates, schedule.failed, schedule.probe_max) == (5, 0, 0.25)
 
 
-def test_two_failures_lead_to_disk_and_a_success_leads_back():
-    schedule = make()
-    joined(schedule, "a")
+def transports_of_failing_updates(schedule, attempts):
     actions, now_s, transports = schedule.announce(1, 0.0), 0.0, []
-    while len(transports) < 3:
+    while len(transports) < attempts:
         transports.append(actions[0].transport)
         schedule.prepared("a", order(1), now_s)
         assert schedule.reported("a", failed(1), now_s) == [RestartSender("a")]
         assert schedule.tick(now_s) == []  # backs off
-        now_s += 5.0
+        now_s += 31.0
         actions = schedule.tick(now_s)
-    assert transports == ["gloo", "gloo", "disk"]
+    return transports, now_s
+
+
+def test_after_two_failures_every_other_attempt_goes_by_disk_and_a_success_leads_back():
+    schedule = make()
+    joined(schedule, "a")
+    transports, now_s = transports_of_failing_updates(schedule, 6)
+    assert transports == ["gloo", "gloo", "disk", "gloo", "disk", "gloo"]
     run_one(schedule, "a", 1, now_s)
     assert schedule.announce(2, now_s + 1) == [Prepare("a", "gloo")]
 
 
-def test_a_generator_that_lacks_the_transport_is_served_by_disk():
-    schedule = make("nccl")
-    schedule.announce(1, 0.0)
-    assert joined(schedule, "a") == [Prepare("a", "disk")]
+@pytest.mark.parametrize("transport", ["nccl", "gloo", "disk"])
+def test_other_hosts_are_never_sent_to_files_that_are_only_here(transport):
+    schedule = make(transport, one_host=False)
+    schedule.join("a", version=0, transports=receivable(transport), now_s=0.0)
+    assert transports_of_failing_updates(schedule, 5)[0] == [transport] * 5
+
+
+def test_a_generator_that_cannot_read_files_is_not_sent_to_them():
+    schedule = make("gloo")
+    schedule.join("a", version=0, transports=("gloo",), now_s=0.0)
+    assert set(transports_of_failing_updates(schedule, 4)[0]) == {"gloo"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "offered", "one_host", "common"),
+    [
+        ("nccl", ("nccl", "gloo", "disk"), True, "nccl"),
+        ("nccl", ("gloo", "disk"), True, "gloo"),
+        ("nccl", ("disk",), True, "disk"),
+        ("nccl", ("disk",), False, None),
+        ("disk", ("gloo", "disk"), False, "disk"),
+        ("gloo", (), True, None),
+    ],
+)
+def test_the_common_transport_is_the_best_that_both_have(wanted, offered, one_host, common):
+    schedule = make(wanted, one_host=one_host)
+    assert schedule.common_transport(offered) == common
+    if common is not None:
+        schedule.announce(1, 0.0)
+        assert schedule.join("a", version=0, transports=offered, now_s=0.0) == [Prepare("a", common)]
+
+
+def test_a_prepare_that_found_no_version_is_repeated_with_the_next_tick():
+    schedule = make()
+    joined(schedule, "a")
+    assert schedule.announce(1, 0.0) == [Prepare("a", "gloo")]
+    schedule.postpone("a")
+    assert schedule.tick(0.1) == [Prepare("a", "gloo")]
 
 
 def test_every_phase_has_its_deadline():
@@ -102,8 +144,35 @@ def test_every_phase_has_its_deadline():
 def test_a_sender_that_dies_idle_is_replaced_without_a_failed_update():
     schedule = make()
     joined(schedule, "a")
-    assert schedule.sender_failed("a", 0.0) == [RestartSender("a")]
+    assert schedule.sender_failed("a", 0.0) == []
+    assert not schedule.has_sender("a")
+    assert schedule.sender_failed("a", 0.1) == []
+    assert schedule.tick(0.2) == []
+    assert schedule.announce(1, 0.3) == [RestartSender("a"), Prepare("a", "gloo")]
+    assert schedule.has_sender("a")
     assert schedule.failed == 0
+
+
+def test_a_sender_that_dies_at_each_start_is_started_ever_more_rarely():
+    schedule, starts_s = make(), []
+    joined(schedule, "a")
+    schedule.sender_failed("a", 0.0)
+    for tenths in range(3_000):
+        if RestartSender("a") in schedule.tick(tenths / 10):
+            starts_s.append(tenths / 10)
+            schedule.sender_failed("a", tenths / 10)
+    pauses_s = [round(later - earlier, 3) for earlier, later in pairwise(starts_s)]
+    assert pauses_s == sorted(pauses_s)
+    assert 10 <= len(starts_s) <= 20
+    assert pauses_s[-1] >= 30.0
+
+
+def test_a_day_of_failures_is_no_failure_of_the_schedule():
+    schedule = make()
+    joined(schedule, "a")
+    for failures in range(3_000):
+        schedule.sender_failed("a", 31.0 * failures)
+        assert RestartSender("a") in schedule.tick(31.0 * (failures + 1) - 0.5)
 
 
 def test_late_and_foreign_reports_mean_nothing():
@@ -135,6 +204,7 @@ class World:
 
     def __init__(self):
         self.schedule, self.now_s, self.newest = make(), 0.0, 0
+        self.down = set()  # holders whose sender is dead
         self.senders = {}  # holder -> None | ("preparing", version) | ("transferring", version)
         self.applied = {}
 
@@ -146,14 +216,17 @@ class World:
             match action:
                 case Prepare(holder):
                     assert self.senders[holder] is None, "two updates at once"
+                    assert holder not in self.down, "nobody is there to prepare"
                     self.senders[holder] = ("preparing", self.newest)
                 case Deliver(holder, sent):
                     assert self.senders[holder] == ("preparing", sent.version)
                     self.senders[holder] = ("transferring", sent.version)
                 case RestartSender(holder):
                     self.senders[holder] = None
+                    self.down.discard(holder)
                 case CloseSender(holder):
                     del self.senders[holder]
+                    self.down.discard(holder)
 
     def step(self, event, holder, wait_s):
         self.now_s += wait_s
@@ -180,7 +253,8 @@ class World:
                 self.obey(self.schedule.reported(holder, applied(busy[1]), self.now_s), holder)
             case "failed" if busy and busy[0] == "transferring":
                 self.obey(self.schedule.reported(holder, failed(busy[1]), self.now_s), holder)
-            case "died":
+            case "died" if holder in self.senders:
+                self.down.add(holder)
                 self.obey(self.schedule.sender_failed(holder, self.now_s), holder)
             case "tick":
                 self.obey(self.schedule.tick(self.now_s))
@@ -200,6 +274,8 @@ def test_one_update_at_a_time_versions_only_grow_and_everybody_converges(events)
     for holder in world.senders:
         assert world.applied[holder] == world.newest
         assert world.schedule.phase(holder) is Phase.IDLE
+        assert world.schedule.has_sender(holder) == (holder not in world.down)
+    assert not world.down
     assert world.schedule.tick(world.now_s + 1000) == []
 
 
