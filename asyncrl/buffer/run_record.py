@@ -69,12 +69,6 @@ class RunRecord:
         endpoint = self._connection.call(lambda client: client.hget(_KEY, "control_endpoint"))
         return endpoint.decode() if isinstance(endpoint, bytes) else None
 
-    def forget(self, name: str) -> None:
-        """Delete everything that the store keeps of run `name`."""
-        self._connection.call(lambda client: _delete_lanes(client, name))
-        if self._connection.call(lambda client: client.hget(_KEY, "name")) == name.encode():
-            self._connection.call(lambda client: client.delete(_KEY))
-
 
 def _claim_name(client: redis.Redis, name: str) -> str:
     client.hsetnx(_KEY, "name", name)

@@ -89,7 +89,7 @@ def samples(
     run: RunArgument = None,
     count: Annotated[int, typer.Option(min=1)] = 5,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
-    kind: Annotated[str | None, typer.Option(help="train, eval or rejected.")] = None,
+    kind: Annotated[str | None, typer.Option(help="train or eval.")] = None,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions."""
     from asyncrl.launch.inspect import show_samples

@@ -5,12 +5,13 @@ that part is handed its model, never the root. Derived quantities are properties
 itself. No torch, no vLLM here: reading a config must stay fast.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from asyncrl.algo.staleness import lag_bound
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -26,7 +27,7 @@ class Part(BaseModel):
 class RunConfig(Part):
     """Which run this is and where it lives."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """Names the run directory and the keys in the store."""
     root: Path = Path("runs")
     """Directory that holds the run directories."""
@@ -362,13 +363,12 @@ class Config(Part):
     @property
     def window_groups(self) -> int:
         """W of the anchored window: set, or 0.3 (L + 1) B, at least 1."""
-        lag, groups = self.staleness.max_lag, self.batch.groups
-        return self.staleness.window_groups or max(1, math.floor(0.3 * (lag + 1) * groups))
+        return self.staleness.window_groups or max(1, int(0.3 * (self.staleness.max_lag + 1) * self.batch.groups))
 
     @property
     def lag_bound(self) -> int:
         """No group is older than this when it is trained: L + ceil((W - 1) / B) optimizer steps."""
-        return self.staleness.max_lag + math.ceil((self.window_groups - 1) / self.batch.groups)
+        return lag_bound(self.staleness.max_lag, window=self.window_groups, groups=self.batch.groups)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

@@ -4,10 +4,8 @@ Every row is a mapping from column to value. A file that cannot be read complete
 dataset that silently lost rows would change the sample plan.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -39,15 +37,6 @@ class Rows(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the content, whatever file format it came in: two processes with equal ones have equal rows."""
-        digest = hashlib.sha256()
-        for row in self._rows:
-            digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode())
-            digest.update(b"\n")
-        return digest.hexdigest()
 
 
 def load_rows(source: str, split: str = "train") -> Rows:

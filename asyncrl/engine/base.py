@@ -1,6 +1,6 @@
 """What a generator needs from an inference engine: sample rollouts, and adopt new weights under running requests."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +78,3 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop the engine's processes."""
         ...
-
-
-EngineFactory = Callable[[], Awaitable[Engine]]

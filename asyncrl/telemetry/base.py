@@ -1,8 +1,8 @@
 """Where numbers go. A tracker that fails never stops training; it says so once and is left out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,7 @@ class SampleRecord:
     finish_reason: str
     generator_id: str
     kind: str = "train"
-    """train | eval | rejected"""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    """train | eval"""
 
 
 class Tracker(Protocol):

@@ -90,11 +90,3 @@ def _rejected(row: Row) -> dict[str, int]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def read_history(path: Path) -> History:
-    """The history of a metrics file; empty when there is none."""
-    history = History()
-    for record in Tail(path).read():
-        history.add(record)
-    return history

@@ -85,11 +85,6 @@ class CheckpointStore:
         """The learner's state of a kept step. Raises CheckpointError."""
         return dict(json.loads(_read(self._directory / _name(step) / STATE)))
 
-    def export(self, step: int) -> Path:
-        """The Hugging Face directory of a kept step, verified. Raises CheckpointError."""
-        self.verify(self._directory / _name(step))
-        return self._directory / _name(step) / EXPORT
-
     def verify(self, directory: Path) -> None:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
         manifest = _parse(directory / MANIFEST)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from helpers_models import tiny_qwen2
 from helpers_ranks import run_ranks
-from trainer_worker import KEY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.checkpoint import EXPORT
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +35,7 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, r
         assert torch.equal(resumed[name], tensor), name
     assert any(not torch.equal(begun[name], tensor) for name, tensor in whole.items())
 
-    exported = CheckpointStore(store, KEY, 2).export(2)
+    exported = store / "step-000002" / EXPORT
     served = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, dtype)).named_parameters())
     assert served.keys() == begun.keys()
     assert all(torch.equal(served[name].detach(), tensor) for name, tensor in begun.items())

@@ -299,7 +299,3 @@ def test_fresh_deletes_this_runs_lanes_and_nothing_else(connection, record):
         fill(buffer, 2)
     record.claim(RUN, fresh=True)
     assert [places(buffer)["issued"] for buffer in buffers] == [0, 0, 2]
-    record.forget("first")
-    with pytest.raises(StoreError, match="no run yet"):
-        record.read()
-    assert places(buffers[2])["issued"] == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import CheckpointError, RunError
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
 from asyncrl.trainer.files import FileOps, RunLock
 
 KEY = b"run key"
@@ -236,9 +236,9 @@ def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
     assert checkpoints.latest() == tmp_path / "step-1000000"
     assert checkpoints.state(999_999) == {"version": 999_999}
-    assert (checkpoints.export(1_000_000) / "model.safetensors").exists()
+    assert (tmp_path / "step-1000000" / EXPORT / "model.safetensors").exists()
     with pytest.raises(CheckpointError, match=r"step-000005.*cannot be read"):
-        checkpoints.export(5)
+        checkpoints.verify(tmp_path / "step-000005")
 
 
 def test_a_step_that_is_there_and_valid_is_not_written_again(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ configs = st.builds(
             "algorithm": {"correction": {"name": "truncate", "cap": cap}, "filters": ["zero_variance"]},
         }
     ),
-    st.from_regex(r"[A-Za-z0-9._-]{1,12}", fullmatch=True),
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,11}", fullmatch=True),
     words | tricky,
     st.lists(words | tricky, max_size=3),
     st.floats(min_value=1e-12, max_value=1e12),

@@ -1,6 +1,5 @@
 """Datasets: what is read is what was written, and what cannot be read is named with its line."""
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
 
 ROWS = [{"prompt": "12+34=", "answer": "46"}, {"prompt": "é\u2028\n", "words": ["pen", "crab"], "level": 3, "note": None}]
@@ -33,7 +32,6 @@ def test_jsonl_and_json_come_back_as_written(tmp_path_factory, rows):
     jsonl, array = load_rows(write_jsonl(directory / "rows.jsonl", rows)), load_rows(str(directory / "rows.json"))
     assert list(jsonl) == list(array) == rows
     assert len(jsonl) == len(rows)
-    assert jsonl.fingerprint == array.fingerprint
 
 
 def test_parquet_comes_back_as_written(tmp_path):
@@ -44,22 +42,9 @@ def test_parquet_comes_back_as_written(tmp_path):
     rows = [{"prompt": "a", "words": ["x", "y"]}, {"prompt": "b", "words": []}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == rows
-    assert load_rows(str(tmp_path / "rows.parquet")).fingerprint == load_rows(write_jsonl(tmp_path / "r.jsonl", rows)).fingerprint
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"torn.parquet: no parquet file"):
         load_rows(str(tmp_path / "torn.parquet"))
-
-
-def test_the_fingerprint_knows_content_and_order_but_not_the_order_of_columns():
-    def fingerprint(*rows):
-        return Rows(rows, "test").fingerprint
-
-    first, second = {"a": "1", "b": 2}, {"a": "2", "b": 2}
-    assert fingerprint(first, second) == fingerprint({"b": 2, "a": "1"}, second)
-    others = [(second, first), (first,), ({"a": 1, "b": 2}, second), ({"a": "1", "b": 2, "c": None}, second)]
-    assert len({fingerprint(*rows) for rows in [(first, second), *others]}) == 5
-    # frozen: learner and generators of different releases compare it
-    assert fingerprint({"a": "1"}) == hashlib.sha256(b'{"a": "1"}\n').hexdigest()
 
 
 def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
