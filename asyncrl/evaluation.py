@@ -123,6 +123,11 @@ class Evaluation:
         """Rounds that are over; also the index of the current one."""
         return self.ledger.consumed // self.prompts if self.prompts else 0
 
+    @property
+    def missing(self) -> int:
+        """Rounds that are open and not complete."""
+        return max(0, self._opened - self._done)
+
     def recover(self, version: int) -> None:
         """Make the lane agree with the ledger and open the rounds due at `version`."""
         self._opened = self._due(version)

@@ -212,7 +212,8 @@ class Generator:
     async def _renew_forever(self) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
-            for lane in self._lanes:
+            # With dirty weights nothing is renewed: what this generator cannot sample, another one shall.
+            for lane in self._lanes if self._engine.version >= 0 else ():
                 if held := list(self._held[lane.name]):
                     await asyncio.to_thread(lane.buffer.renew, self._holder, held)
 
@@ -224,9 +225,15 @@ class Generator:
     # --- one group -------------------------------------------------------------------------------------------------
 
     async def _produce(self, lane: Lane, ticket: Ticket) -> None:
+        await self._attempt(lane, ticket)
+        self._held[lane.name].pop(ticket.id)  # not when cancelled: leaving gives back what is held
+
+    async def _attempt(self, lane: Lane, ticket: Ticket) -> None:
         spoiled = self._spoiled
         try:
-            await self._wait_for_version(lane.minimum_version(ticket))
+            if not await self._reaches(lane.minimum_version(ticket)):
+                await self._give_back(lane, ticket)
+                return
             spoiled = self._spoiled
             group = await self._sampler.group(lane.prompt(ticket.id), ticket.id, lane.group_size, lane.spec)
             await self._verified.wait()
@@ -240,11 +247,16 @@ class Generator:
             if self._spoiled == spoiled:
                 raise
             await self._give_back(lane, ticket)
-        self._held[lane.name].pop(ticket.id)
 
-    async def _wait_for_version(self, minimum: int) -> None:
-        async with self._adopted:
-            await self._adopted.wait_for(lambda: self._engine.version >= minimum)
+    async def _reaches(self, minimum: int) -> bool:
+        """Wait for weights of at least version `minimum`; False when they do not come within the time of a lease."""
+        try:
+            async with asyncio.timeout(self._settings.lease_s), self._adopted:
+                await self._adopted.wait_for(lambda: self._engine.version >= minimum)
+        except TimeoutError:
+            log.warning("version %d has not arrived within %.0f s; its tickets are given back", minimum, self._settings.lease_s)
+            return False
+        return True
 
     async def _hand_over(self, lane: Lane, group: Group) -> None:
         frame = encode_group(group, self._settings.wire_key)

@@ -28,6 +28,7 @@ USER_ERROR = 2
 _RESTART_WINDOW_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
+_LEFT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,10 @@ class Supervisor:
         children = self._children.values()
         return any(child.finished and child.spec.ends_run for child in children) or all(child.finished for child in children)
 
+    @property
+    def _has_leader(self) -> bool:
+        return any(child.spec.ends_run for child in self._children.values())
+
     def _look_after(self, child: _Child) -> None:
         if child.finished or child.is_running:
             return
@@ -154,9 +159,12 @@ class Supervisor:
         status = child.process.returncode
         _kill_session(child.process)
         child.process = None
-        if status == 0:
+        if status == 0 and (child.spec.ends_run or not self._has_leader):
             child.finished = True
             log.info("%s finished", child.spec.name)
+        elif status == 0:  # sent home, perhaps by a learner that is itself restarted
+            child.start_at_s = time.monotonic() + _LEFT_S
+            log.info("%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S)
         elif status == USER_ERROR:
             raise RunError(last_words(child.spec.log_path) or f"{child.spec.name} refused to start; see {child.spec.log_path}")
         else:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
@@ -48,7 +49,18 @@ class Intake:
     _accepted: list[Group] = field(default_factory=list)
     _rejected: list[tuple[Group, str]] = field(default_factory=list)
     _takes: int = 0
+    _settled: dict[str, Any] = field(init=False)
+    _arrived: int = 0
+    _waiting_for: int = -1
     _last_progress_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._settled = self.ledger.to_dict()
+
+    @property
+    def settled(self) -> Ledger:
+        """The ledger after the last whole step: what is only half collected is taken again after a restart."""
+        return Ledger.from_dict(self._settled)
 
     def recover(self, version: int) -> None:
         """Make the store agree with the ledger and open the credit for `version`."""
@@ -68,6 +80,8 @@ class Intake:
             RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of groups.
         """
         until_s = time.monotonic() + wait_s
+        if version != self._waiting_for:  # before that the learner was busy: nobody was waiting
+            self._waiting_for, self._last_progress_s = version, time.monotonic()
         while len(self._accepted) < self.groups:
             if self._take(version):
                 continue
@@ -103,6 +117,7 @@ class Intake:
     def _finish(self) -> Collected:
         collected = Collected(groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes)
         self.ledger.trained += len(self._accepted)
+        self._settled = self.ledger.to_dict()
         self._accepted, self._rejected, self._takes = [], [], 0
         return collected
 
@@ -150,6 +165,9 @@ class Intake:
             )
 
     def _check_stall(self) -> None:
+        arrived = self.buffer.audit().counters.get("put", 0)
+        if arrived != self._arrived:
+            self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
         if silent_s > self.stall_s:
             raise RunError(

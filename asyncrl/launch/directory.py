@@ -1,5 +1,6 @@
 """The run directory: where everything of a run lives, and the record of its processes."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -8,6 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from asyncrl.errors import RunError
 
@@ -71,22 +74,33 @@ class RunDirectory:
     def create(self, *, fresh: bool) -> None:
         """Make the directories; with `fresh`, after removing what an earlier run of this name left."""
         if fresh and self.path.exists():
+            if any(self.path.iterdir()) and not self.config.exists():
+                raise RunError(
+                    f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself"
+                )
             shutil.rmtree(self.path)
         for directory in (self.path, self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
 
     def write_processes(self, pids: Mapping[str, int]) -> None:
         """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""
+        me = psutil.Process()
+        record = {"supervisor": me.pid, "started_at": me.create_time(), "children": dict(pids)}
         temporary = self.processes.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
+        temporary.write_text(json.dumps(record))
         temporary.replace(self.processes)
 
-    def read_processes(self) -> tuple[int, dict[str, int]]:
-        """(supervisor, children by name). Raises RunError when there is no such run."""
+    def supervisor(self) -> psutil.Process | None:
+        """The process that looks after the run, if it is alive. Raises RunError when there never was one."""
         if not self.processes.exists():
             raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
         record = json.loads(self.processes.read_text())
-        return record["supervisor"], record["children"]
+        try:
+            process = psutil.Process(record["supervisor"])
+            # the kernel uses process ids again
+            return process if abs(process.create_time() - record["started_at"]) < 1.0 else None
+        except psutil.NoSuchProcess:
+            return None
 
     def secret(self) -> str:
         """The run's secret, made once and readable by its owner only: signs frames and checkpoints."""
@@ -111,7 +125,12 @@ class RunDirectory:
         path = (self.path / name).resolve()
         if len(str(path)) < 100:  # the kernel allows 107 bytes
             return path
-        return Path(tempfile.mkdtemp(prefix="asyncrl-")) / name
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{digest}"
+        private.mkdir(mode=0o700, exist_ok=True)
+        if private.stat().st_uid != os.getuid():
+            raise RunError(f"{private} belongs to somebody else; choose a shorter run.root")
+        return private / name
 
 
 def find_run(run: Path | None) -> RunDirectory:

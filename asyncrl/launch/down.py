@@ -15,11 +15,11 @@ PATIENCE_S = 60.0
 def stop_run(run: Path | None) -> None:
     """Ask the supervisor to stop, wait, and end what is left. Raises RunError when something survives."""
     directory = find_run(run)
-    pid, _ = directory.read_processes()
+    supervisor = directory.supervisor()
     members = processes_of(directory.path)
-    if _is_asyncrl(pid):
-        psutil.Process(pid).send_signal(signal.SIGTERM)
-        members = [*members, psutil.Process(pid)] if psutil.pid_exists(pid) else members
+    if supervisor is not None:
+        supervisor.send_signal(signal.SIGTERM)
+        members.append(supervisor)
     _, alive = psutil.wait_procs(members, timeout=PATIENCE_S)
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
@@ -42,10 +42,3 @@ def processes_of(directory: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone, or somebody else's
     return found
-
-
-def _is_asyncrl(pid: int) -> bool:
-    try:
-        return "asyncrl" in " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
-        return False

@@ -13,7 +13,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource
@@ -28,6 +28,7 @@ from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import setup_logging
+from asyncrl.weights.base import choose_transport, receivable
 
 LEARNER_START_S = 600.0
 """A learner that loads a large model takes its time."""
@@ -55,9 +56,9 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
-    engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device=device)
     scorer = RewardPool(config.reward)
-    await scorer.start()
+    await scorer.start()  # first: a function that cannot be loaded is known in a second
+    engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
     control = ControlClient(
         await _control_endpoint(store),
         heartbeat_s=config.control.heartbeat_s,
@@ -79,7 +80,7 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
                 probe_limit=config.weights.probe_limit,
                 wire_key=wire_key(),
             ),
-        ).run(_hello(config, generator_id))
+        ).run(_hello(config, generator_id, device))
     finally:
         await scorer.close()
         await engine.close()
@@ -141,7 +142,13 @@ def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
     )
 
 
-def _hello(config: Config, generator_id: str) -> Hello:
+def share(generator: GeneratorConfig) -> GeneratorConfig:
+    """With the threads that the supervisor allots, unless the config says how many."""
+    allotted = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return generator.model_copy(update={"threads": generator.threads or allotted})
+
+
+def _hello(config: Config, generator_id: str, device: str) -> Hello:
     return Hello(
         generator_id=generator_id,
         incarnation=uuid.uuid4().hex[:12],
@@ -151,6 +158,7 @@ def _hello(config: Config, generator_id: str) -> Hello:
         tensor_parallel=config.generator.tensor_parallel,
         pid=os.getpid(),
         host=socket.gethostname(),
+        transports=receivable(choose_transport(config.weights.transport, device=device)),
     )
 
 

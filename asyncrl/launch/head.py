@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from asyncrl import __version__
@@ -27,13 +25,15 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation import EvalResult, Evaluation
+from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.report import eval_records, sample_records, step_metrics
+from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.wiring import eval_lane, key_id, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
 from asyncrl.wire.schema import decode_group
@@ -50,22 +50,19 @@ class LearnerState:
 
     version: int = 0
     ledger: Ledger = field(default_factory=Ledger)
-    eval_ledger: Ledger = field(default_factory=Ledger)
+    evaluation: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint's JSON."""
-        return {"version": self.version, "ledger": self.ledger.to_dict(), "eval_ledger": self.eval_ledger.to_dict()}
+        return {"version": self.version, "ledger": self.ledger.to_dict(), "evaluation": self.evaluation}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; an empty dict is the beginning."""
         if not values:
             return cls()
-        return cls(
-            version=values["version"],
-            ledger=Ledger.from_dict(values["ledger"]),
-            eval_ledger=Ledger.from_dict(values["eval_ledger"]),
-        )
+        ledger = Ledger.from_dict(values["ledger"])
+        return cls(version=values["version"], ledger=ledger, evaluation=values["evaluation"])
 
 
 class Head:
@@ -80,9 +77,12 @@ class Head:
         *,
         layout: Layout,
         probe_ids: Sequence[int],
+        device: str,
     ) -> None:
+        """`device` is the learner's kind: cpu or cuda."""
         self._config = config
         self._store = store
+        self._device = device
         self.version = state.version
         self._phase = "starting"
         self._message = ""
@@ -91,7 +91,7 @@ class Head:
         self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._intake = self._make_intake(state.ledger)
-        self._evaluation = self._make_evaluation(state.eval_ledger)
+        self._evaluation = self._make_evaluation(state)
         self._publisher = SharedMemoryPublisher(
             layout,
             probe_ids=probe_ids,
@@ -108,33 +108,39 @@ class Head:
             resolved=config.model_dump(mode="json"),
         )
         self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
-        self._status = StatusWriter(directory.status, self.snapshot)
+        self._status_path = directory.status
+        self._ticker = Ticker(self._tick)
 
     def __enter__(self) -> Self:
-        config, record = self._config, RunRecord(self._store)
+        config, self._record = self._config, RunRecord(self._store)
         hash_ = config_hash(config)
-        run = StoredRun(
+        self._run = StoredRun(
             name=config.run.name,
             config_json=config_json(config),
             config_hash=hash_,
             release=__version__,
             key_id=key_id(wire_key()),
         )
-        record.claim(run, fresh=self.version == 0)
+        self._record.claim(self._run, fresh=self.version == 0)
         self._hub = ControlHub(
             self._endpoint,
             self._publisher,
             config.control,
-            transport=resolve_transport(config.weights.transport),
+            transport=choose_transport(config.weights.transport, device=self._device),
             deadline_s=config.weights.deadline_s,
             release=__version__,
             config_hash=hash_,
             wire_key=wire_key(),
             on_dead=self._revoke,
         )
-        record.set_control_endpoint(self._hub.endpoint)
-        self._status.start()
+        self._ticker.start()
         return self
+
+    def _tick(self) -> None:
+        """Once a second: status for people; and the record again, should the store have been wiped."""
+        self._record.claim(self._run, fresh=False)
+        self._record.set_control_endpoint(self._hub.endpoint)
+        write_status(self._status_path, self._snapshot())
 
     def _revoke(self, holder: str) -> None:
         """What a dead generator held is issued again at once, not when its leases run out."""
@@ -143,12 +149,14 @@ class Head:
                 log.info("%d tickets of %s are issued again", count, holder)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, SystemExit):  # SIGTERM
+        if isinstance(error, SystemExit):
             self._phase, self._message = "stopped", "asked to stop"
         elif error is not None:
             self._phase, self._message = "failed", str(error)
-        self._status.close()
-        self._hub.stop(self._message or "the learner ends")
+        self._ticker.close()
+        # After an error that a restart may mend, the generators wait for the next learner.
+        is_over = error is None or isinstance(error, (SystemExit, *NOT_MENDED_BY_A_RESTART))
+        self._hub.stop(self._message, farewell=is_over)
         self._publisher.close()
         self._trackers.close()
 
@@ -167,17 +175,17 @@ class Head:
             stall_s=config.control.stall_s,
         )
 
-    def _make_evaluation(self, ledger: Ledger) -> Evaluation:
+    def _make_evaluation(self, state: LearnerState) -> Evaluation:
         config = self._config
         held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
-        prompts = min(config.eval.prompts, held_out)
+        prompts, every, steps = min(config.eval.prompts, held_out), config.eval.every, config.learner.steps
         return Evaluation(
             buffer=eval_lane(config, self._store, prompts),
-            ledger=ledger,
+            ledger=resume_ledger(state.evaluation, version=state.version, prompts=prompts, every=every, steps=steps),
             decode=partial(decode_group, key=wire_key()),
             prompts=prompts,
-            every=config.eval.every,
-            steps=config.learner.steps,
+            every=every,
+            steps=steps,
         )
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
@@ -190,6 +198,7 @@ class Head:
 
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """JSON list of the ids of the next step's groups; empty while they are not all there."""
+        self._hub.check()
         self._log_evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
@@ -219,7 +228,7 @@ class Head:
 
     def state(self, version: int) -> LearnerState:
         """What the next checkpoint must hold."""
-        return LearnerState(version=version, ledger=self._intake.ledger, eval_ledger=self._evaluation.ledger)
+        return LearnerState(version=version, ledger=self._intake.settled, evaluation=self._evaluation.state())
 
     def saved(self, oldest: LearnerState, seconds: float) -> None:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""
@@ -230,6 +239,8 @@ class Head:
         """Wait for the evaluation of the final weights, then send everybody home."""
         self._phase = "evaluating"
         self._log_evaluation(self._evaluation.wait(LAST_EVAL_S))
+        if missing := self._evaluation.missing:
+            log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
         self._intake.buffer.close()
         self._phase, self._message = "finished", "the training is done"
 
@@ -240,8 +251,7 @@ class Head:
 
     # --- being seen ------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> StatusSnapshot:
-        """One moment of the run, for the dashboard and `asyncrl status`."""
+    def _snapshot(self) -> StatusSnapshot:
         return StatusSnapshot(
             run=self._config.run.name,
             state=self._phase,
@@ -259,39 +269,33 @@ class Head:
         )
 
 
-class StatusWriter:
-    """Writes what `snapshot` returns, once a second, from a thread of its own: also while the learner waits or steps."""
+class Ticker:
+    """Calls `tick` once a second from a thread of its own: also while the learner waits or steps."""
 
-    def __init__(self, path: Path, snapshot: Callable[[], StatusSnapshot]) -> None:
-        self._path = path
-        self._snapshot = snapshot
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="asyncrl-status", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
     def close(self) -> None:
-        """Write once more and end."""
+        """Tick once more and end."""
         self._stop.set()
         self._thread.join(timeout=10.0)
-        self._write()
+        self._tick_once()
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
-            self._write()
+            self._tick_once()
 
-    def _write(self) -> None:
+    def _tick_once(self) -> None:
         try:
-            write_status(self._path, self._snapshot())
+            self._tick()
         except (AsyncRLError, OSError) as error:
-            log.warning("status.json could not be written this time: %s", error)
-
-
-def resolve_transport(wanted: str) -> str:
-    """`auto` is NCCL where this machine has GPUs, else Gloo."""
-    return ("nccl" if torch.cuda.is_available() else "gloo") if wanted == "auto" else wanted
+            log.warning("the status could not be told this time: %s", error)
 
 
 def interface_of(bind: str | None) -> str | None:

@@ -13,7 +13,7 @@ from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.errors import RunError
 from asyncrl.launch.directory import RunDirectory, find_run
-from asyncrl.launch.up import generator_spec, stop_on_signals
+from asyncrl.launch.up import generator_specs, stop_on_signals
 from asyncrl.launch.wiring import STORE_VARIABLE, WIRE_KEY_VARIABLE, key_id, wire_key
 from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
@@ -32,8 +32,9 @@ def run_generators(*, count: int, config_path: Path | None, store_url: str | Non
         directory.config.write_text(dump_config(config))
     _check_membership(record, config)
     setup_logging("generators", directory.logs, console=True)
-    prefix = f"{socket.gethostname()}.{os.getpid()}"
-    specs = [generator_spec(config, directory, url, f"{prefix}.{index}") for index in range(count)]
+    here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
+    prefix = f"{socket.gethostname()}.{os.getpid()}."
+    specs = generator_specs(here, directory, url, learner_ranks=0, prefix=prefix)
     with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor):
         supervisor.run()
 

@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -40,6 +42,7 @@ from asyncrl.wire.schema import decode_group
 
 log = logging.getLogger(__name__)
 
+STOP = b"stop"
 POLL_S = 1.0
 """Between two signs of life to the other ranks while groups are missing."""
 
@@ -55,23 +58,32 @@ class LearnerRun:
         checkpoints: CheckpointStore,
         probe_ids: Sequence[int],
         head: Head | None,
+        stop: threading.Event,
     ) -> None:
+        """`stop` is set when somebody asked rank 0 to stop: it saves first."""
         self._config = config
         self._trainer = trainer
         self._buffer = buffer
         self._checkpoints = checkpoints
         self._probe_ids = probe_ids
         self._head = head
+        self._stop = stop
 
     def collect(self, version: int) -> Collected:
         """Rank 0 takes; the others fetch the same groups from the store."""
-        ids = b""
-        while not ids:
-            ids = self._trainer.broadcast(self._head.poll(version, wait_s=POLL_S) if self._head else None)
+        message = b""
+        while not message:
+            message = self._trainer.broadcast(self._poll(self._head, version) if self._head else None)
+        if message == STOP:
+            self._save(version)
+            raise SystemExit(128 + signal.SIGTERM)
         if self._head:
             return self._head.collected
-        frames = self._buffer.frames(json.loads(ids))
+        frames = self._buffer.frames(json.loads(message))
         return Collected(groups=tuple(decode_group(frame, wire_key()) for frame in frames), rejected=(), takes=0)
+
+    def _poll(self, head: Head, version: int) -> bytes:
+        return STOP if self._stop.is_set() else head.poll(version, wait_s=POLL_S)
 
     def publish(self, version: int) -> None:
         """Every rank takes part in gathering the weights and scoring the probe; rank 0 hands them out."""
@@ -89,9 +101,11 @@ class LearnerRun:
             self._head.report(step)
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save, and only then let the store forget."""
-        if not last and version % self._config.checkpoint.every:
-            return
+        """Save when it is due, and only then let the store forget."""
+        if last or version % self._config.checkpoint.every == 0:
+            self._save(version)
+
+    def _save(self, version: int) -> None:
         started_s = time.perf_counter()
         state = self._head.state(version).to_dict() if self._head else {}
         oldest = self._checkpoints.save(version, self._trainer, state)
@@ -103,7 +117,10 @@ def draw_probe(config: Config) -> tuple[int, ...]:
     """A fixed random sequence: cheap to score, and every weight takes part."""
     draw = random.Random(config.run.seed)
     length = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-    vocabulary = AutoConfig.from_pretrained(config.model.path, revision=config.model.revision).get_text_config().vocab_size
+    model = AutoConfig.from_pretrained(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    vocabulary = model.get_text_config().vocab_size
     return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
@@ -137,6 +154,8 @@ def main() -> None:
 
 def train(config: Config, directory: RunDirectory, store: StoreConnection) -> None:
     """One rank's whole life."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
     with ExitStack() as stack:
         if config.learner.ranks == 1:  # with more, the process that started them holds it
             stack.enter_context(RunLock(directory.lock))
@@ -151,13 +170,16 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection) -> No
         stack.callback(trainer.close)
         checkpoints = CheckpointStore(directory.checkpoints, directory.secret().encode(), config.checkpoint.keep)
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
+        log.info("beginning at step %d", state.version)
         probe, layout = draw_probe(config), weights_layout(config, trainer)
         head = None
         if rendezvous.rank == 0:
-            head = stack.enter_context(Head(config, directory, store, state, layout=layout, probe_ids=probe))
+            head = stack.enter_context(
+                Head(config, directory, store, state, layout=layout, probe_ids=probe, device=trainer.device.type)
+            )
         run_learner(
             trainer,
-            LearnerRun(config, trainer, train_lane(config, store), checkpoints, probe, head),
+            LearnerRun(config, trainer, train_lane(config, store), checkpoints, probe, head, stop),
             Objective.build(config.algorithm, config.batch),
             _planner(config, rendezvous),
             version=state.version,

@@ -11,7 +11,7 @@ from asyncrl.supervisor import USER_ERROR
 
 CAUSE_S = 2.0
 """After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it."""
-GRACE_S = 5.0
+GRACE_S = 25.0
 """Between SIGTERM and SIGKILL, for all ranks together."""
 
 

@@ -4,32 +4,37 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.errors import AsyncRLError, BufferFenced, ConfigError, DataError, ForeignRunError, RunError
+from asyncrl.errors import AsyncRLError, BufferFenced, ConfigError, DataError, ForeignRunError, RewardError, RunError
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import USER_ERROR
 
 log = logging.getLogger(__name__)
 
-NOT_MENDED_BY_A_RESTART = (ConfigError, DataError, ForeignRunError, RunError, BufferFenced)
+NOT_MENDED_BY_A_RESTART = (ConfigError, DataError, ForeignRunError, RewardError, RunError, BufferFenced)
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 RUN_VARIABLE = "ASYNCRL_RUN_DIRECTORY"
 """Marks every process of a run, so that `asyncrl down` can prove that none is left."""
 
 
-def child_environment(run_directory: Path, *, threads: int) -> dict[str, str]:
-    """Environment of a role process."""
-    return os.environ | {
-        PARENT_VARIABLE: str(os.getpid()),
-        RUN_VARIABLE: str(run_directory.resolve()),
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
+def child_environment(run_directory: Path, *, threads: int, gpus: Sequence[int]) -> dict[str, str]:
+    """Environment of a role process; without `gpus` it sees what we see."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return (
+        os.environ
+        | visible
+        | {
+            PARENT_VARIABLE: str(os.getpid()),
+            RUN_VARIABLE: str(run_directory.resolve()),
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def run_role(role: Callable[[], None]) -> None:

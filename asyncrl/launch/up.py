@@ -4,11 +4,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-
-import psutil
 
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import check_files
@@ -16,9 +14,10 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.roles import child_environment
 from asyncrl.launch.view import show_result, viewer
-from asyncrl.launch.wiring import WIRE_KEY_VARIABLE
+from asyncrl.launch.wiring import WIRE_KEY_VARIABLE, connect_store
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
@@ -42,7 +41,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
         directory.write_store_url(url)
         specs = [learner_spec(config, directory, url)]
         if generators:
-            specs += [generator_spec(config, directory, url, f"g{index}") for index in range(config.generator.count)]
+            specs += generator_specs(config, directory, url, learner_ranks=config.learner.ranks)
         else:
             print(f"generators join with: asyncrl generator --store {url}", flush=True)  # noqa: T201 - the command's output
         supervisor = stack.enter_context(
@@ -56,17 +55,17 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
 
         with stop_on_signals(supervisor):
             supervisor.run(on_tick)
-        supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
+            supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
     show_result(directory, finished=supervisor.is_over)
 
 
 def refuse_second_run(directory: RunDirectory) -> None:
     """Two supervisors on one run directory would start everything twice."""
     if directory.processes.exists():
-        pid, _ = directory.read_processes()
-        if pid != os.getpid() and psutil.pid_exists(pid) and "asyncrl" in " ".join(psutil.Process(pid).cmdline()):
+        supervisor = directory.supervisor()
+        if supervisor is not None:
             raise RunError(
-                f"run {directory.path} is running already (process {pid}); watch it with `asyncrl status --watch`, "
+                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
                 f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
             )
 
@@ -74,6 +73,9 @@ def refuse_second_run(directory: RunDirectory) -> None:
 def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:
     """(url, what to do every tick so that it stays up)."""
     if config.store.url is not None:
+        connection = connect_store(config, config.store.url, retry_s=5.0)  # a mistake is told before anything starts
+        connection.check()
+        connection.close()
         return config.store.url, lambda: None
     server = stack.enter_context(StoreServer(config.store, directory.store))
 
@@ -86,34 +88,55 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
     return server.url, tend
 
 
-def share_of_cores(config: Config) -> int:
-    """Threads per busy process: cores shared out among learner ranks and generators."""
-    busy = config.learner.ranks + config.generator.count
+def share_of_cores(busy: int) -> int:
+    """Threads per process when `busy` of them share this machine."""
     return max(1, len(os.sched_getaffinity(0)) // busy)
 
 
 def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
     """The learner; with several ranks it starts them itself."""
-    threads = config.learner.threads or share_of_cores(config)
+    threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     return ProcessSpec(
         name="learner",
         argv=[sys.executable, "-m", "asyncrl.launch.learner", "--config", str(directory.config), "--store", store_url],
-        env=child_environment(directory.path, threads=threads),
+        env=child_environment(directory.path, threads=threads, gpus=learner_gpus(count_gpus(), config.learner.ranks)),
         log_path=directory.logs / "learner.out",
         ends_run=True,
+        grace_s=30.0,  # it ends its step and saves
     )
 
 
-def generator_spec(config: Config, directory: RunDirectory, store_url: str, generator_id: str) -> ProcessSpec:
+def generator_specs(
+    config: Config, directory: RunDirectory, store_url: str, *, learner_ranks: int, prefix: str = "g"
+) -> list[ProcessSpec]:
+    """`generator.count` generators beside `learner_ranks` ranks on this machine: cores and GPUs are shared out."""
+    count = config.generator.count
+    threads = config.generator.threads or share_of_cores(count + learner_ranks)
+    width, gpus = config.generator.tensor_parallel, count_gpus()
+    return [
+        generator_spec(
+            config,
+            directory,
+            store_url,
+            f"{prefix}{index}",
+            threads=threads,
+            gpus=generator_gpus(gpus, index, ranks=learner_ranks, width=width),
+        )
+        for index in range(count)
+    ]
+
+
+def generator_spec(
+    config: Config, directory: RunDirectory, store_url: str, generator_id: str, *, threads: int, gpus: Sequence[int]
+) -> ProcessSpec:
     """One generator."""
-    threads = config.generator.threads or share_of_cores(config)
     return ProcessSpec(
         name=generator_id,
         argv=[
             *[sys.executable, "-m", "asyncrl.launch.generator", "--id", generator_id],
             *["--config", str(directory.config), "--store", store_url],
         ],
-        env=child_environment(directory.path, threads=threads),
+        env=child_environment(directory.path, threads=threads, gpus=gpus),
         log_path=directory.logs / f"{generator_id}.out",
     )
 

@@ -60,7 +60,7 @@ def _before_and_after(state: DashboardState, name: str) -> str:
 def _next_steps(directory: RunDirectory, *, finished: bool) -> str:
     path = directory.path
     if not finished:
-        return f"stopped before the end; `asyncrl up --config {directory.config}` resumes"
+        return f"stopped before the end; `asyncrl up --config {directory.config}` resumes from its last checkpoint"
     return (
         f"next: `asyncrl samples {path}`, `asyncrl export {path} --to model`, `asyncrl audit {path}`; "
         f"a longer run: `asyncrl up --config {directory.config} learner.steps=...`"
