@@ -3,7 +3,7 @@
 Arguments: endpoint, generator id, and a JSON object of options:
     hang_on     version whose transfer it stops reading half way, for good
     fail_times  how many Gloo transfers it declares failed
-    release, config_hash, heartbeat_s, incarnation
+    release, config_hash, heartbeat_s, incarnation, transports
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import receiver_stand_in as receiving
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
-from asyncrl.weights.base import UpdateReport
+from asyncrl.weights.base import UpdateReport, receivable
 
 
 def say(**what):
@@ -34,6 +34,7 @@ async def main(endpoint, generator_id, options):
         release=options.get("release", "1.0"),
         config_hash=options.get("config_hash", "abc"),
         version=0,
+        transports=tuple(options.get("transports", receivable("gloo"))),
     )
     try:
         welcome = await client.join(hello)

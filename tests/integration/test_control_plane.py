@@ -41,7 +41,9 @@ def byte_sum(layout, version):
 
 
 class Learner:
-    def __init__(self, directory, layout=SMALL, *, deadline_s=20.0, timeout_s=3.0, endpoint=None, interface=None):
+    def __init__(
+        self, directory, layout=SMALL, *, deadline_s=20.0, timeout_s=3.0, endpoint=None, interface=None, transport="gloo"
+    ):
         self.layout = layout
         self.dead = []
         self.publisher = SharedMemoryPublisher(
@@ -51,7 +53,7 @@ class Learner:
             endpoint or f"ipc://{directory}/c.sock",
             self.publisher,
             ControlConfig(heartbeat_s=0.2, timeout_s=timeout_s),
-            transport="gloo",
+            transport=transport,
             deadline_s=deadline_s,
             release="1.0",
             config_hash="abc",
@@ -253,9 +255,66 @@ def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_wei
 
 
 def _kill_without_a_word(learner):
-    """End the hub as a crash would: no Stop to anybody."""
-    learner.hub._send = lambda *_: False
-    learner.close()
+    """As seen from the generators, a crash: no Stop to anybody."""
+    learner.hub.stop("not for generators", farewell=False)
+    learner.publisher.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its death is the test
+def test_a_dead_control_thread_is_found_by_those_who_ask(stage):
+    learner = stage[0]()
+    learner.hub.check()
+    learner.hub._round = lambda: 1 / 0
+    learner.hub._thread.join(10.0)
+    for ask in (learner.hub.check, lambda: learner.hub.announce(1)):
+        with pytest.raises(ControlError, match="ZeroDivisionError"):
+            ask()
+
+
+def test_a_generator_without_a_common_transport_is_refused_and_told_both(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
+    refused = make_generator(learner, "a", transports=["disk"]).expect("refused")["refused"]
+    assert "disk" in refused
+    assert "gloo" in refused
+
+
+def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
+    make_learner, make_generator = stage
+    learner = make_learner(transport="nccl")
+    generator = make_generator(learner, "a", transports=["gloo", "disk"])
+    generator.expect("joined")
+    learner.publish(1)
+    assert generator.expect("applied", 1)["transport"] == "gloo"
+    assert any("not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
+
+
+def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    generator = make_generator(learner, "a")
+    generator.expect("joined")
+    (sender,) = learner.publisher._senders
+    rounds, starts = count_calls(learner.hub, "_round"), count_calls(sender, "_start")
+    until_s = time.monotonic() + 3.0
+    while time.monotonic() < until_s:
+        os.kill(sender.pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert 1 <= len(starts) <= 5  # after 0.25, 0.75, 1.75 s
+    assert len(rounds) < 300  # no spin on the dead one's socket
+    learner.publish(1)
+    generator.expect("applied", 1)
+
+
+def count_calls(target, name):
+    calls, real = [], getattr(target, name)
+
+    def counting():
+        calls.append(time.monotonic())
+        real()
+
+    setattr(target, name, counting)
+    return calls
 
 
 def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_place(stage):
