@@ -58,7 +58,7 @@ class DataConfig(Part):
     """Where prompts come from."""
 
     train: str
-    """JSONL or parquet file, directory or name of a Hugging Face dataset."""
+    """JSONL or parquet file, directory or name (`owner/name` or `owner/name:config`) of a Hugging Face dataset."""
     eval: str | None = None
     """Held-out prompts; same formats."""
     prompt_field: str = "prompt"

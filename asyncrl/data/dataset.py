@@ -118,8 +118,9 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
             f"dataset {source} is no {', '.join(FORMATS)} file, so it would be a Hugging Face dataset, which needs the package "
             "`datasets`; install asyncrl[data] or give a file"
         ) from error
+    name, _, part = source.partition(":")
     try:
-        loaded = datasets.load_dataset(source, split=split)
+        loaded = datasets.load_dataset(name, part or None, split=split)
     except (OSError, ValueError) as error:  # what `datasets` raises for unknown names, splits and broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
     rows: Iterable[Row] = loaded

@@ -44,6 +44,8 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
             specs += generator_specs(config, directory, url, learner_ranks=config.learner.ranks)
         else:
             print(f"generators join with: asyncrl generator --store {url}", flush=True)  # noqa: T201 - the command's output
+            if config.store.url is None or config.control.bind is None:
+                print("from this host only: set store.url and control.bind for generators elsewhere", flush=True)  # noqa: T201
         supervisor = stack.enter_context(
             Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
         )

@@ -89,14 +89,15 @@ def test_a_hub_dataset_needs_the_package_and_says_so(monkeypatch):
 
 
 def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
-    def load_dataset(source, split):
+    def load_dataset(source, part, split):
         if split != "test":
             raise ValueError(f"Unknown split {split}")
-        return iter([{"a": source}])
+        return iter([{"a": source, "part": part}])
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     rows = load_rows("openai/gsm8k", "test")
-    assert (list(rows), rows.source) == ([{"a": "openai/gsm8k"}], "openai/gsm8k [test]")
+    assert (list(rows), rows.source) == ([{"a": "openai/gsm8k", "part": None}], "openai/gsm8k [test]")
+    assert list(load_rows("openai/gsm8k:main", "test")) == [{"a": "openai/gsm8k", "part": "main"}]
     with pytest.raises(DataError, match="split `dev`: Unknown split dev"):
         load_rows("openai/gsm8k", "dev")
 
