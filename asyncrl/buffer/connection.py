@@ -1,5 +1,6 @@
 """One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -92,7 +93,12 @@ def _passing(error: RedisError) -> bool:
         return False
     if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError):
         return True
-    return isinstance(error, ResponseError) and str(error).startswith(_PASSING)
+    return isinstance(error, ResponseError) and reason(error).startswith(_PASSING)
+
+
+def reason(error: ResponseError) -> str:
+    """What the server said, without what the client and EXEC put before it in a transaction."""
+    return re.split("caused error: |because of: ", str(error))[-1]
 
 
 def _without_password(url: str) -> str:

@@ -15,7 +15,7 @@
 --   counters      hash  name -> count
 --
 -- Validate first, then write: a function that fails half-way is not undone. Only the server's clock is read, and only
--- for the end of leases. All but LEASE and PUT are allowed when memory is short, because they free it.
+-- for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short, because they free it.
 
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
                 'attempts', 'dead_letters', 'counters'}
@@ -43,7 +43,6 @@ local function metas(k, ...)
   return unpack(values)
 end
 
-local function chain_of(k) return call('HGET', k.meta, 'chain') or EMPTY_CHAIN end
 local function count(k, counter, n) if n ~= 0 then call('HINCRBY', k.counters, counter, n) end end
 local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
 local function id_text(id) return string.format('%d', id) end
@@ -93,11 +92,11 @@ local function held(k, holder, ids)
   return found
 end
 
-local function store(k, id, frame)
+-- The frame of `id` is there.
+local function make_ready(k, id)
   unlease(k, id)
   call('ZREM', k.reissue, id)
-  call('HSET', k.frames, id, frame)
-  call('HINCRBY', k.meta, 'bytes', #frame)
+  call('HINCRBY', k.meta, 'bytes', call('HSTRLEN', k.frames, id))
   call('ZADD', k.ready, id, id)
 end
 
@@ -134,6 +133,10 @@ local function stranger(k, args)
   if epoch > tonumber(args[1]) or call('HGET', k.meta, 'owner') ~= args[2] then
     return {'FENCED', 'this learner recovered as epoch ' .. args[1] .. ', the store is at ' .. epoch}
   end
+end
+
+local function register_for_learner(name, body)
+  register(name, {'allow-oom'}, function(k, args) return stranger(k, args) or body(k, args) end)
 end
 
 local function expire(k)
@@ -180,18 +183,28 @@ register('renew', {'allow-oom'}, function(k, args)
 end)
 
 local function put_outcome(k, id, bytes, max_bytes)
-  if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then return 'duplicate' end
+  if is_done(k, id) then return 'duplicate' end
   local issued, starving, stored = metas(k, 'issued', 'starving', 'bytes')
   if tonumber(id) > issued then return 'unknown' end
+  if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end
   -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
   if stored + bytes > max_bytes and not (starving == 1 and tonumber(id) == anchor(k)) then return 'full' end
   return 'stored'
 end
 
--- put id frame max_bytes -> outcome
+-- offer id bytes max_bytes -> outcome that put would have
+register('offer', {}, function(k, args)
+  local outcome = put_outcome(k, args[1], tonumber(args[2]), tonumber(args[3]))
+  if outcome == 'full' then count(k, 'full', 1) end
+  return outcome
+end)
+
+-- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction: Lua would hash every byte of it
 register('put', {}, function(k, args)
-  local outcome = put_outcome(k, args[1], #args[2], tonumber(args[3]))
-  if outcome == 'stored' then store(k, args[1], args[2]) end
+  local id = args[1]
+  local outcome = put_outcome(k, id, call('HSTRLEN', k.frames, id), tonumber(args[2]))
+  if outcome == 'stored' then make_ready(k, id)
+  elseif outcome ~= 'duplicate' or is_done(k, id) then call('HDEL', k.frames, id) end
   count(k, outcome == 'stored' and 'put' or outcome, 1)
   return outcome
 end)
@@ -215,7 +228,8 @@ register('fail', {'allow-oom'}, function(k, args)
     issue_again(k, id)
     return 0
   end
-  store(k, id, args[3])
+  call('HSET', k.frames, id, args[3])
+  make_ready(k, id)
   count(k, 'dead', 1)
   return 1
 end)
@@ -231,16 +245,14 @@ local function unassign_from(k, number)
 end
 
 -- take epoch owner number previous count window -> OK chain ids | WAIT
-register('take', {'allow-oom'}, function(k, args)
-  local refused = stranger(k, args)
-  if refused then return refused end
+register_for_learner('take', function(k, args)
   local number, previous, wanted, window = tonumber(args[3]), args[4], tonumber(args[5]), tonumber(args[6])
   local before = assignment(k, number)
   if before and before.previous == previous then
     if #before.ids <= wanted then return {'OK', before.chain, before.ids} end
     unassign_from(k, number) -- assigned for a larger batch, before a restart with a smaller one
   end
-  if number ~= meta(k, 'last') + 1 or chain_of(k) ~= previous then
+  if number ~= meta(k, 'last') + 1 or (call('HGET', k.meta, 'chain') or EMPTY_CHAIN) ~= previous then
     return {'GAP', 'take ' .. number .. ' does not follow the take ' .. meta(k, 'last') .. ' of the store'}
   end
   local ids = call('ZRANGE', k.ready, 0, wanted - 1)
@@ -254,9 +266,7 @@ register('take', {'allow-oom'}, function(k, args)
 end)
 
 -- reject epoch owner number chain id reason -> OK chain ids, of the shortened take
-register('reject', {'allow-oom'}, function(k, args)
-  local refused = stranger(k, args)
-  if refused then return refused end
+register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
   if not take or number ~= meta(k, 'last') or (chain ~= take.chain and chain ~= take.unshortened) then
@@ -276,18 +286,8 @@ register('reject', {'allow-oom'}, function(k, args)
   return {'OK', assign(k, number, take.previous, ids, chain), ids}
 end)
 
-local function finish(k, ids)
-  drop_frames(k, ids)
-  each_batch(ids, function(...)
-    call('HDEL', k.attempts, ...)
-    call('SADD', k.done, ...)
-  end)
-end
-
 -- commit epoch owner number chain -> OK groups
-register('commit', {'allow-oom'}, function(k, args)
-  local refused = stranger(k, args)
-  if refused then return refused end
+register_for_learner('commit', function(k, args)
   local number, committed = tonumber(args[3]), meta(k, 'committed')
   if number <= committed then return {'OK', 0} end
   local takes = {}
@@ -295,9 +295,11 @@ register('commit', {'allow-oom'}, function(k, args)
   if takes[number].chain ~= args[4] then return {'GAP', 'the store does not know take ' .. number .. ' with this chain'} end
   local groups = 0
   for n = committed + 1, number do
-    finish(k, takes[n].ids)
-    groups = groups + #takes[n].ids
+    local ids = takes[n].ids
+    drop_frames(k, ids)
+    each_batch(ids, function(...) call('HDEL', k.attempts, ...) call('SADD', k.done, ...) end)
     call('HDEL', k.takes, n)
+    groups = groups + #ids
   end
   local watermark = meta(k, 'watermark')
   while call('SREM', k.done, id_text(watermark + 1)) == 1 do watermark = watermark + 1 end
@@ -367,9 +369,7 @@ register('recover', {'allow-oom'}, function(k, args)
 end)
 
 -- version epoch owner version limit -> OK
-register('version', {'allow-oom'}, function(k, args)
-  local refused = stranger(k, args)
-  if refused then return refused end
+register_for_learner('version', function(k, args)
   call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]))
   return {'OK'}
 end)
@@ -384,9 +384,7 @@ register('revoke', {'allow-oom'}, function(k, args)
 end)
 
 -- close epoch owner -> OK
-register('close', {'allow-oom'}, function(k, args)
-  local refused = stranger(k, args)
-  if refused then return refused end
+register_for_learner('close', function(k, args)
   call('HSET', k.meta, 'closed', 1)
   return {'OK'}
 end)

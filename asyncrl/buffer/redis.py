@@ -2,7 +2,7 @@
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -11,7 +11,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from asyncrl.algo.staleness import minimum_version
 from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
-from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
 from asyncrl.types import Ticket
@@ -39,6 +39,7 @@ class RedisBuffer:
         self._lease_ms = max(1, round(rules.lease_s * 1000))
         self._owner = uuid.uuid4().hex
         self._epoch = 0
+        self._was_full = False
 
     # -- generators
 
@@ -59,11 +60,18 @@ class RedisBuffer:
         self._call("renew", holder, self._lease_ms, _text(ids))
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Store a group; also from a holder whose lease ran out, when it is the first."""
+        """Store a group; also from a holder whose lease ran out, when it is the first.
+
+        Once the store was full, a frame is offered before it is sent: a refused one goes through the server's log as well.
+        """
         try:
-            return PutOutcome(self._call("put", ticket_id, frame, self._rules.max_bytes).decode())
+            if self._was_full and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full":
+                return PutOutcome.FULL
+            outcome = PutOutcome(self._connection.call(lambda client: self._put(client, ticket_id, frame)).decode())
         except StoreFullError:
-            return PutOutcome.FULL
+            outcome = PutOutcome.FULL
+        self._was_full = outcome is PutOutcome.FULL
+        return outcome
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
         """Issue again what `holder` returns unused."""
@@ -155,17 +163,33 @@ class RedisBuffer:
         return self._connection.call(lambda client: self._fcall(client, function, arguments))
 
     def _fcall(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
-        name = f"asyncrl_{_DIGEST}_{function}"
+        return self._loaded(client, lambda: self._request(client, function, arguments))
+
+    def _put(self, client: redis.Redis, ticket_id: int, frame: bytes) -> Any:
+        """One transaction, so that no frame is left that no function has judged."""
+        with client.pipeline(transaction=True) as transaction:
+
+            def request() -> Any:
+                transaction.hsetnx(self._frames_key, str(ticket_id), frame)
+                self._request(transaction, "put", (ticket_id, self._rules.max_bytes))
+                return transaction.execute()[1]
+
+            return self._loaded(client, request)
+
+    def _request(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
+        return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
+
+    def _loaded(self, client: redis.Redis, request: Callable[[], Any]) -> Any:
+        """The reply to `request`; a new or wiped server is given the functions first."""
         try:
-            return client.fcall(name, len(self._keys), *self._keys, *arguments)
-        except OutOfMemoryError as error:
-            raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
+            return request()
         except ResponseError as error:
+            if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
+                raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
             if "Function not found" not in str(error):
                 raise
-        # A new or wiped server: give it the functions.
         client.function_load(LIBRARY, replace=True)
-        return client.fcall(name, len(self._keys), *self._keys, *arguments)
+        return request()
 
 
 class StoreFullError(StoreError):

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import shutil
+import threading
 
 import pytest
 from buffer_contract import RULES, BufferContract, fill, ids, places, take
@@ -10,9 +11,10 @@ from buffer_walk import WALK_RULES, Walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_lane import MemoryLane
+from redis.exceptions import ResponseError
 
 from asyncrl.buffer.base import BufferRules, PutOutcome
-from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
@@ -39,8 +41,17 @@ def connection(server):
     connection.close()
 
 
+class Weighed(RedisBuffer):
+    """Every audit also weighs the frames: none is left that is not counted."""
+
+    def audit(self):
+        audit = super().audit()
+        assert sum(map(len, self._connection.client.hvals(self._frames_key))) == audit.payload_bytes
+        return audit
+
+
 class RedisLane:
-    kind = RedisBuffer
+    kind = Weighed
 
     def __init__(self, connection, rules=RULES):
         self.connection, self.rules = connection, rules
@@ -80,18 +91,25 @@ class TestRedisBuffer(BufferContract):
         return RedisLane(connection)
 
 
-class Repeating(RedisBuffer):
+class Repeating(Weighed):
     """Every reply is lost once: the server does each call twice, and the second time changes and says nothing else."""
 
     def _fcall(self, client, function, arguments):
-        reply = super()._fcall(client, function, arguments)
-        before = super()._fcall(client, "audit", ())
-        again = super()._fcall(client, function, arguments)
-        after = super()._fcall(client, "audit", ())
-        assert after[:7] == before[:7], f"{function} moved ids when it was called again"
-        if function not in ("put", "commit", "revoke", "audit"):
+        reply, again = self._twice(client, lambda: super(Repeating, self)._fcall(client, function, arguments))
+        if function not in ("commit", "revoke", "audit"):
             assert again == reply
         return reply
+
+    def _put(self, client, ticket_id, frame):
+        return self._twice(client, lambda: super(Repeating, self)._put(client, ticket_id, frame))[0]
+
+    def _twice(self, client, request):
+        reply = request()
+        before = super()._fcall(client, "audit", ())
+        again = request()
+        after = super()._fcall(client, "audit", ())
+        assert after[:7] == before[:7], "ids moved when the call was made again"
+        return reply, again
 
 
 class RepeatingLane(RedisLane):
@@ -139,10 +157,57 @@ def test_functions_are_loaded_again_after_the_server_lost_them(connection, lane,
     fill(buffer, 2)
     connection.client.function_flush()
     assert take(buffer, Ledger(), 2).ids == (1, 2)
+    assert ids(buffer.lease("g", 1)) == [3]
+    connection.client.function_flush()
+    assert buffer.put("g", 3, b"three") is PutOutcome.STORED
+    assert buffer.frames([3]) == [b"three"]
+    assert places(buffer)["ready"] == 1
     connection.client.flushall()
     connection.client.function_flush()
     with pytest.raises(BufferGap):
         buffer.close()
+
+
+def frames_sent(connection):
+    return connection.client.info("commandstats").get("cmdstat_hsetnx", {"calls": 0})["calls"]
+
+
+def test_a_full_store_is_asked_before_the_frame_is_sent_again(connection):
+    buffer, ledger = RedisLane(connection, BufferRules(groups=2, max_bytes=100)).handle(), Ledger()
+    buffer.recover(ledger, version=0, limit=8)
+    buffer.lease("g", 3)
+    assert buffer.put("g", 1, bytes(80)) is PutOutcome.STORED
+    before = frames_sent(connection)
+    assert [buffer.put("g", 2, bytes(80)) for _ in range(4)] == [PutOutcome.FULL] * 4
+    assert buffer.put("g", 1, bytes(80)) is PutOutcome.DUPLICATE
+    assert buffer.audit().counters["full"] == 4
+    assert frames_sent(connection) == before + 2
+    taken = take(buffer, ledger, 1)
+    buffer.commit(taken.number, taken.chain)
+    assert buffer.put("g", 2, bytes(80)) is PutOutcome.STORED
+
+
+def test_a_put_waits_for_a_server_that_refuses_writes_for_a_while(connection, buffer):
+    buffer.lease("g", 1)
+    connection.client.config_set("min-replicas-to-write", 1)
+    allowed = threading.Timer(0.2, connection.client.config_set, ("min-replicas-to-write", 0))
+    allowed.start()
+    try:
+        assert buffer.put("g", 1, b"one") is PutOutcome.STORED
+    finally:
+        allowed.join()
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("MISCONF Errors writing to the AOF file", "MISCONF"),
+        ("Command # 1 (HSETNX f 1 x) of pipeline caused error: MISCONF Errors writing", "MISCONF"),
+        ("Transaction discarded because of: OOM command not allowed", "OOM"),
+    ],
+)
+def test_the_servers_reason_is_found_inside_a_transactions_error(message, said):
+    assert reason(ResponseError(message)).split()[0] == said
 
 
 def test_dead_letters_keep_the_beginning_of_the_frame_and_are_few(connection, lane, buffer):
