@@ -111,6 +111,13 @@ class BufferContract:
         assert buffer.put("b", 1, b"later") is PutOutcome.DUPLICATE
         assert places(buffer) == {"issued": 1, "leased": 0, "reissue": 0, "ready": 1, "taken": 0, "done": 0}
 
+    def test_a_late_group_counts_while_its_ticket_waits_to_be_issued_again(self, buffer, ledger):
+        buffer.lease("a", 2)
+        buffer.give_back("a", [1])
+        assert buffer.put("a", 1, b"late") is PutOutcome.STORED
+        assert places(buffer) == {"issued": 2, "leased": 1, "reissue": 0, "ready": 1, "taken": 0, "done": 0}
+        assert buffer.frames(take(buffer, ledger, 1).ids) == [b"late"]
+
     def test_given_back_and_revoked_tickets_are_issued_again_at_once(self, buffer):
         buffer.lease("a", 3)
         buffer.lease("b", 3)
