@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.buffer.base import LearnerBuffer, Take
+from asyncrl.buffer.base import LearnerBuffer
+from asyncrl.buffer.intake import decode_take
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import BufferGap, WireError
+from asyncrl.errors import BufferGap
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -169,26 +170,12 @@ class Evaluation:
     def _take(self) -> bool:
         """Take what is missing of the current round: all of it, or, after a frame was refused, in several parts."""
         take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
-        groups = self._decode(take) if take is not None else None
+        groups = decode_take(self.buffer, take, self.decode) if take is not None else None
         if take is None or groups is None:
             return False
         self.ledger.consume(take.ids)
         self._round += groups
         return True
-
-    def _decode(self, take: Take) -> list[Group] | None:
-        """None when a frame is not ours: its id is issued again, the rest stays assigned to the same take."""
-        groups: list[Group] = []
-        for ticket_id, frame in zip(take.ids, self.buffer.frames(take.ids), strict=True):
-            try:
-                groups.append(self.decode(frame))
-                if groups[-1].ticket_id != ticket_id:
-                    raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
-            except WireError as error:
-                log.error("evaluation: group %d is not a frame of ours and is issued again: %s", ticket_id, error)
-                self.buffer.reject_frame(take, ticket_id, str(error))
-                return None
-        return groups
 
     def _finish(self) -> EvalResult:
         version = round_version(self._done - 1, every=self.every, steps=self.steps)

@@ -122,9 +122,10 @@ class Intake:
         return collected
 
     def _sort(self, take: Take, version: int) -> None:
-        groups = self._decode(take)
+        groups = decode_take(self.buffer, take, self.decode)
         if groups is None:
-            return  # the undecodable ids are issued again; the rest stays assigned to the same take
+            return
+        self.ledger.consume(take.ids)
         self._last_progress_s = time.monotonic()
         self._takes += 1
         for group in groups:
@@ -137,21 +138,6 @@ class Intake:
         if self._rejected:
             self.open(version)
         self._check_refills()
-
-    def _decode(self, take: Take) -> list[Group] | None:
-        """The groups of a take, entered in the ledger; None after an undecodable frame was sent back."""
-        groups = []
-        for ticket_id, frame in zip(take.ids, self.buffer.frames(take.ids), strict=True):
-            try:
-                groups.append(self.decode(frame))
-                if groups[-1].ticket_id != ticket_id:
-                    raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
-            except WireError as error:
-                log.error("group %d is not a frame of ours and is issued again: %s", ticket_id, error)
-                self.buffer.reject_frame(take, ticket_id, str(error))
-                return None
-        self.ledger.consume(take.ids)
-        return groups
 
     def _check_refills(self) -> None:
         if len(self._rejected) > self.max_refills * self.groups:
@@ -177,6 +163,24 @@ class Intake:
 
     def _limit(self, version: int) -> int:
         return credit_limit(version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)
+
+
+def decode_take(buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Group]) -> list[Group] | None:
+    """The groups of a take; None after a frame that is not ours was sent back.
+
+    Its id is issued again, and the rest stays assigned to the same take: the caller asks for it again.
+    """
+    groups: list[Group] = []
+    for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
+        try:
+            groups.append(decode(frame))
+            if groups[-1].ticket_id != ticket_id:
+                raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
+        except WireError as error:
+            log.error("group %d is not a frame of ours and is issued again: %s", ticket_id, error)
+            buffer.reject_frame(take, ticket_id, str(error))
+            return None
+    return groups
 
 
 def make_judge(filters: Sequence[Callable[[GroupOutcome], str | None]], *, drop_older_than: int | None) -> Judge:
