@@ -22,7 +22,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.config.algorithm import OptimizerConfig
+from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch
 from asyncrl.trainer.deepspeed import DeepSpeedTrainer
 from asyncrl.trainer.packing import Sequence, microbatch, pack

@@ -78,12 +78,12 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
 SUPPLIED: Mapping[str, tuple[str, ...]] = {"shaping": ("response_tokens", "max_response_tokens", "finish_reason")}
 """What the learner passes by keyword, always."""
 
-UNPROVIDED: Mapping[tuple[str, str], str] = {
-    ("advantage", "gae"): "the values of a critic (`values_T`)",
-    ("advantage", "remax"): "the rewards of greedy rollouts (`greedy_rewards_group`)",
-    ("advantage", "optimal_token_baseline"): "probabilities of whole distributions (`sum_squared_probs_T`)",
+NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
+    ("advantage", "gae"): frozenset({"values_T"}),
+    ("advantage", "remax"): frozenset({"greedy_rewards_group"}),
+    ("advantage", "optimal_token_baseline"): frozenset({"logprobs_T", "sum_squared_probs_T"}),
 }
-"""Choices that need columns which a run does not provide; code that has them may `resolve` them."""
+"""Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`."""
 
 ON_REQUEST = frozenset({"entropy_T"})
 """What the learner passes by keyword to functions that have it: see `takes`."""
@@ -123,19 +123,8 @@ def check(kind: str, name: str, params: Mapping[str, Any]) -> None:
     A user's function (with a colon in its name) is accepted; `resolve` checks it.
 
     Raises:
-        ConfigError: unknown name or key, missing key, value out of range; with a suggestion. Or a choice that needs what
-            a run does not provide.
+        ConfigError: unknown name or key, missing key, value out of range; with a suggestion.
     """
-    _check_call(kind, name, params)
-    if missing := UNPROVIDED.get((kind, name)):
-        others = [other for other in names(kind) if (kind, other) not in UNPROVIDED]
-        raise ConfigError(
-            f"{kind} `{name}` needs {missing}, which a run does not provide yet; use it from code that does "
-            f"(`registry.resolve`), or choose one of {', '.join(others)}"
-        )
-
-
-def _check_call(kind: str, name: str, params: Mapping[str, Any]) -> None:
     if ":" in name:
         return
     if name not in TABLES[kind]:
@@ -155,10 +144,9 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
     """The function with its parameters bound; call it with the positional arguments of its kind.
 
     Raises:
-        ConfigError: as `check`, but for what a run does not provide: here the caller does. Or a user's function that cannot
-            be imported or called the way its kind is called.
+        ConfigError: as `check`. Or a user's function that cannot be imported or called the way its kind is called.
     """
-    _check_call(kind, name, params)
+    check(kind, name, params)
     function = _load(name if ":" in name else f"asyncrl.algo.{TABLES[kind][name]}")
     arguments = {**dict.fromkeys(SUPPLIED.get(kind, ())), **params}
     try:
@@ -169,6 +157,13 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
             f"{kind} `{name}` cannot be called as f({call}): {error}; change its signature or the parameters"
         ) from error
     return functools.partial(function, **params)
+
+
+def needs(kind: str, name: str) -> frozenset[str]:
+    """Costly columns that a choice needs; a user's function names them in its attribute `needs`."""
+    if ":" not in name:
+        return NEEDS.get((kind, name), frozenset())
+    return frozenset(getattr(_load(name), "needs", ()))
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:

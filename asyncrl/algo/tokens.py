@@ -32,6 +32,10 @@ class TokenBatch:
     """float32: constant importance weights behaviour -> proximal, from the correction; None is 1."""
     lag_T: Tensor | None = None
     """int64: version being trained minus version of the token, in optimizer steps."""
+    values_T: Tensor | None = None
+    """float32: the critic that the advantages were made with."""
+    returns_T: Tensor | None = None
+    """float32: what the critic is trained on."""
 
     def __post_init__(self) -> None:
         size = self.sequence_T.shape
@@ -42,6 +46,8 @@ class TokenBatch:
             "reference_logprobs_T",
             "weights_T",
             "lag_T",
+            "values_T",
+            "returns_T",
         ):
             column = getattr(self, name)
             if column is not None and column.shape != size:

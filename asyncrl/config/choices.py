@@ -1,6 +1,7 @@
 """Which keys of a config choose a function, and of which kind (see `asyncrl.algo.registry`)."""
 
-from asyncrl.config.schema import AlgorithmConfig, Choice
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.base import Choice
 
 Keys = tuple[str | int, ...]
 """The way to a value: keys of sections, indices of lists."""

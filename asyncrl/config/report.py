@@ -72,7 +72,8 @@ def suggest_key(keys: Keys) -> str:
     key, known = str(keys[-1]), known_keys(keys[:-1])
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     meant = meant or ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
-    meant = meant or [path for path in all_paths() if path.rsplit(".", 1)[-1] == key][:2]
+    elsewhere = [path for path in all_paths() if path.rsplit(".", 1)[-1] == key]
+    meant = meant or [path for path in elsewhere if path.startswith(f"{keys[0]}.")][:2] or elsewhere[:2]
     meant = meant or difflib.get_close_matches(key, known, n=1)
     text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
     return f"{text}; did you mean `{'` or `'.join(meant)}`?" if meant else f"{text}; delete it"

@@ -7,21 +7,13 @@ itself. No torch, no vLLM here: reading a config must stay fast.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.algo.staleness import lag_bound
-
-Positive = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Part(BaseModel):
-    """Base of every part: frozen, unknown keys are errors, attribute docstrings are descriptions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
+from asyncrl.config.base import Choice, NonNegative, Part, Positive, PositiveFloat, Share
 
 
 class RunConfig(Part):
@@ -165,72 +157,12 @@ class SamplingConfig(Part):
 class StalenessConfig(Part):
     """How old a token may be when it is trained."""
 
-    max_lag: Annotated[int, Field(ge=0)] = 4
+    max_lag: NonNegative = 4
     """L: optimizer steps between sampling and training; 0 is synchronous on-policy training."""
     window_groups: Positive | None = None
     """W: younger groups may overtake the oldest unfinished one within this window; default 0.3 (L + 1) B."""
     policy: Literal["mask", "drop", "correct_only"] = "mask"
     """Tokens older than L: out of the loss, the whole group rejected, or only corrected by importance weights."""
-
-
-class Choice(Part):
-    """A registered or user-supplied function with its keyword arguments beside its name."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
-
-    name: str
-    """A registered name or `package.module:function`."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Keyword arguments of the function."""
-        return dict(self.model_extra or {})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-
-class KLConfig(Part):
-    """Penalty towards the frozen reference model."""
-
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """0 switches the reference model off."""
-    estimator: Choice = Choice(name="k3")
-
-
-class AlgorithmConfig(Part):
-    """Four independent choices, plus KL, entropy, filters and reward shaping."""
-
-    advantage: Choice = Choice(name="grpo")
-    policy_loss: Choice = Choice(name="ppo_clip")
-    correction: Choice = Choice(name="truncate")
-    """Behaviour to proximal: importance weights of stale tokens."""
-    proximal: Literal["recompute", "behaviour"] = "recompute"
-    """Decoupled (weights at the start of the update) or bypass (the behaviour policy itself)."""
-    aggregation: Choice = Choice(name="token-mean")
-    kl: KLConfig = KLConfig()
-    entropy_coefficient: float = 0.0
-    filters: tuple[Choice, ...] = ()
-    """Group filters, e.g. `zero_variance` (dynamic sampling); what they reject is refilled."""
-    max_refills: Positive = 10
-    """Batches' worth of groups that filters may reject for one optimizer step before the run stops and says why."""
-    shaping: tuple[Choice, ...] = ()
-    """Reward shaping, e.g. `soft_overlong`."""
-    mask_truncated: bool = False
-    """Overlong filtering: rollouts cut off at the length limit leave the loss (not the baseline)."""
-
-
-class OptimizerConfig(Part):
-    """AdamW."""
-
-    lr: PositiveFloat = 1e-6
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    max_grad_norm: PositiveFloat = 1.0
 
 
 class LearnerConfig(Part):
@@ -249,6 +181,8 @@ class LearnerConfig(Part):
     threads: Positive | None = None
     """CPU threads per rank; default: cores shared out by the supervisor."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    hooks: tuple[Choice, ...] = ()
+    """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments beside the name."""
 
 
 class GeneratorConfig(Part):
@@ -307,7 +241,7 @@ class ControlConfig(Part):
     """A generator silent this long is counted dead; its tickets are issued again."""
     stall_s: PositiveFloat = 1800.0
     """The learner stops with an explanation when no group arrives this long."""
-    max_restarts: Annotated[int, Field(ge=0)] = 5
+    max_restarts: NonNegative = 5
     """Restarts of one process within ten minutes before the run stops."""
 
 
@@ -327,7 +261,7 @@ class CheckpointConfig(Part):
 
     every: Positive = 50
     """Steps between checkpoints; one is always made at the end."""
-    keep: Annotated[int, Field(ge=1)] = 2
+    keep: Positive = 2
     """Checkpoints kept; groups are forgotten by the store when the oldest kept one holds them."""
 
 
@@ -336,7 +270,7 @@ class TelemetryConfig(Part):
 
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
-    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    samples_per_step: NonNegative = 4
     """Rollouts written to samples.jsonl each step."""
 
 
@@ -351,6 +285,7 @@ class Config(Part):
     sampling: SamplingConfig = SamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     learner: LearnerConfig = LearnerConfig()
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -3,7 +3,7 @@
 Axes in names:  N tokens of a packed micro-batch (prompts and responses), T its action tokens, S its sequences.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,12 @@ class LossSums:
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
 """(micro-batch, logprobs_T, entropy_T: float32, both differentiable) -> sums. Never called with an empty micro-batch."""
 
+CriticLossFunction = Callable[[MicroBatch, Tensor], LossSums]
+"""(micro-batch, values_T: float32, differentiable) -> sums. Never called with an empty micro-batch."""
+
+COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T", "values_T"})
+"""What `Trainer.measure` can measure: policy, the squared probabilities of its whole distribution, reference, critic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -56,7 +62,10 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """The policy, its optimizer and its shards. Every rank calls every method, in the same order."""
+    """The policy, and where asked for the reference and the critic, with optimizers and shards.
+
+    Every rank calls every method, in the same order.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -64,12 +73,12 @@ class Trainer(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probabilities of each micro-batch's action tokens under the current weights, no gradient, float32 [T]."""
-        ...
+    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+        """The asked `COLUMNS` of each micro-batch's action tokens under the current weights: no gradient, float32 [T].
 
-    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The same under the frozen reference model."""
+        `values_T` is the critic's estimate of the return from the token on, before the token is known. Every rank passes the
+        same number of micro-batches. Raises RuntimeError for the columns of a model that this trainer was built without.
+        """
         ...
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
@@ -78,6 +87,14 @@ class Trainer(Protocol):
         Every rank passes the same number of micro-batches; an empty one takes part with zero loss. A step without any, or with
         a non-finite loss or gradient, changes nothing on any rank and has the metric `skipped_steps` 1.
         """
+        ...
+
+    def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
+        """One optimizer step of the critic; otherwise as `step`."""
+        ...
+
+    def update_reference(self, decay: float) -> None:
+        """reference = decay * reference + (1 - decay) * policy."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -92,10 +109,14 @@ class Trainer(Protocol):
         """Rank 0's bytes, on every rank."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Model, optimizer, scheduler and RNG of all ranks, and a Hugging Face export in `hf/`, into the existing `directory`.
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
+        ...
 
-        Returns when the files of every rank are there; the caller makes them durable.
+    def save(self, directory: Path) -> None:
+        """Models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
+
+        Into the existing `directory`.         Returns when the files of every rank are there; the caller makes them durable.
         """
         ...
 

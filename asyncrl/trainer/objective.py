@@ -12,7 +12,9 @@ from asyncrl.algo.corrections import Correction
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.config.schema import AlgorithmConfig, BatchConfig, Choice
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.base import Choice
+from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, Trainer
 
 LOSS = "loss"
@@ -46,7 +48,7 @@ class Objective:
             aggregation=resolve("aggregation", config.aggregation),
             kl=resolve("kl", config.kl.estimator),
             kl_coefficient=config.kl.coefficient,
-            entropy_coefficient=config.entropy_coefficient,
+            entropy_coefficient=config.entropy.coefficient,
             recompute_proximal=config.proximal == "recompute",
             one_step=batch.epochs * batch.minibatches == 1,
         )

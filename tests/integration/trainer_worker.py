@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.config.algorithm import OptimizerConfig
+from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.collectives import Rendezvous

@@ -6,9 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.algo import registry
+from asyncrl.config.base import Part
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
-from asyncrl.config.schema import Config, Part
+from asyncrl.config.schema import Config
 
 
 def config(**parts: Any) -> Config:

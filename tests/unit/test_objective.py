@@ -7,7 +7,9 @@ import torch
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.config.schema import AlgorithmConfig, BatchConfig, Choice, KLConfig
+from asyncrl.config.algorithm import AlgorithmConfig, EntropyConfig, KLConfig
+from asyncrl.config.base import Choice
+from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.objective import LOSS, Objective
 
@@ -101,7 +103,7 @@ def test_the_penalty_pulls_towards_the_reference():
 
 
 def test_the_entropy_bonus_has_a_gradient():
-    objective = Objective.build(AlgorithmConfig(entropy_coefficient=0.3), BatchConfig())
+    objective = Objective.build(AlgorithmConfig(entropy=EntropyConfig(coefficient=0.3)), BatchConfig())
     policy = Policy(6)
     (filled,) = objective.fill(policy, (microbatch(),))
     entropy_T = torch.ones(6, requires_grad=True)

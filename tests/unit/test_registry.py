@@ -93,18 +93,7 @@ def test_a_wrong_choice_is_explained(kind, name, params, message):
         registry.resolve(kind, name, params)
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("gae", "critic"), ("remax", "greedy"), ("optimal_token_baseline", "probabilities")]
-)
-def test_what_a_run_does_not_provide_is_refused_in_a_config_and_possible_in_code(name, missing):
-    with pytest.raises(ConfigError, match=f"`{name}` needs .*{missing}.* does not provide yet.*choose one of .*grpo") as caught:
-        registry.check("advantage", name, {})
-    assert f", {name}" not in str(caught.value).partition("choose")[2]
-    assert callable(registry.resolve("advantage", name, {}))
-
-
-def test_every_other_advantage_works_on_what_a_plan_provides():
-    """So that the list of what is not provided cannot fall behind."""
+def test_advantages_need_exactly_what_the_registry_says():
     import torch
 
     from asyncrl.algo.rewards import GroupRewards
@@ -119,7 +108,7 @@ def test_every_other_advantage_works_on_what_a_plan_provides():
     )
     for name in registry.names("advantage"):
         function = registry.resolve("advantage", name, {})
-        if ("advantage", name) in registry.UNPROVIDED:
+        if registry.needs("advantage", name):
             with pytest.raises(ConfigError, match="does not compute"):
                 function(rewards)
         else:
