@@ -116,7 +116,7 @@ class Trainer(Protocol):
     def save(self, directory: Path) -> None:
         """Models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
 
-        Into the existing `directory`.         Returns when the files of every rank are there; the caller makes them durable.
+        Into the existing `directory`. Returns when the files of every rank are there; the caller makes them durable.
         """
         ...
 
