@@ -1,23 +1,38 @@
 """Wall time per optimizer step, asynchronous against `max_lag: 0`, in whole runs of `asyncrl up` on this machine.
 
-    python bench/asynchrony.py --config configs/quickstart.yaml [--steps 40] [--lags 2] [--out bench/results/asynchrony.json]
+    python bench/asynchrony.py --config configs/quickstart.yaml [--steps 40] [--lag 2] [--out FILE] [key.path=value ...]
 
-One generator and one learner, one core each; evaluation off; the same model, prompts and batch. The first steps, in
-which engines warm up, do not count.
+One generator and one learner, each pinned with all its children to a core of its own; evaluation off; the same model,
+prompts and batch. The first steps, in which engines warm up, do not count. The gain is largest where sampling and training
+take equally long: `batch.epochs` balances the two.
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import psutil
 from environment import describe
 
 WARM_STEPS = 8
+CORE = {"asyncrl.launch.learner": 0, "asyncrl.launch.generator": 1}
+
+
+def pin(parent: psutil.Process) -> None:
+    """Every thread of every process below `parent` to the core of the role that it belongs to."""
+    for role in parent.children():
+        for name, core in CORE.items():
+            if name in role.cmdline():
+                for process in (role, *role.children(recursive=True)):
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, {core})
 
 
 def run(config: Path, root: Path, lag: int, steps: int, overrides: list[str]) -> dict[str, float]:
@@ -27,7 +42,17 @@ def run(config: Path, root: Path, lag: int, steps: int, overrides: list[str]) ->
         "generator.count=1", "generator.threads=1", "learner.threads=1", f"checkpoint.every={steps}", *overrides,
     ]  # fmt: skip
     command = [sys.executable, "-m", "asyncrl.cli.main", "up", "--plain", "--fresh", "--config", str(config), *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
+    until_s = time.monotonic() + 1800
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and time.monotonic() < until_s:
+            try:
+                pin(psutil.Process(process.pid))
+            except (psutil.NoSuchProcess, psutil.ZombieProcess, ProcessLookupError):
+                pass  # one of them has just ended; the next round pins the others
+            time.sleep(0.5)
+        process.terminate()
+    if process.returncode:
+        raise SystemExit(f"the run with max_lag {lag} ended with status {process.returncode}; see {root}")
     lines = (root / f"lag{lag}" / "metrics" / "learner.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row][WARM_STEPS:]
     apart = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(rows)]
