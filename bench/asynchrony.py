@@ -8,6 +8,7 @@ take equally long: `batch.epochs` balances the two.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -45,10 +46,9 @@ def run(config: Path, root: Path, lag: int, steps: int, overrides: list[str]) ->
     until_s = time.monotonic() + 1800
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and time.monotonic() < until_s:
-            try:
+            # Where one of them has just ended, the next round pins the others.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, ProcessLookupError):
                 pin(psutil.Process(process.pid))
-            except (psutil.NoSuchProcess, psutil.ZombieProcess, ProcessLookupError):
-                pass  # one of them has just ended; the next round pins the others
             time.sleep(0.5)
         process.terminate()
     if process.returncode:
