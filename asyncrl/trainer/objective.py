@@ -55,13 +55,17 @@ class Objective:
 
     def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
         """Proximal and reference columns, where they need a pass of their own. Once per batch."""
-        nothing = [None] * len(microbatches)
-        needs_pass = self.recompute_proximal and not self.one_step
-        proximal = trainer.logprobs(microbatches) if needs_pass else nothing
-        reference = trainer.reference_logprobs(microbatches) if self.kl_coefficient else nothing
+        columns = {"logprobs_T"} if self.recompute_proximal and not self.one_step else set()
+        columns |= {"reference_logprobs_T"} if self.kl_coefficient else set()
+        if not columns:
+            return microbatches
         filled = []
-        for microbatch, proximal_T, reference_T in zip(microbatches, proximal, reference, strict=True):
-            tokens = replace(microbatch.tokens, proximal_logprobs_T=proximal_T, reference_logprobs_T=reference_T)
+        for microbatch, measured in zip(microbatches, trainer.measure(microbatches, columns), strict=True):
+            tokens = replace(
+                microbatch.tokens,
+                proximal_logprobs_T=measured.get("logprobs_T"),
+                reference_logprobs_T=measured.get("reference_logprobs_T"),
+            )
             filled.append(replace(microbatch, tokens=tokens))
         return tuple(filled)
 

@@ -23,13 +23,10 @@ class Policy:
         self.reference_T = -torch.rand(tokens, generator=draw)
         self.passes: list[str] = []
 
-    def logprobs(self, microbatches):
-        self.passes.append("proximal")
-        return [self.logprobs_T.detach().clone() for _ in microbatches]
-
-    def reference_logprobs(self, microbatches):
-        self.passes.append("reference")
-        return [self.reference_T for _ in microbatches]
+    def measure(self, microbatches, columns):
+        self.passes += sorted(columns)
+        known = {"logprobs_T": self.logprobs_T.detach().clone(), "reference_logprobs_T": self.reference_T}
+        return [{name: known[name] for name in columns} for _ in microbatches]
 
 
 def microbatch(tokens: int = 6) -> MicroBatch:
@@ -68,7 +65,7 @@ def test_one_step_per_batch_needs_no_pass_for_the_proximal_policy(loss, correcti
     value, gradient_T = gradient(quick, policy)
     assert policy.passes == []
     expected, expected_T = gradient(replace(quick, one_step=False), policy)
-    assert policy.passes == ["proximal"]
+    assert policy.passes == ["logprobs_T"]
     assert value == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(gradient_T, expected_T)
 
