@@ -94,6 +94,8 @@ class Group:
     """The generator's policy version when the group was complete: splits lag into in-flight and in-queue."""
     sampling_s: float = 0.0
     reward_s: float = 0.0
+    greedy_reward: float | None = None
+    """Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline."""
     dead_reason: str | None = None
     """Set on a group without rollouts: the ticket failed too often; it is counted, not trained."""
 

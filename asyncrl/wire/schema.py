@@ -4,7 +4,7 @@ Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,7 +57,11 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
         pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
         arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
-    _check_finite(arrays, [value for rollout in rollouts for value in rollout.reward_parts.values()])
+    _check_finite(
+        arrays,
+        reward_parts=[value for rollout in rollouts for value in rollout.reward_parts.values()],
+        greedy_reward=group.greedy_reward,
+    )
     meta = {
         "ticket_id": group.ticket_id,
         "generator_id": group.generator_id,
@@ -68,6 +72,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "finish_reasons": finish_reasons,
         "parts": parts,
     }
+    if group.greedy_reward is not None:  # added later: frames without it stay as they were
+        meta["greedy_reward"] = float(group.greedy_reward)
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
 
 
@@ -75,8 +81,9 @@ def decode_group(data: bytes, key: bytes = b"") -> Group:
     """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group."""
     frame = decode_frame(GROUP_LIMITS, data, key=key)
     _check_columns(frame.arrays)
-    _check_finite(frame.arrays, [])
     meta = frame.meta
+    greedy_reward = _optional(meta, "greedy_reward", float)
+    _check_finite(frame.arrays, greedy_reward=greedy_reward)
     try:
         rollouts = _rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts"))
     except (ValueError, IndexError) as error:
@@ -88,7 +95,8 @@ def decode_group(data: bytes, key: bytes = b"") -> Group:
         finished_version=_value(meta, "finished_version", int),
         sampling_s=_value(meta, "sampling_s", float),
         reward_s=_value(meta, "reward_s", float),
-        dead_reason=None if meta.get("dead_reason") is None else _value(meta, "dead_reason", str),
+        greedy_reward=greedy_reward,
+        dead_reason=_optional(meta, "dead_reason", str),
     )
 
 
@@ -103,11 +111,14 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
         raise WireError("the group has an action mask with values other than 0 and 1")
 
 
-def _check_finite(arrays: Mapping[str, NDArray[Any]], rewards: list[float]) -> None:
+def _check_finite(
+    arrays: Mapping[str, NDArray[Any]], *, reward_parts: Sequence[float] = (), greedy_reward: float | None = None
+) -> None:
     for name, values in (
         ("behaviour_logprobs", arrays["behaviour_logprobs"]),
         ("rewards", arrays["rewards"]),
-        ("reward_parts", np.asarray(rewards, dtype=np.float64)),
+        ("reward_parts", np.asarray(reward_parts, dtype=np.float64)),
+        ("greedy_reward", np.asarray(0.0 if greedy_reward is None else greedy_reward)),
     ):
         if not np.isfinite(values).all():
             raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
@@ -160,3 +171,7 @@ def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:
     if type(value) is not kind:
         raise WireError(f"{name} of the group is {reprlib.repr(value)}; a {kind.__name__} is needed")
     return value
+
+
+def _optional(meta: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    return None if meta.get(name) is None else _value(meta, name, kind)

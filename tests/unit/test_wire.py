@@ -53,6 +53,7 @@ groups = st.builds(
     finished_version=st.integers(-1, 2**40),
     sampling_s=finite,
     reward_s=finite,
+    greedy_reward=st.none() | finite,
     dead_reason=st.none() | names,
 )
 
@@ -101,6 +102,7 @@ def group_of(rng, rollouts_count=3, tokens=20):
 
 
 GROUP = group_of(np.random.default_rng(0))
+GREEDY = dataclasses.replace(GROUP, greedy_reward=0.75)
 DEAD = Group.dead(7, "reward worker was killed", generator_id="generator-1", version=3)
 MESSAGES = MessageCodec((Hello, Heartbeat, Leave, Welcome, Refused, Stop, UpdateOrder, UpdateReport))
 ORDER = UpdateOrder(
@@ -113,6 +115,7 @@ ORDER = UpdateOrder(
 )
 FRAMES = {
     "group.v1": (encode_group(GROUP, KEY), lambda data: assert_same_group(decode_group(data, KEY), GROUP)),
+    "greedy_group.v1": (encode_group(GREEDY, KEY), lambda data: assert_same_group(decode_group(data, KEY), GREEDY)),
     "dead_group.v1": (encode_group(DEAD), lambda data: assert_same_group(decode_group(data), DEAD)),
     "update_order.v1": (MESSAGES.encode(ORDER, KEY), lambda data: _assert_equal(MESSAGES.decode(data, KEY), ORDER)),
 }
@@ -192,7 +195,7 @@ plain = st.recursive(
 @given(st.data())
 def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
     """Somebody with the key, and a bug: any meta entry, any entry of the table, any tensor byte may be wrong."""
-    frame = encode_group(GROUP)
+    frame = encode_group(GREEDY)
     body_bytes = codec._FIELDS.unpack_from(frame)[4]
     body, meta = bytearray(frame[HEADER_BYTES : HEADER_BYTES + body_bytes]), msgpack.unpackb(frame[HEADER_BYTES + body_bytes :])
     target = data.draw(st.sampled_from([*meta, "table", "body", "cut"]))
@@ -212,6 +215,7 @@ def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
         group = decode_group(sealed(meta, bytes(body)))
     except WireError:
         return
+    assert group.greedy_reward is None or np.isfinite(group.greedy_reward)
     for rollout in group.rollouts:
         assert len(rollout.response_ids) == len(rollout.versions) == len(rollout.behaviour_logprobs)
         assert np.isfinite(rollout.behaviour_logprobs).all()
@@ -276,6 +280,15 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_made(field, bad)
     broken = dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollout, **{field: values[field]}),))
     with pytest.raises(WireError, match="finite"):
         encode_group(broken)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_greedy_reward_that_is_not_finite_is_refused_on_both_sides(bad):
+    with pytest.raises(WireError, match="greedy_reward"):
+        encode_group(dataclasses.replace(GROUP, greedy_reward=bad))
+    frame = decode_frame(GROUP_LIMITS, encode_group(GREEDY))
+    with pytest.raises(WireError, match="greedy_reward"):
+        decode_group(encode_frame(GROUP_LIMITS, {**frame.meta, "greedy_reward": bad}, frame.arrays))
 
 
 def test_a_frame_that_no_peer_would_take_is_not_sent():
@@ -455,7 +468,9 @@ def test_a_sealed_group_with_impossible_numbers_is_refused(column, values):
         decode_group(encode_frame(GROUP_LIMITS, frame.meta, arrays))
 
 
-@pytest.mark.parametrize(("name", "value"), [("ticket_id", True), ("generator_id", 3), ("sampling_s", 1), ("dead_reason", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("ticket_id", True), ("generator_id", 3), ("sampling_s", 1), ("dead_reason", 0), ("greedy_reward", 1)]
+)
 def test_a_sealed_group_with_a_value_of_another_type_is_refused(name, value):
     frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
     with pytest.raises(WireError, match=name):
