@@ -1,11 +1,14 @@
 """What one optimizer step looked like: sums that add up over micro-batches and ranks, then the published numbers.
 
-Sums are floats by name; names that end in `/max` are reduced by maximum, all others by addition (`merge`). Ratios here
-are raw: a clipped or truncated ratio cannot show the tail that ends a run. Log-ratios are clamped to +-20.
+Sums are floats by name; names that end in `/max` or `/min` are reduced so, all others by addition (`merge`). Ratios here
+are raw: a clipped or truncated ratio cannot show the tail that ends a run. Log-ratios, and the log-probabilities behind
+perplexities, are clamped to +-20: all is finite for any behaviour log-probability but NaN.
 
     mismatch/*   proximal against behaviour: staleness plus the numerical difference of generator and learner
     policy/*     current against proximal: how far this update has moved
     drift/*      current against behaviour: both together
+
+Axes in names:  T action tokens, S sequences (rollouts), G groups.
 """
 
 import math
@@ -14,46 +17,60 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 
 TAIL = 2.0
 """A raw ratio beyond this, or below its inverse, is counted as tail."""
+BANDS = ("short", "medium", "long")
+"""Thirds of the longest response allowed: what drops more of the long ones is biased."""
+OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
+"""Last parts of names that become means over sequences."""
 
 
-def policy_metrics(batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | None = None) -> dict[str, float]:
-    """Sums over the tokens of one micro-batch; feed them to `merge` and `finish`."""
+def policy_metrics(
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None = None,
+    *,
+    left_out_T: Tensor | None = None,
+    max_response_tokens: int | None = None,
+) -> dict[str, float]:
+    """Sums over the tokens of one micro-batch; feed them to `merge` and `finish`. Columns that are missing are not measured.
+
+    Args:
+        batch: with importance weights, if there are any.
+        logprobs_T: of the current policy.
+        entropy_T: of the current policy.
+        left_out_T: bool, tokens that the policy loss leaves out.
+        max_response_tokens: splits what was dropped by `BANDS` of it.
+    """
     current_T = logprobs_T.detach()
     columns: dict[str, Tensor] = {
         "tokens": torch.ones_like(current_T),
         "sequences": batch.lengths_S > 0,
         "policy/logprob": current_T,
-        "advantage/mean": batch.advantages_T,
-        "advantage/abs": batch.advantages_T.abs(),
+        "perplexity/behaviour": _perplexity_S(batch, batch.behaviour_logprobs_T),
+        "perplexity/proximal": _perplexity_S(batch, batch.anchor_logprobs_T),
+        "perplexity/current": _perplexity_S(batch, current_T),
     }
-    maxima: dict[str, Tensor] = {}
     pairs = {
         "mismatch": (batch.anchor_logprobs_T, batch.behaviour_logprobs_T),
         "policy": (current_T, batch.anchor_logprobs_T),
         "drift": (current_T, batch.behaviour_logprobs_T),
     }
     for name, (to_T, from_T) in pairs.items():
-        _add_ratio(columns, maxima, name, log_ratio(to_T.detach(), from_T))
+        columns |= _ratio_columns(name, batch, log_ratio(to_T.detach(), from_T))
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
-    if batch.weights_T is not None:
-        columns["weight/mean"] = batch.weights_T
-        columns["weight/zero"] = batch.weights_T == 0
-        maxima["weight/max"] = batch.weights_T
-    if batch.lag_T is not None:
-        columns["lag/mean"] = batch.lag_T
-        columns["lag/stale"] = batch.lag_T > 0
-        maxima["lag/max"] = batch.lag_T
     if batch.reference_logprobs_T is not None:
         columns["reference/nll"] = -batch.reference_logprobs_T
         columns["reference/k3"] = _k3(log_ratio(batch.reference_logprobs_T, current_T))
-    return sums(**columns) | _maxima(maxima, batch.tokens)
+    columns |= _batch_columns(batch)
+    if max_response_tokens is not None:
+        columns |= _dropped_columns(batch, left_out_T, max_response_tokens)
+    return _reduced(columns, batch.tokens)
 
 
 def group_metrics(rewards: GroupRewards) -> dict[str, float]:
@@ -61,29 +78,34 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
     totals_S = rewards.totals_S
     sizes_G = torch.bincount(rewards.group_S, minlength=rewards.num_groups)
     std_S = rewards.group_std_S(totals_S, ddof=1)
-    return sums(
-        **{
-            "groups": sizes_G > 0,
-            "rewards": torch.ones_like(totals_S),
-            "group/singleton": sizes_G == 1,
-            # Each group counts once, however many sequences it has.
-            "group/zero_variance": (std_S == 0) / rewards.sizes_S,
-            "group/reward_std": std_S / rewards.sizes_S,
-            "reward/mean": totals_S,
-            "reward/square": totals_S.square(),
-        }
-    )
+    columns = {
+        "groups": sizes_G > 0,
+        "rewards": torch.ones_like(totals_S),
+        "group/singleton": sizes_G == 1,
+        # Each group counts once, however many sequences it has.
+        "group/zero_variance": (std_S == 0) / rewards.sizes_S,
+        "group/reward_std": std_S / rewards.sizes_S,
+        "reward/mean": totals_S,
+        "reward/square": totals_S.square(),
+        "reward/min": totals_S,
+        "reward/max": totals_S,
+    }
+    return _reduced(columns, rewards.num_sequences)
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of all micro-batches or ranks: maxima by maximum, the rest added. Not all need to have all names."""
+    """Sums of all micro-batches or ranks: extremes by maximum or minimum, the rest added. Not all need to have all names."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
             if name not in merged:
                 merged[name] = value
+            elif name.endswith("/max"):
+                merged[name] = _larger(merged[name], value)
+            elif name.endswith("/min"):
+                merged[name] = -_larger(-merged[name], -value)
             else:
-                merged[name] = _larger(merged[name], value) if name.endswith("/max") else merged[name] + value
+                merged[name] += value
     return merged
 
 
@@ -91,25 +113,35 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     """Published metrics from fully reduced sums.
 
     `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal. Names in
-    `group/` become means over groups, names in `reward/` over sequences, all other sums (also a loss's or correction's)
-    means over tokens; maxima stay.
+    `group/` become means over groups, in `reward/` over rewards, in `perplexity/` and `OVER_SEQUENCES` over sequences, those
+    that end in a band over its tokens, all other sums (also a loss's or correction's) over tokens; extremes stay.
     """
-    counts = {name: sums.get(name, 0.0) for name in ("tokens", "sequences", "groups", "rewards")}
-    published = {name: counts[name] for name in ("tokens", "sequences", "groups") if name in sums}
+    counts = {name: value for name, value in sums.items() if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")}
+    published = {name: value for name, value in counts.items() if name != "rewards"}
     for name, value in sums.items():
-        if name.endswith("/max"):
+        if name.endswith(("/max", "/min")):
             published[name] = value
         elif name not in counts:
-            kind = {"group": "groups", "reward": "rewards"}.get(name.split("/")[0], "tokens")
-            published[name] = value / max(counts[kind], 1.0)
+            published[name] = value / max(counts.get(_denominator(name), 0.0), 1.0)
     for name in [name for name in published if name.endswith("/ratio_square")]:
         pair = name.removesuffix("/ratio_square")
         square = published.pop(name)
         published[f"{pair}/ess"] = published[f"{pair}/ratio"] ** 2 / square if square > 0 else 0.0
-    if "reward/square" in published:
-        square = published.pop("reward/square")
-        published["reward/std"] = max(square - published["reward/mean"] ** 2, 0.0) ** 0.5
+        published[f"{pair}/chi2_token"] = square - 1.0 if square > 0 else 0.0
+    for name in [name for name in published if name.endswith("/square")]:
+        of = name.removesuffix("/square")
+        published[f"{of}/std"] = max(published.pop(name) - published[f"{of}/mean"] ** 2, 0.0) ** 0.5
     return published
+
+
+def _denominator(name: str) -> str:
+    """The count that a sum is divided by."""
+    first, last = name.split("/")[0], name.rsplit("/", 1)[-1]
+    if last in BANDS:
+        return f"tokens/{last}"
+    if last in OVER_SEQUENCES:
+        return "sequences"
+    return {"group": "groups", "reward": "rewards", "perplexity": "sequences"}.get(first, "tokens")
 
 
 def _larger(first: float, second: float) -> float:
@@ -117,16 +149,73 @@ def _larger(first: float, second: float) -> float:
     return first if first > second or math.isnan(first) else second
 
 
-def _add_ratio(columns: dict[str, Tensor], maxima: dict[str, Tensor], name: str, log_ratio_T: Tensor) -> None:
-    ratio_T = log_ratio_T.double().exp()
-    columns[f"{name}/k1"] = -log_ratio_T
-    columns[f"{name}/k3"] = _k3(log_ratio_T)
-    columns[f"{name}/ratio"] = ratio_T
-    columns[f"{name}/ratio_square"] = ratio_T.square()
-    columns[f"{name}/tail_high"] = ratio_T > TAIL
-    columns[f"{name}/tail_low"] = ratio_T < 1.0 / TAIL
-    maxima[f"{name}/ratio/max"] = ratio_T
-    maxima[f"{name}/abs_log_ratio/max"] = log_ratio_T.abs()
+def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[str, Tensor]:
+    """The last two, [S], are the perplexity of the policy above over that of the one below, and chi-square of whole responses."""
+    log_ratio_T = log_ratio_T.double()
+    ratio_T = log_ratio_T.exp()
+    product_S = batch.sum_S(log_ratio_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return {
+        f"{name}/k1": -log_ratio_T,
+        f"{name}/k3": _k3(log_ratio_T),
+        f"{name}/ratio": ratio_T,
+        f"{name}/ratio_square": ratio_T.square(),
+        f"{name}/tail_high": ratio_T > TAIL,
+        f"{name}/tail_low": ratio_T < 1.0 / TAIL,
+        f"{name}/ratio/max": ratio_T,
+        f"{name}/ratio/min": ratio_T,
+        f"{name}/abs_log_ratio/max": log_ratio_T.abs(),
+        f"{name}/perplexity_ratio": _of_owners(batch, (-batch.mean_S(log_ratio_T)).exp()),
+        f"{name}/chi2_sequence": torch.expm1(2.0 * product_S),
+    }
+
+
+def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
+    """What the batch itself says, without the current policy."""
+    columns = {
+        "advantage/mean": batch.advantages_T,
+        "advantage/square": batch.advantages_T.double().square(),
+        "advantage/abs": batch.advantages_T.abs(),
+        "advantage/positive": batch.advantages_T > 0,
+        "advantage/max": batch.advantages_T,
+        "advantage/min": batch.advantages_T,
+    }
+    if batch.weights_T is not None:
+        columns["weight/mean"] = batch.weights_T
+        columns["weight/zero"] = batch.weights_T == 0
+        columns["weight/max"] = batch.weights_T
+    if batch.lag_T is not None:
+        columns["lag/mean"] = batch.lag_T
+        columns["lag/stale"] = batch.lag_T > 0
+        columns["lag/max"] = batch.lag_T
+    return columns
+
+
+def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int) -> dict[str, Tensor]:
+    """Tokens in responses of each length, and those of them that correction and loss dropped."""
+    band_T = length_bands(batch.lengths_S, max_response_tokens)[batch.sequence_T]
+    columns = {}
+    for index, band in enumerate(BANDS):
+        columns[f"tokens/{band}"] = band_T == index
+        if batch.weights_T is not None:
+            columns[f"weight/zero/{band}"] = (batch.weights_T == 0) & (band_T == index)
+        if left_out_T is not None:
+            columns[f"policy/left_out/{band}"] = left_out_T & (band_T == index)
+    return columns
+
+
+def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
+    """Index into `BANDS` of each length: thirds of `max_response_tokens`, their upper ends included."""
+    return ((lengths - 1) * len(BANDS)).div(max_response_tokens, rounding_mode="floor").clamp(0, len(BANDS) - 1)
+
+
+def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
+    """exp of the mean negative log-probability; 0 for an empty sequence."""
+    return _of_owners(batch, (-batch.mean_S(logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp())
+
+
+def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:
+    """0 for sequences without a token: they are not in the count either."""
+    return torch.where(batch.lengths_S > 0, values_S, 0.0)
 
 
 def _k3(log_ratio_T: Tensor) -> Tensor:
@@ -134,7 +223,11 @@ def _k3(log_ratio_T: Tensor) -> Tensor:
     return torch.expm1(log_ratio_T.double()) - log_ratio_T
 
 
-def _maxima(columns: Mapping[str, Tensor], tokens: int) -> dict[str, float]:
-    if not tokens:
-        return {}
-    return dict(zip(columns, torch.stack([column.double().max() for column in columns.values()]).tolist(), strict=True))
+def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, float]:
+    """Each column's sum, maximum or minimum by its name; an empty batch has no extremes."""
+    added = {name: column for name, column in columns.items() if not name.endswith(("/max", "/min"))}
+    extremes = {name: column.double() for name, column in columns.items() if name not in added} if size else {}
+    if not extremes:
+        return sums(**added)
+    found = torch.stack([column.max() if name.endswith("/max") else column.min() for name, column in extremes.items()])
+    return sums(**added) | dict(zip(extremes, found.tolist(), strict=True))

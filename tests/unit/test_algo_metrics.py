@@ -6,20 +6,25 @@ import math
 
 import pytest
 import torch
-from algo_cases import cast, make_case, make_rewards, pick, rows
+from algo_cases import Case, cast, make_case, make_rewards, pick, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo.metrics import finish, group_metrics, merge, policy_metrics
+from asyncrl.algo.metrics import BANDS, finish, group_metrics, length_bands, merge, policy_metrics
 
 
 def mean(values):
     return sum(values) / len(values)
 
 
-def expected_pair(differences: list[float]) -> dict[str, float]:
-    """Published numbers of a pair from ln(to / from), sampled from `from`."""
-    differences = [max(-20.0, min(20.0, d)) for d in differences]
+def bounded(value: float) -> float:
+    return max(-20.0, min(20.0, value))
+
+
+def expected_pair(by_sequence: list[list[float]]) -> dict[str, float]:
+    """Published numbers of a pair from ln(to / from) of every sequence's tokens, sampled from `from`."""
+    by_sequence = [[bounded(d) for d in sequence] for sequence in by_sequence if sequence]
+    differences = [d for sequence in by_sequence for d in sequence]
     ratios = [math.exp(d) for d in differences]
     return {
         "k1": -mean(differences),
@@ -29,6 +34,10 @@ def expected_pair(differences: list[float]) -> dict[str, float]:
         "tail_high": mean([r > 2 for r in ratios]),
         "tail_low": mean([r < 0.5 for r in ratios]),
         "ratio/max": max(ratios),
+        "ratio/min": min(ratios),
+        "chi2_token": mean([r * r for r in ratios]) - 1,
+        "chi2_sequence": mean([math.exp(2 * bounded(sum(sequence))) - 1 for sequence in by_sequence]),
+        "perplexity_ratio": mean([math.exp(-mean(sequence)) for sequence in by_sequence]),
         "abs_log_ratio/max": max(map(abs, differences)),
     }
 
@@ -38,14 +47,23 @@ def expected_pair(differences: list[float]) -> dict[str, float]:
 def test_published_metrics_are_the_formulas_written_out(seed, proximal):
     case = make_case(seed, proximal=proximal, lengths=[4, 0, 3, 2])
     published = finish(policy_metrics(case.batch, case.logprobs_T, case.entropy_T))
-    flat = [token for row in rows(case) for token in row]
+    by_sequence = [row for row in rows(case) if row]
+    flat = [token for row in by_sequence for token in row]
+    advantages = [t.advantage for t in flat]
     expected = {
         "tokens": 9.0,
         "sequences": 3.0,
         "policy/logprob": mean([t.logprob for t in flat]),
         "policy/entropy": mean([t.entropy for t in flat]),
-        "advantage/mean": mean([t.advantage for t in flat]),
-        "advantage/abs": mean([abs(t.advantage) for t in flat]),
+        "perplexity/behaviour": mean([math.exp(-mean([t.behaviour for t in row])) for row in by_sequence]),
+        "perplexity/proximal": mean([math.exp(-mean([t.anchor for t in row])) for row in by_sequence]),
+        "perplexity/current": mean([math.exp(-mean([t.logprob for t in row])) for row in by_sequence]),
+        "advantage/mean": mean(advantages),
+        "advantage/std": math.sqrt(mean([a * a for a in advantages]) - mean(advantages) ** 2),
+        "advantage/abs": mean([abs(a) for a in advantages]),
+        "advantage/positive": mean([a > 0 for a in advantages]),
+        "advantage/max": max(advantages),
+        "advantage/min": min(advantages),
         "weight/mean": mean([t.weight for t in flat]),
         "weight/zero": 0.0,
         "weight/max": max(t.weight for t in flat),
@@ -54,12 +72,12 @@ def test_published_metrics_are_the_formulas_written_out(seed, proximal):
         "lag/max": max(case.batch.lag_T.tolist()),
     }
     pairs = {
-        "mismatch": [t.anchor - t.behaviour for t in flat],
-        "policy": [t.logprob - t.anchor for t in flat],
-        "drift": [t.logprob - t.behaviour for t in flat],
+        "mismatch": [[t.anchor - t.behaviour for t in row] for row in by_sequence],
+        "policy": [[t.logprob - t.anchor for t in row] for row in by_sequence],
+        "drift": [[t.logprob - t.behaviour for t in row] for row in by_sequence],
     }
     expected |= {f"{pair}/{key}": value for pair, ds in pairs.items() for key, value in expected_pair(ds).items()}
-    assert published == pytest.approx(expected, abs=1e-12)
+    assert published == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,8 +87,12 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
     order = data.draw(st.permutations(range(case.batch.num_sequences)))
     cut = data.draw(st.integers(0, len(order)))
     parts = [pick(case, order[:cut]), pick(case, order[cut:])]
-    merged = merge(policy_metrics(part.batch, part.logprobs_T, part.entropy_T) for part in parts)
-    whole = policy_metrics(case.batch, case.logprobs_T, case.entropy_T)
+
+    def measured(part: Case) -> dict[str, float]:
+        left_out_T = part.entropy_T > 1.0
+        return policy_metrics(part.batch, part.logprobs_T, part.entropy_T, left_out_T=left_out_T, max_response_tokens=5)
+
+    merged, whole = merge(map(measured, parts)), measured(case)
     assert merged == pytest.approx(whole)
     assert finish(merged) == pytest.approx(finish(whole))
 
@@ -78,6 +100,45 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
 def test_a_maximum_with_nan_is_nan_in_any_order():
     parts = [{"a/max": 1.0}, {"a/max": float("nan")}, {"a/max": 2.0}]
     assert all(math.isnan(merge(order)["a/max"]) for order in itertools.permutations(parts))
+
+
+def test_a_minimum_is_the_smallest_and_nan_stays():
+    assert merge([{"a/min": 1.0}, {"a/min": -2.0}, {"a/min": 3.0}]) == {"a/min": -2.0}
+    parts = [{"a/min": 1.0}, {"a/min": float("nan")}, {"a/min": 2.0}]
+    assert all(math.isnan(merge(order)["a/min"]) for order in itertools.permutations(parts))
+
+
+def test_thirds_of_the_limit_are_the_lengths_that_are_short_medium_and_long():
+    assert length_bands(torch.tensor([0, 1, 3, 4, 6, 7, 9, 12]), 9).tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert length_bands(torch.arange(1, 11), 10).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert length_bands(torch.tensor([1, 2]), 1).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("limit", [3, 9, 100])
+def test_what_is_dropped_is_told_by_the_length_of_its_response(limit):
+    """A correction that rejects only the tokens of long responses looks harmless in the mean."""
+    case = make_case(7, lengths=[2, 9, 0, 5, 3])
+    thirds = [2 / limit, 9 / limit, 0, 5 / limit, 3 / limit]
+    band = {s: "short" if third <= 1 / 3 else "medium" if third <= 2 / 3 else "long" for s, third in enumerate(thirds)}
+    draw = torch.Generator().manual_seed(1)
+    weights_T = torch.randint(0, 2, (19,), generator=draw).double()
+    left_out_T = torch.rand(19, generator=draw) < 0.4
+    batch = dataclasses.replace(case.batch, weights_T=weights_T)
+    published = finish(policy_metrics(batch, case.logprobs_T, left_out_T=left_out_T, max_response_tokens=limit))
+    for name in BANDS:
+        tokens = [t for t, s in enumerate(batch.sequence_T.tolist()) if band[s] == name]
+        assert published[f"tokens/{name}"] == len(tokens)
+        for metric, dropped_T in (("weight/zero", weights_T == 0), ("policy/left_out", left_out_T)):
+            share = mean([float(dropped_T[t]) for t in tokens]) if tokens else 0.0
+            assert published[f"{metric}/{name}"] == pytest.approx(share)
+    counts = [published[f"tokens/{name}"] for name in BANDS]
+    parts = [published[f"weight/zero/{name}"] for name in BANDS]
+    assert sum(n * p for n, p in zip(counts, parts, strict=True)) == pytest.approx(published["weight/zero"] * 19)
+
+
+def test_without_a_limit_nothing_is_told_by_length():
+    case = make_case(7, lengths=[2])
+    assert not any(name.endswith(BANDS) for name in policy_metrics(case.batch, case.logprobs_T, case.entropy_T))
 
 
 def test_merge_takes_maxima_of_maxima_and_keeps_names_that_only_one_has():
@@ -105,7 +166,10 @@ def test_on_policy_everything_is_at_rest():
     for pair in ("mismatch", "policy", "drift"):
         assert published[f"{pair}/ess"] == pytest.approx(1.0)
         assert published[f"{pair}/ratio"] == 1.0
-        assert published[f"{pair}/k1"] == published[f"{pair}/k3"] == 0.0
+        assert published[f"{pair}/k1"] == published[f"{pair}/k3"] == published[f"{pair}/chi2_sequence"] == 0.0
+        assert published[f"{pair}/perplexity_ratio"] == 1.0
+        assert published[f"{pair}/chi2_token"] == pytest.approx(0.0)
+    assert published["perplexity/behaviour"] == published["perplexity/proximal"] == published["perplexity/current"]
 
 
 def test_extremes_are_finite():
@@ -114,6 +178,14 @@ def test_extremes_are_finite():
     published = finish(policy_metrics(dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T), case.logprobs_T))
     assert all(math.isfinite(value) for value in published.values())
     assert published["mismatch/abs_log_ratio/max"] == 20.0
+    assert published["perplexity/behaviour"] == pytest.approx((1 + math.e) / 2)  # 20 - 20 + 20 - 20, and -1 twice
+
+
+def test_the_perplexity_of_a_uniform_policy_is_the_size_of_its_vocabulary():
+    """Mean over responses, however long they are."""
+    case = make_case(1, lengths=[3, 1])
+    current_T = torch.tensor([-math.log(50)] * 3 + [-math.log(10)])
+    assert finish(policy_metrics(case.batch, current_T))["perplexity/current"] == pytest.approx(30.0)
 
 
 def test_columns_that_are_missing_are_left_out():
@@ -127,8 +199,8 @@ def test_an_empty_micro_batch_adds_nothing():
     empty = make_case(1, lengths=[0])
     sums = policy_metrics(empty.batch, empty.logprobs_T, empty.entropy_T)
     assert set(sums.values()) == {0.0}
-    assert not any(name.endswith("/max") for name in sums)
-    assert finish(sums)["mismatch/ess"] == 0.0
+    assert not any(name.endswith(("/max", "/min")) for name in sums)
+    assert finish(sums)["mismatch/ess"] == finish(sums)["mismatch/chi2_token"] == 0.0
 
 
 def test_the_distance_to_the_reference_is_k3():
@@ -164,6 +236,8 @@ def test_group_metrics_count_each_group_once():
             "group/reward_std": math.sqrt(0.5) / 3,
             "reward/mean": mean(values),
             "reward/std": math.sqrt(mean([v * v for v in values]) - mean(values) ** 2),
+            "reward/min": 0.0,
+            "reward/max": 1.0,
         }
     )
 
@@ -175,4 +249,5 @@ def test_group_metrics_of_ranks_add_up():
     everything = torch.cat([rewards.totals_S for rewards in both])
     assert published["reward/mean"] == pytest.approx(everything.mean().item())
     assert published["reward/std"] == pytest.approx(everything.std(correction=0).item())
+    assert (published["reward/min"], published["reward/max"]) == (everything.min().item(), everything.max().item())
     assert published["groups"] == sum(rewards.num_groups for rewards in both)
