@@ -88,6 +88,15 @@ NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
 ON_REQUEST = frozenset({"entropy_T"})
 """What the learner passes by keyword to functions that have it: see `takes`."""
 
+ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("policy_loss", "clip_cov"): ("covariance_low", "covariance_high"),
+    ("correction", "mask"): ("low", "high"),
+    ("correction", "reject"): ("low", "high"),
+    ("correction", "veto"): ("low", "high"),
+    ("filter", "reward_range"): ("low", "high"),
+}
+"""Parameters of which the first must be below the second: between them lies what is kept, or in `clip_cov` left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -95,6 +104,7 @@ class Parameter:
 
     annotation: ast.expr
     required: bool
+    default: Any = None
 
     def accepts(self, value: Any) -> bool:
         """Whether a config value fits the annotation."""
@@ -138,6 +148,18 @@ def check(kind: str, name: str, params: Mapping[str, Any]) -> None:
     for key, parameter in known.items():
         if parameter.required and key not in params:
             raise ConfigError(f"{kind} `{name}` needs `{key}`, {parameter.allowed}; set it beside the name")
+    _check_order(kind, name, {key: params.get(key, parameter.default) for key, parameter in known.items()})
+
+
+def _check_order(kind: str, name: str, values: Mapping[str, Any]) -> None:
+    if (kind, name) not in ORDERED:
+        return
+    low, high = ORDERED[kind, name]
+    if values[low] is not None and values[low] >= values[high]:
+        raise ConfigError(
+            f"{kind} `{name}`: `{low}` is {values[low]!r} and `{high}` is {values[high]!r}, which leaves nothing between them; "
+            f"`{low}` must be below `{high}`"
+        )
 
 
 def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
@@ -203,7 +225,9 @@ def _keyword_only(target: str) -> Mapping[str, Parameter]:
     (node,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     annotations = {argument.arg: argument.annotation or ast.Constant(None) for argument in node.args.kwonlyargs}
     return {
-        name: Parameter(aliases.get(ast.unparse(annotation), annotation), default is None)
+        name: Parameter(
+            aliases.get(ast.unparse(annotation), annotation), default is None, ast.literal_eval(default) if default else None
+        )
         for (name, annotation), default in zip(annotations.items(), node.args.kw_defaults, strict=True)
     }
 

@@ -5,13 +5,13 @@ that part is handed its model, never the root. Derived quantities are properties
 itself. No torch, no vLLM here: reading a config must stay fast.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from asyncrl.algo.staleness import lag_bound
+from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.base import Choice, NonNegative, Part, Positive, PositiveFloat, Share
 
@@ -307,29 +307,6 @@ class Config(Part):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        if problems := list(self._disagreements()):
+        if problems := list(disagreements(self)):
             raise ValueError("\n".join(problems))
         return self
-
-    def _disagreements(self) -> Iterator[str]:
-        """One line each; the first key named is where it is shown."""
-        if self.batch.group_size == 1 and self.algorithm.advantage.name in GROUP_ADVANTAGES:
-            yield (
-                f"batch.group_size is 1, but advantage `{self.algorithm.advantage.name}` compares rollouts of one group; "
-                "use group_size >= 2 or another advantage"
-            )
-        if self.eval.samples > 1 and self.eval.temperature == 0:
-            yield f"eval.samples is {self.eval.samples} at eval.temperature 0: all samples would be the same; set a temperature"
-        if self.data.system is not None and not self.model.chat_template:
-            yield "data.system is set, but model.chat_template is false; set it to true or drop the system message"
-        if self.sampling.max_tokens > self.learner.tokens_per_microbatch:
-            yield (
-                f"learner.tokens_per_microbatch ({self.learner.tokens_per_microbatch}) is smaller than the longest sequence "
-                f"(sampling.max_prompt_tokens + max_response_tokens = {self.sampling.max_tokens}); raise it"
-            )
-
-
-GROUP_ADVANTAGES = frozenset(
-    {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "lite_ppo"}
-)
-"""Advantages that need at least two rollouts of a prompt."""

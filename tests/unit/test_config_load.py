@@ -72,6 +72,21 @@ MISTAKES = [
     ("eval: {samples: 4}", 7, "eval.samples", "set a temperature"),
     ("batch:\n  group_size: 1", 8, "batch.group_size", "use group_size >= 2"),
     ("learner:\n  tokens_per_microbatch: 100", 8, "learner.tokens_per_microbatch", "raise it"),
+    ("algorithm:\n  correction: none", 8, "algorithm.correction", "set correction: truncate"),
+    ("algorithm:\n  proximal: behaviour", 8, "algorithm.proximal", "set correction: none"),
+    ("algorithm:\n  proximal: log_linear", 8, "algorithm.proximal", "set proximal: recompute"),
+    ("algorithm:\n  kl:\n    target: 0.1", 9, "algorithm.kl.target", "set a coefficient"),
+    ("algorithm:\n  kl: {coefficient: 0.1,\n    estimator: k1}", 9, "algorithm.kl.estimator", "zero on average"),
+    ("algorithm:\n  entropy:\n    step: 0.1", 9, "algorithm.entropy.step", "set algorithm.entropy.target or drop step"),
+    ("critic:\n  clip: 0.2", 7, "critic", "drop the section"),
+    ("algorithm:\n  correction:\n    name: mask\n    low: 7", 10, "algorithm.correction.low", "`low` must be below `high`"),
+    ("algorithm:\n  correction:\n    name: veto\n    low: three", 10, "algorithm.correction.low", "must be a number >= 0"),
+    (
+        "algorithm:\n  filters:\n    - name: reward_range\n      low: 1\n      high: 0",
+        10,
+        "algorithm.filters.0.low",
+        "nothing between",
+    ),
 ]
 
 
@@ -166,8 +181,8 @@ def test_later_overrides_win_and_reach_into_lists_and_choices(tmp_path: Path) ->
 
 def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "algorithm: {correction: {name: truncate, cap: 3.0}}\n")
-    assert load_config(path, ["algorithm.correction=none"]).algorithm.correction.params == {}
-    assert load_config(path, ["algorithm.correction.name=none"]).algorithm.correction.params == {}
+    assert load_config(path, ["algorithm.correction=veto"]).algorithm.correction.params == {}
+    assert load_config(path, ["algorithm.correction.name=veto"]).algorithm.correction.params == {}
     assert load_config(path, ["algorithm.correction.name=truncate"]).algorithm.correction.params == {"cap": 3.0}
 
 
@@ -197,10 +212,10 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
 def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:
     (tmp_path / "presets").mkdir()
     write(tmp_path, "batch: {groups: 4, group_size: 2}\nalgorithm: {correction: {name: truncate, cap: 5.0}}\n", "presets/a.yaml")
-    write(tmp_path, "batch: {groups: 6}\nalgorithm: {correction: {name: none}}\n", "presets/b.yaml")
+    write(tmp_path, "batch: {groups: 6}\nalgorithm: {correction: {name: veto}}\n", "presets/b.yaml")
     config = load_config(write(tmp_path, "extends: [presets/a.yaml, presets/b.yaml]\n" + GOOD))
     assert (config.batch.groups, config.batch.group_size) == (6, 2)
-    assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("none", {})
+    assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("veto", {})
     config = load_config(write(tmp_path, "extends: presets/a.yaml\n" + GOOD + "algorithm: {correction: {cap: 2.0}}\n"))
     assert config.algorithm.correction.params == {"cap": 2.0}
     write(tmp_path, "batch: {groups: 4,\n  gruop_size: 2}\n", "presets/a.yaml")

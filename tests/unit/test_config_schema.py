@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.algo import registry
+from asyncrl.config.agreements import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
@@ -47,6 +48,108 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
         )
     text = str(caught.value)
     assert all(key in text for key in ("batch.group_size", "eval.samples", "data.system", "learner.tokens_per_microbatch"))
+
+
+def algorithm(**parts: Any) -> dict[str, Any]:
+    return {"algorithm": parts}
+
+
+SEVERAL = {"batch": {"minibatches": 4}}
+FRESH = {"staleness": {"max_lag": 0}}
+BYPASS = {"proximal": "behaviour", "correction": "none"}
+KL = {"coefficient": 0.1}
+RULES: list[tuple[dict[str, Any], str | None]] = [
+    # (parts, what must be said; None: allowed)
+    ({"batch": {"group_size": 1}, **algorithm(advantage="gdpo")}, "compares rollouts of one group"),
+    ({"batch": {"group_size": 1}, **algorithm(advantage="optimal_token_baseline")}, "compares rollouts of one group"),
+    ({"batch": {"group_size": 1}, **algorithm(advantage="gae")}, None),
+    ({"batch": {"group_size": 1}, **algorithm(advantage="remax")}, None),
+    (algorithm(proximal="behaviour"), "every weight would be 1; set correction: none"),
+    (algorithm(proximal="behaviour", correction="mine:f"), "set correction: none"),
+    (algorithm(proximal="behaviour") | FRESH, "set correction: none"),
+    (algorithm(**BYPASS), None),
+    (algorithm(**BYPASS, policy_loss="reinforce"), "has no ratio: nothing corrects tokens that are up to 4 steps old"),
+    (algorithm(**BYPASS, policy_loss="gpg"), "has no ratio"),
+    (algorithm(**BYPASS, policy_loss="reinforce") | FRESH, None),
+    (algorithm(**BYPASS, policy_loss="truncated_reinforce"), None),
+    (algorithm(**BYPASS, policy_loss="mine:f"), None),
+    (algorithm(correction="none"), "leaves the age of tokens (up to 4 steps"),
+    (algorithm(correction="none", policy_loss="reinforce"), "set correction: truncate"),
+    (algorithm(correction="none", proximal="log_linear") | SEVERAL, "algorithm.proximal is log_linear, whose loss leaves"),
+    (algorithm(correction="none") | FRESH, None),
+    (algorithm(correction="none", policy_loss="mine:f"), None),
+    (algorithm(proximal="log_linear"), "costs no forward pass; set proximal: recompute"),
+    (algorithm(proximal="log_linear") | SEVERAL | FRESH, "is the behaviour policy itself"),
+    (algorithm(proximal="log_linear") | SEVERAL, None),
+    (algorithm(proximal="log_linear") | {"batch": {"epochs": 2}}, None),
+    (algorithm(kl={"placement": "reward"}), "algorithm.kl.placement is reward, but algorithm.kl.coefficient is 0"),
+    (algorithm(kl={"target": 0.1}), "algorithm.kl.target is 0.1, but algorithm.kl.coefficient is 0"),
+    (algorithm(kl={"reference_decay": 0.9}), "algorithm.kl.reference_decay is 0.9, but algorithm.kl.coefficient is 0"),
+    (algorithm(kl=KL | {"horizon": 5}), "algorithm.kl.horizon is set"),
+    (algorithm(kl=KL | {"horizon": 5, "target": 0.1, "reference_decay": 0.9}), None),
+    (algorithm(kl=KL | {"estimator": "k1"}), "zero on average; allowed there are k2, k3"),
+    (algorithm(kl={"estimator": "k1"}), None),
+    *[(algorithm(kl=KL | {"estimator": name}), None) for name in ("k2", "k3", "abs", "k1+", "k3+")],
+    (algorithm(kl=KL | {"estimator": "k3+", "placement": "reward"}), "the reward uses the value only; set k3"),
+    (algorithm(kl=KL | {"estimator": "k1+", "placement": "reward"}), "the reward uses the value only; set k1"),
+    *[(algorithm(kl=KL | {"estimator": name, "placement": "reward"}), None) for name in ("k1", "k2", "k3", "abs")],
+    (algorithm(entropy={"step": 0.1}), "algorithm.entropy.step is set"),
+    (algorithm(entropy={"maximum": 0.1}), "algorithm.entropy.maximum is set"),
+    (algorithm(entropy={"target": 0.5, "coefficient": 2.0}), "allowed is 0 to 1.0 (maximum)"),
+    (algorithm(entropy={"target": 0.5, "coefficient": -0.1}), "allowed is 0 to 1.0 (maximum)"),
+    (algorithm(entropy={"target": 0.5, "coefficient": 0.1, "maximum": 0.1, "step": 0.01}), None),
+    (algorithm(entropy={"coefficient": -0.1}), None),
+    ({"critic": {"clip": None}}, "advantage `grpo` needs no values"),
+    ({"critic": {"warmup_steps": 1}, **algorithm(advantage="mine:f")}, None),
+    ({"critic": {"clip": 0.2, "warmup_steps": 99}, **algorithm(advantage="gae")}, None),
+    ({"critic": {"warmup_steps": 100}, **algorithm(advantage="gae")}, "the policy would never learn"),
+    (algorithm(correction={"name": "mask", "high": 0.9}), "set it above 1"),
+    (algorithm(correction={"name": "veto", "low": 1.1}), "set it below 1"),
+    (algorithm(correction={"name": "reject", "high": 0.9}), "set it above 1"),
+    (algorithm(correction={"name": "reject", "high": 0.01, "divergence": "k3"}), None),
+    (algorithm(correction={"name": "reject", "high": 1.01}), None),
+    (algorithm(correction={"name": "mask", "low": 1, "high": 1}), None),  # the registry's to refuse
+    (algorithm(advantage="gdpo", shaping=[{"name": "soft_overlong", "buffer_tokens": 4}]), "make it a reward function"),
+    (algorithm(advantage="gdpo", kl=KL | {"placement": "reward", "estimator": "k1"}), "set placement: loss"),
+    (algorithm(advantage={"name": "gdpo", "weights": {"other": 1}}), "names other; the parts of the reward are exact_match"),
+    (algorithm(advantage={"name": "gdpo", "weights": {"exact_match": 1}}), None),
+    # what the registry refuses with a better message is no crash here
+    (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
+]
+
+
+@pytest.mark.parametrize(("parts", "said"), RULES, ids=[str(parts) for parts, _ in RULES])
+def test_parts_that_do_not_go_together_are_refused_with_a_way_out(parts: dict[str, Any], said: str | None) -> None:
+    if said is None:
+        config(**parts)
+        return
+    with pytest.raises(ValidationError) as caught:
+        config(**parts)
+    (error,) = caught.value.errors()
+    assert said in error["msg"]
+    assert len(str(error["ctx"]["error"]).splitlines()) == 1, "one contradiction, one complaint"
+
+
+def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> None:
+    import torch
+
+    from asyncrl.algo.rewards import GroupRewards
+
+    ones = torch.arange(3)
+    rewards = GroupRewards(
+        rewards_S=torch.tensor([0.0, 1.0, 3.0]),
+        group_S=ones,
+        num_groups=3,
+        lengths_S=torch.tensor([2, 1, 1]),
+        sequence_T=torch.tensor([0, 0, 1, 2]),
+        parts={"exact_match": torch.tensor([0.0, 1.0, 3.0])},
+        values_T=torch.zeros(4),
+        greedy_rewards_group=torch.zeros(3),
+        logprobs_T=torch.full((4,), -1.0),
+        sum_squared_probs_T=torch.full((4,), 0.5),
+    )
+    silent = {name for name in registry.names("advantage") if not registry.resolve("advantage", name, {})(rewards).any()}
+    assert silent == GROUP_ADVANTAGES
 
 
 def test_reward_parts_need_different_names() -> None:

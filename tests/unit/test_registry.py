@@ -16,6 +16,8 @@ def test_every_name_resolves_to_a_function_called_as_its_kind(kind, name):
     required = {key: 1.0 for key, parameter in registry.parameters(kind, name).items() if parameter.required}
     if name == "soft_overlong":
         required = {"buffer_tokens": 4}
+    if name == "reward_range":
+        required = {"low": 0.0, "high": 1.0}
     function = registry.resolve(kind, name, required)
     positional = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert tuple(positional) == registry.POSITIONAL[kind]
@@ -35,6 +37,7 @@ def test_what_is_read_from_source_is_what_python_sees(kind, name):
         assert read[key].allowed  # an annotation that cannot be described raises
         if not read[key].required:
             assert read[key].accepts(parameter.default), f"the default of {key} is out of its own range"
+            assert read[key].default == parameter.default and type(read[key].default) is type(parameter.default)
 
 
 def test_kinds_are_complete():
@@ -84,6 +87,12 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("shaping", "soft_overlong", {"buffer_tokens": 2.5}, "an integer >= 1"),
         ("advantage", "gdpo", {"weights": {"a": "b"}}, "a map from text to a number or null"),
         ("advantage", "gae", {"whitened": "yes"}, "true or false"),
+        ("correction", "mask", {"low": 6.0}, "`low` is 6.0 and `high` is 5.0.*must be below"),
+        ("correction", "mask", {"high": 0.5}, "`low` is 0.5 and `high` is 0.5.*must be below"),
+        ("correction", "reject", {"low": 3, "high": 2}, "`low` is 3 and `high` is 2.*must be below"),
+        ("correction", "veto", {"high": 1e-5}, "`low` must be below `high`"),
+        ("policy_loss", "clip_cov", {"covariance_low": 9}, "`covariance_low` is 9 and `covariance_high` is 5.0"),
+        ("filter", "reward_range", {"low": 1, "high": 0}, "`low` is 1 and `high` is 0"),
     ],
 )
 def test_a_wrong_choice_is_explained(kind, name, params, message):
@@ -124,6 +133,9 @@ def test_advantages_need_exactly_what_the_registry_says():
         ("advantage", "gdpo", {"weights": {"a": 1, "b": 0.5}}),
         ("advantage", "grpo", {"ddof": 0, "scale": "batch"}),
         ("correction", "truncate", {"level": "sequence", "cap": 5}),
+        ("correction", "reject", {"high": 1.01}),
+        ("correction", "reject", {"low": 0.99, "high": 1.01}),
+        ("filter", "reward_range", {"low": -1, "high": 0}),
         ("advantage", "somewhere.else:function", {"anything": 1}),
     ],
 )
