@@ -1,36 +1,35 @@
-"""The trainer on DeepSpeed: ZeRO 0 to 3, any number of ranks, micro-batches of any number and size.
-
-The gradient of a step is the plain sum over micro-batches and ranks: DeepSpeed's mean over ranks is undone and its division by
-accumulation steps switched off, so that the gradient does not depend on how a batch was cut.
-"""
+"""The trainer on DeepSpeed: ZeRO 0 to 3, any number of ranks, micro-batches of any number and size."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
 from torch import Tensor
 
-from asyncrl.algo.metrics import merge
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
-from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, StepResult
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
-from asyncrl.trainer.engine_settings import choose_device, engine_settings, join_deepspeed, warm_up, zero_stage
-from asyncrl.trainer.loading import export_model, load_policy
+from asyncrl.trainer.engine_settings import choose_device, join_deepspeed, zero_stage
+from asyncrl.trainer.loading import export_model, load_critic, load_policy
+from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.rng import load_rng, save_rng
+from asyncrl.trainer.trained_model import TrainedModel, run, whole_parameters
 
-TAG = "engine"
-"""Directory of DeepSpeed's own files inside a checkpoint."""
+POLICY, CRITIC = "engine", "critic"
+"""Directories of DeepSpeed's own files inside a checkpoint."""
+REFERENCE = "reference"
+"""Directory of a reference that has moved; a frozen one is loaded from where it came from."""
+
+M = TypeVar("M", TrainedModel, Reference)
 
 
 class DeepSpeedTrainer:
-    """`Trainer` on a DeepSpeed engine; one per process at a time, because the process group is global."""
+    """`Trainer` on DeepSpeed engines; one per process at a time, because the process group is global."""
 
     def __init__(
         self,
@@ -40,20 +39,24 @@ class DeepSpeedTrainer:
         temperature: float,
         rendezvous: Rendezvous | None = None,
         reference: bool = False,
+        critic: CriticConfig | None = None,
     ) -> None:
-        """Load the policy, and once more as the frozen reference if asked. Raises DataError, ConfigError, RunError."""
+        """Load the policy, and once more as the reference and as the critic if asked. Raises DataError, ConfigError, RunError."""
         rendezvous = rendezvous or Rendezvous()
         self._model_config, self._temperature, self._chunk = model, temperature, learner.logprob_chunk_tokens
         self.device = choose_device(learner, rendezvous.local_rank)
         self._ranks = Ranks(rendezvous, self.device)
         join_deepspeed(rendezvous.local_rank)
         self._stage = zero_stage(model, learner)
-        settings = engine_settings(model, learner, self._stage)
-        policy = load_policy(model, self.device, gradient_checkpointing=learner.gradient_checkpointing)
-        self._engine = deepspeed.initialize(
-            model=policy, config=settings, lr_scheduler=lambda optimizer: warm_up(optimizer, learner.optimizer.warmup_steps)
-        )[0]
-        self._reference = self._load_reference(settings) if reference else None
+        checkpointing = learner.gradient_checkpointing
+        policy = load_policy(model, self.device, gradient_checkpointing=checkpointing)
+        shared: dict[str, Any] = {"dtype": model.dtype, "stage": self._stage}
+        self._policy = TrainedModel(policy, learner.optimizer, ranks=self._ranks, **shared)
+        self._reference = Reference(load_policy(model, self.device), **shared) if reference else None
+        self._critic: TrainedModel | None = None
+        if critic is not None:
+            module = load_critic(model, self.device, gradient_checkpointing=checkpointing)
+            self._critic = TrainedModel(module, critic.optimizer, ranks=self._ranks, **shared)
 
     @property
     def rank(self) -> int:
@@ -65,123 +68,115 @@ class DeepSpeedTrainer:
         """Processes that train together."""
         return self._ranks.count
 
-    def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """See `Trainer`."""
-        return self._logprobs(self._engine, microbatches)
-
-    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """See `Trainer`."""
-        if self._reference is None:
-            raise RuntimeError("DeepSpeedTrainer was built without a reference model; pass reference=True")
-        return self._logprobs(self._reference, microbatches)
+    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+        """See `Trainer`. Each model runs once per micro-batch, whatever is asked of it."""
+        with torch.no_grad():
+            return [self._measure(microbatch, columns) for microbatch in microbatches]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `Trainer`."""
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         with torch.no_grad():
-            logprobs_T, _ = self._engine(ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk)
+            logprobs_T, _ = self._policy.engine(ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk)
         return [float(value) for value in logprobs_T]
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """See `Trainer`. A non-finite loss or gradient changes nothing but the metric `skipped_steps`."""
-        lr = float(self._engine.get_lr()[0])
-        if not microbatches:
-            return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
-        sums: Mapping[str, float] = {}
-        for i, microbatch in enumerate(microbatches):
-            self._engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
-            sums = merge([sums, self._backward(microbatch, loss)])
-        grad_norm = self._apply()
-        metrics = self._reduce(sums) | {"skipped_steps": float(not math.isfinite(grad_norm))}
-        return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
+        """See `Trainer`."""
+        return self._policy.step(
+            microbatches,
+            lambda microbatch: self._token_columns(self._policy.engine, microbatch),
+            lambda microbatch, columns_RT: loss(microbatch, columns_RT[0], columns_RT[1]),
+        )
+
+    def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
+        """See `Trainer`."""
+        critic = _built(self._critic, "critic")
+        return critic.step(microbatches, lambda microbatch: run(critic.engine, microbatch), loss)
+
+    def update_reference(self, decay: float) -> None:
+        """See `Trainer`."""
+        _built(self._reference, "reference").update(self._policy.engine.module, decay)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`. A tensor is valid until the next one is asked for; exhaust the iterator on every rank."""
-        for name, parameter in self._engine.module.model.named_parameters():
-            gather: AbstractContextManager[Any] = (
-                deepspeed.zero.GatheredParameters([parameter]) if self._stage == 3 else nullcontext()
-            )
-            with gather:
-                yield name, parameter.detach()
+        for name, parameter in whole_parameters(self._policy.engine.module.model):
+            yield name, parameter.detach()
 
     def broadcast(self, value: bytes | None) -> bytes:
         """See `Trainer`."""
         return self._ranks.broadcast(value)
 
+    def gather(self, value: bytes) -> list[bytes]:
+        """See `Trainer`."""
+        return self._ranks.gather(value)
+
     def save(self, directory: Path) -> None:
         """See `Trainer`. Returns when the files of all ranks are there; making them durable is the caller's."""
-        self._engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+        self._policy.save(directory, POLICY)
+        if self._critic is not None:
+            self._critic.save(directory, CRITIC)
+        if self._reference is not None and self._reference.moved:
+            self._reference.save(directory / REFERENCE, self.rank)
         save_rng(directory / f"rng-{self.rank:04}.safetensors")
         state = {name: tensor.cpu().clone() for name, tensor in self.parameters() if self.rank == 0}
         if self.rank == 0:
-            export_model(self._engine.module.model, state, self._model_config, directory / "hf")
+            export_model(self._policy.engine.module.model, state, self._model_config, directory / "hf")
             (directory / "trainer.json").write_text(json.dumps(self._layout))
         self._ranks.barrier()
 
     def load(self, directory: Path) -> None:
         """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises CheckpointError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        if found != self._layout:
+        layout = self._layout
+        if self._reference is not None:
+            layout["moved_reference"] = found.get("moved_reference")  # it goes on from either
+        if found != layout:
             raise CheckpointError(
-                f"{directory}: written by {found}, but this learner is {self._layout}; resume with the same learner.ranks, "
-                f"learner.zero_stage and model.dtype, or start a new run with model.path={directory / 'hf'}"
+                f"{directory}: written by {found}, but this learner is {layout}; resume with the same learner.ranks, "
+                f"learner.zero_stage, model.dtype and algorithm, or start a new run with model.path={directory / 'hf'}"
             )
-        self._engine.load_checkpoint(str(directory), tag=TAG)
+        self._policy.load(directory, POLICY)
+        if self._critic is not None:
+            self._critic.load(directory, CRITIC)
+        if self._reference is not None and layout["moved_reference"]:
+            self._reference.load(directory / REFERENCE)
         load_rng(directory / f"rng-{self.rank:04}.safetensors")
 
     def close(self) -> None:
-        """Free the engine and leave the process group."""
-        self._engine.destroy()
+        """Free the engines and leave the process group."""
+        for model in (self._policy, self._critic, self._reference):
+            if model is not None:
+                model.close()
         deepspeed.comm.destroy_process_group()
 
     @property
     def _layout(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "zero_stage": self._stage, "dtype": self._model_config.dtype}
+        return {
+            "ranks": self.ranks,
+            "zero_stage": self._stage,
+            "dtype": self._model_config.dtype,
+            "critic": self._critic is not None,
+            "moved_reference": self._reference is not None and self._reference.moved,
+        }
 
-    def _load_reference(self, settings: dict[str, Any]) -> Any:
-        policy = load_policy(self._model_config, self.device).requires_grad_(False)
-        if self._stage < 3:
-            return policy
-        inference = {key: value for key, value in settings.items() if key != "optimizer"}
-        return deepspeed.initialize(model=policy, config=inference)[0]
+    def _measure(self, microbatch: MicroBatch, columns: Collection[str]) -> dict[str, Tensor]:
+        measured: dict[str, Tensor] = {}
+        if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
+            columns_RT = self._token_columns(self._policy.engine, microbatch, "sum_squared_probs_T" in columns)
+            measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
+        if "reference_logprobs_T" in columns:
+            reference = _built(self._reference, "reference")
+            measured["reference_logprobs_T"] = self._token_columns(reference.module, microbatch)[0]
+        if "values_T" in columns:
+            measured["values_T"] = run(_built(self._critic, "critic").engine, microbatch)
+        return {name: measured[name] for name in columns}
 
-    def _logprobs(self, module: Any, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        with torch.no_grad():
-            return [self._forward(module, microbatch)[0] for microbatch in microbatches]
+    def _token_columns(self, policy: Any, microbatch: MicroBatch, with_squares: bool = False) -> Tensor:
+        return run(policy, microbatch, microbatch.target_T, self._temperature, self._chunk, with_squares)
 
-    def _forward(self, module: Any, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T); an empty micro-batch runs one token, because sharded ranks gather weights together."""
-        empty = microbatch.input_ids_N.numel() == 0
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1)) if empty else microbatch
-        logprobs_T, entropy_T = module(
-            ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T, ran.target_T, self._temperature, self._chunk
-        )
-        return logprobs_T, entropy_T
 
-    def _backward(self, microbatch: MicroBatch, loss: LossFunction) -> Mapping[str, float]:
-        logprobs_T, entropy_T = self._forward(self._engine, microbatch)
-        # Without action tokens: the sum of nothing, a zero gradient for every parameter.
-        empty = microbatch.target_T.numel() == 0
-        sums = LossSums(loss=logprobs_T.sum()) if empty else loss(microbatch, logprobs_T, entropy_T)
-        # A non-finite loss may still have a finite gradient; as NaN it reaches the norm, which all ranks see.
-        poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
-        self._engine.backward(sums.loss * (self.ranks * poison), scale_wrt_gas=False)
-        return sums.metrics
-
-    def _apply(self) -> float:
-        """Clip and apply the gradient if it is finite, else drop it; the norm before clipping, inf or nan if dropped."""
-        if self._stage > 0:
-            self._engine.step()
-            return float(self._engine.get_global_grad_norm())
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(grad_norm):
-            self._engine.step()
-        else:
-            self._engine.zero_grad()
-        return grad_norm
-
-    def _reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
+def _built(model: M | None, name: str) -> M:
+    if model is None:
+        raise RuntimeError(f"DeepSpeedTrainer was built without a {name}; pass `{name}`")
+    return model

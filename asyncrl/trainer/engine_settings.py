@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 
@@ -47,17 +48,9 @@ def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
     return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
 
 
-def engine_settings(model: ModelConfig, learner: LearnerConfig, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Gradients are accumulated in float32 whatever the model's dtype."""
-    optimizer = learner.optimizer
-    bfloat16 = model.dtype == "bfloat16"
-    return {
-        # The trainer sets accumulation boundaries itself, so these two only have to be consistent.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": NEVER,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bfloat16},
+def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of one trained model. Gradients are accumulated in float32 whatever the model's dtype."""
+    return inference_settings(dtype=dtype, stage=stage) | {
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": optimizer.max_grad_norm,
         "optimizer": {
@@ -70,6 +63,18 @@ def engine_settings(model: ModelConfig, learner: LearnerConfig, stage: int) -> d
                 "weight_decay": optimizer.weight_decay,
             },
         },
+    }
+
+
+def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that is sharded but not trained."""
+    return {
+        # The trainer sets accumulation boundaries itself, so these two only have to be consistent.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": NEVER,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == "bfloat16"},
     }
 
 

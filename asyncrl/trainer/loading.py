@@ -10,11 +10,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.policy import PolicyModule
 
 
 def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> PolicyModule:
     """The model of `config` on `device`, without dropout. Raises DataError where it cannot be loaded."""
+    # Checkpointing is active in training mode only; without dropout nothing else depends on the mode.
+    return PolicyModule(_load(config, device, gradient_checkpointing)).train()
+
+
+def load_critic(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> ValueModule:
+    """The same model with a new value head in the place of its output layer. Raises DataError."""
+    return ValueModule(_load(config, device, gradient_checkpointing).base_model).train()
+
+
+def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: bool) -> Any:
     dtype = getattr(torch, config.dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -32,8 +43,7 @@ def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpoin
     _remove_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # Checkpointing is active in training mode only; without dropout nothing else depends on the mode.
-    return PolicyModule(model.to(device)).train()
+    return model.to(device)
 
 
 def _remove_dropout(model: Any) -> None:

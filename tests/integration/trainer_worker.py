@@ -122,23 +122,29 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     trainer = build(job, scenario, lr=scenario.get("lr", 1e-2))
     items = sequences()
     batches = [microbatch(items[:4], CPU), microbatch([], CPU)] if job["rank"] == 0 else [microbatch(items[4:5], CPU)] * 2
-    before, reference = trainer.logprobs(batches), trainer.reference_logprobs(batches)
+    columns = ("logprobs_T", "reference_logprobs_T")
+    before = trainer.measure(batches, columns)
     none = trainer.step([], loss_over(1))
     trainer.step(batches, loss_over(50))
-    after, still = trainer.logprobs(batches), trainer.reference_logprobs(batches)
+    after = trainer.measure(batches, columns)
     score = trainer.score([3, 9, 4, 30, 12])
     sent = trainer.broadcast(b"bytes \x00 of rank 0" * 1000 if job["rank"] == 0 else None)
     empty = trainer.broadcast(b"" if job["rank"] == 0 else None)
     report = {
         "score": score,
         "broadcast": [sent == b"bytes \x00 of rank 0" * 1000, empty == b""],
-        "empty": before[1].numel() if job["rank"] == 0 else 0,
+        "empty": before[1]["logprobs_T"].numel() if job["rank"] == 0 else 0,
         "none": [none.metrics["skipped_steps"], none.grad_norm],
         "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.parameters()}),
-        "logprob_dtype": str(before[0].dtype),
+        "logprob_dtype": str(before[0]["logprobs_T"].dtype),
     }
     trainer.close()
-    return {"before": before[0], "reference": reference[0], "after": after[0], "still": still[0]}, report
+    return {
+        "before": before[0]["logprobs_T"],
+        "reference": before[0]["reference_logprobs_T"],
+        "after": after[0]["logprobs_T"],
+        "still": after[0]["reference_logprobs_T"],
+    }, report
 
 
 def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:

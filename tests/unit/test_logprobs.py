@@ -130,7 +130,7 @@ def test_derivatives_are_those_of_log_softmax_and_finite_for_huge_logits(scale: 
         hidden_TD = torch.randn(5, 3, generator=generator.manual_seed(0)).mul_(scale).requires_grad_()
         weight_VD = torch.randn(7, 3, generator=generator).requires_grad_()
         if ours:
-            logprobs_T, entropy_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk)
+            logprobs_T, entropy_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False)
         else:
             table = (hidden_TD @ weight_VD.T / 0.5).log_softmax(-1)
             logprobs_T, entropy_T = table.gather(-1, target_T[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
