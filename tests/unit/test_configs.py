@@ -1,5 +1,6 @@
 """Every config that we ship loads, every preset combines with a run, and the reasons in their comments hold."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ MINIMAL = "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\
 
 
 def test_there_are_configs():
-    assert {path.stem for path in PRESETS} >= {"grpo", "dr_grpo", "dapo", "rloo", "reinforce"}
+    critics_and_returns = {"ppo", "decoupled_ppo", "dual_clip", "reinforce", "reinforce_plus_plus", "remax"}
+    groups = {"grpo", "dr_grpo", "dapo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo"}
+    losses = {"gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"}
+    assert {path.stem for path in PRESETS} >= critics_and_returns | groups | losses
     assert "quickstart" in {path.stem for path in CONFIGS}
 
 
@@ -36,11 +40,40 @@ def test_every_preset_combines_with_a_run(path, tmp_path):
     (tmp_path / "run.yaml").write_text(f"extends: {path}\n{MINIMAL}")
     config = load_config(tmp_path / "run.yaml")
     plain = load_config(_write(tmp_path / "plain.yaml", MINIMAL))
-    assert config.model_copy(update={"algorithm": plain.algorithm}) == plain
+    # It speaks of the algorithm, its critic and the optimizer steps per batch; all else is the run's.
+    batch = plain.batch.model_copy(update={"minibatches": config.batch.minibatches, "epochs": config.batch.epochs})
+    assert config.model_copy(update={"algorithm": plain.algorithm, "critic": plain.critic}) == plain.model_copy(
+        update={"batch": batch}
+    )
+    assert config.algorithm != plain.algorithm or config.batch != plain.batch
     # Both norms and buffers are about the response limit; they must fit the default one.
     for choice in (config.algorithm.aggregation, *config.algorithm.shaping):
         assert choice.params.get("scale", 512) == config.sampling.max_response_tokens
         assert choice.params.get("buffer_tokens", 0) < config.sampling.max_response_tokens
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_says_where_it_comes_from_and_what_it_is_made_of(path):
+    comment, _, body = path.read_text().partition("\nalgorithm:")
+    assert re.match(r"# .*(arXiv:\d{4}\.\d{5}|Williams 1992)", comment), "the paper stands in the first line"
+    for choice in ("advantage", "policy_loss", "aggregation"):
+        assert f"\n  {choice}: {{name: " in body, f"{choice} is left to the defaults"
+    assert len(path.read_text().splitlines()) <= 20
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_ratio_that_is_to_be_clipped_can_leave_one(path, tmp_path):
+    """With one optimizer step per batch and the proximal policy recomputed, each ratio is 1: all ratio losses are one."""
+    config = load_config(_write(tmp_path / "run.yaml", f"extends: {path}\n{MINIMAL}"))
+    steps = config.batch.minibatches * config.batch.epochs
+    if path.stem in ONE_STEP:
+        assert (config.algorithm.proximal, steps) == ("recompute", 1)
+    else:
+        assert config.algorithm.proximal == "behaviour" or steps > 1
+
+
+ONE_STEP = {"reinforce", "rloo", "remax", "opo", "gpg", "grpo", "dr_grpo", "grpo_passk", "lite_ppo"}
+"""Without a ratio, or about the advantage: there PPO's loss is the policy gradient with weights."""
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("stories")], ids=lambda path: path.stem)
