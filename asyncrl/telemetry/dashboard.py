@@ -12,6 +12,7 @@ from rich.text import Text
 
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
+from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.state import DashboardState
@@ -34,7 +35,13 @@ Line = Text
 
 def render(state: DashboardState, width: int, height: int | None = None) -> Group:
     """What to print at `width` columns; cut to `height` lines where given (at least 12), else as long as it takes."""
-    figures = [_header(state, width), _advice(state, width), *_figures(state, width), *_ledger(state, width)]
+    figures = [
+        _header(state, width),
+        _advice(state, width),
+        *_alarms(state, width),
+        *_figures(state, width),
+        *_ledger(state, width),
+    ]
     left = height - len(figures) if height else UNLIMITED_LINES
     curve_lines = _curves(state, width, min(10, left - 8))
     left -= len(curve_lines)
@@ -70,6 +77,16 @@ def _advice(state: DashboardState, width: int) -> Line:
     if state.status and state.status.is_final:
         return Text(f"the run has {state.status.state}"[:width], "bold")
     return one_line(Text(f"> {bottleneck(state)}", "magenta"), width)
+
+
+def _alarms(state: DashboardState, width: int) -> list[Line]:
+    """One red line while any alarm rings: what it is about and, as far as there is room, what to do."""
+    alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
+    if not alarms:
+        return []
+    values = ", ".join(f"{alarm.metric} {number(state.latest(alarm.metric))}" for alarm in alarms.values())
+    cures = "; ".join(alarm.cure for alarm in alarms.values())
+    return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
 
 
 def _figures(state: DashboardState, width: int) -> list[Line]:

@@ -1,4 +1,4 @@
-"""Several trackers behind one. A tracker that fails is left out with one message; training never notices."""
+"""Several trackers behind one, and the alarms. A tracker that fails is left out with one message; training never notices."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import TelemetryConfig
+from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.jsonl import JsonlTracker
 
@@ -15,8 +16,9 @@ log = logging.getLogger(__name__)
 class Trackers:
     """Hands everything to every tracker that still works."""
 
-    def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
-        """Open each tracker; one that cannot be opened is left out."""
+    def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
+        """Open each tracker; one that cannot be opened is left out. `alarms` watch what is logged by step."""
+        self._alarms = alarms
         self._trackers: list[Tracker] = []
         for opener in openers:
             try:
@@ -25,8 +27,9 @@ class Trackers:
                 log.exception("a tracker cannot be opened and is left out; training goes on")
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Log to all."""
-        self._each(lambda tracker: tracker.log(metrics, step=step))
+        """Log to all, with the alarms."""
+        watched = metrics if step is None else {**metrics, **self._alarms.watch(metrics, step)}
+        self._each(lambda tracker: tracker.log(watched, step=step))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts to all."""
@@ -57,7 +60,7 @@ def open_trackers(
         directory: the run directory.
         metrics: JSONL file for metrics.
         samples: JSONL file for rollouts.
-        resolved: the whole config as plain values, for W&B.
+        resolved: the whole config as plain values: for W&B, and for the limits that alarms go by.
     """
     openers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(metrics, samples)]
     mode = config.wandb
@@ -69,4 +72,4 @@ def open_trackers(
             return WandbTracker(mode=mode, project=config.wandb_project, name=run, directory=directory, config=resolved)
 
         openers.append(open_wandb)
-    return Trackers(openers)
+    return Trackers(openers, Alarms(probe_limit=resolved["weights"]["probe_limit"]))

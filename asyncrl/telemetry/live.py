@@ -8,6 +8,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share
@@ -53,7 +54,7 @@ class PlainReporter:
 
     def show(self, state: DashboardState) -> None:
         """Write the steps that are new; after a resume they are written again."""
-        steps = sorted(step for step, row in state.history.rows.items() if "time/step" in row)
+        steps = state.trained_steps
         self._step = min(self._step, steps[-1]) if steps else self._step
         for step in steps:
             if step > self._step:
@@ -81,6 +82,7 @@ def step_line(state: DashboardState, step: int) -> str:
         f"idle lrn {share(at('idle/learner'))} gen {share(state.idle_generators)}",
         f"{number(at('time/step'))} s",
         f"{duration(state.eta_s)} left" if state.eta_s is not None else "",
+        f"ALARM {' '.join(alarms)}" if (alarms := ringing(row)) else "",
     ]
     return "  ".join(part for part in parts if part)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.base import MemberStatus
+from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History, Row, Series, Tail
 from asyncrl.telemetry.status import StatusSnapshot, read_status
@@ -54,6 +55,16 @@ class DashboardState:
     def step(self) -> int:
         """Finished optimizer steps."""
         return self.status.step if self.status else max(self.history.rows, default=0)
+
+    @property
+    def alarms(self) -> list[str]:
+        """Names of the alarms that ring, by the newest trained step."""
+        return ringing(self.history.rows.get(max(self.trained_steps, default=0), {}))
+
+    @property
+    def trained_steps(self) -> list[int]:
+        """Steps that have been logged, in order: not those of which only an evaluation is known."""
+        return sorted(step for step, row in self.history.rows.items() if "time/step" in row)
 
     @property
     def generated_tokens_per_s(self) -> float:

@@ -20,7 +20,7 @@ from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 trackers = open_trackers(
     TelemetryConfig(wandb="offline", wandb_project="p"), run="quickstart", directory=directory, metrics=directory / "m.jsonl",
-    samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}}},
+    samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}},
 )
 for step in [1, 2, 3, 2, 3, 25]:  # a resume goes back
     trackers.log({{"reward/mean": step / 10}}, step=step)

@@ -20,7 +20,7 @@ from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.dashboard import render, sample_lines
 from asyncrl.telemetry.history import History
-from asyncrl.telemetry.live import PlainReporter, watch
+from asyncrl.telemetry.live import PlainReporter, step_line, watch
 from asyncrl.telemetry.state import DashboardState, StateReader, read_state
 from asyncrl.telemetry.status import read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
@@ -139,6 +139,26 @@ def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> Non
     assert lines[1].startswith("CUDA out of memory↵in rank 0")
     run.finish()
     assert picture(read_state(run.directory), 80, 24)[1] == "the run has finished"
+
+
+def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=3)
+    before = picture(read_state(run.directory), 80, 24)
+    row = {"time/step": 5.0, "mismatch/ess": 0.21, "policy/entropy": 0.7}
+    run.learner.log({**row, "alarm/ess": 1.0, "alarm/entropy": 0.0}, step=4)
+    run.learner.log({"eval/accuracy": 0.4}, step=5)
+    state = read_state(run.directory)
+    assert state.alarms == ["ess"]
+    lines = picture(state, 120)
+    assert lines[2] == "! mismatch/ess 0.21: lower staleness.max_lag; see weights/probe_max"
+    assert not [line for line in before if line.startswith("!")]
+    assert len(picture(state, 80, 24)) == 24
+    (red,) = [text for text in render(state, 120).renderables if text.plain.startswith("!")]
+    assert "red" in str(red.style)
+    assert step_line(state, 4).endswith("  ALARM ess") and "ALARM" not in step_line(state, 3)
+    run.learner.log({**row, "alarm/ess": 0.0}, step=6)
+    assert read_state(run.directory).alarms == []
+    assert read_state(tmp_path / "none").alarms == []
 
 
 def test_missing_ids_are_not_hidden(tmp_path: Path) -> None:

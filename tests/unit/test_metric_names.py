@@ -8,6 +8,7 @@ import torch
 from algo_cases import make_case, make_rewards
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, merge, policy_metrics
+from asyncrl.telemetry.alarms import ALARMS, PREFIX
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["generator.py", "evaluation.py", "algo/metrics.py", "trainer/objective.py", "launch/report.py", "launch/head.py"]
@@ -50,6 +51,10 @@ def test_every_published_number_of_the_mathematics_is_documented() -> None:
     published = finish(merge([*parts, group_metrics(make_rewards(1))]))
     assert len(published) > 60
     assert set(published) - documented() - {"tokens", "sequences", "groups"} == set()
+
+
+def test_every_alarm_is_documented_and_watches_a_documented_metric() -> None:
+    assert {PREFIX + name for name in ALARMS} | {alarm.metric for alarm in ALARMS.values()} <= documented()
 
 
 def test_what_the_dashboard_shows_is_documented() -> None:

@@ -18,12 +18,15 @@ from asyncrl.buffer.base import Audit
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
+from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.history import History, Tail
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, read_status, status_json, write_status
+
+RESOLVED = {"weights": {"probe_limit": 0.05}}
 
 
 def record(**changes: Any) -> SampleRecord:
@@ -155,7 +158,7 @@ class Recorder:
 @pytest.mark.parametrize("failing", ["log", "samples", "close"])
 def test_a_failing_tracker_is_left_out_with_one_message(failing: str, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Recorder(failing), Recorder()
-    trackers = Trackers([lambda: bad, lambda: good])
+    trackers = Trackers([lambda: bad, lambda: good], Alarms(probe_limit=0.05))
     for step in range(3):
         trackers.log({"a": 1.0}, step=step)
         trackers.samples([record()])
@@ -171,7 +174,7 @@ def test_a_tracker_that_cannot_be_opened_is_left_out(caplog: pytest.LogCaptureFi
         raise ImportError("no such library")
 
     good = Recorder()
-    trackers = Trackers([broken, lambda: good])
+    trackers = Trackers([broken, lambda: good], Alarms(probe_limit=0.05))
     trackers.log({"a": 1.0})
     assert good.calls == ["log"] and len(caplog.records) == 1
 
@@ -184,7 +187,7 @@ from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
 trackers = open_trackers(TelemetryConfig(), run="a", directory=directory, metrics=directory / "m.jsonl",
-                         samples=directory / "s.jsonl", resolved={{}})
+                         samples=directory / "s.jsonl", resolved={{"weights": {{"probe_limit": 0.05}}}})
 trackers.log({{"a": 1.0}}, step=1)
 trackers.close()
 import asyncrl.telemetry.live, asyncrl.telemetry.status
@@ -202,7 +205,7 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(type(wandb.api), "api_key", None)
     files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(TelemetryConfig(wandb="online"), run="a", directory=tmp_path, resolved={}, **files)
+    trackers = open_trackers(TelemetryConfig(wandb="online"), run="a", directory=tmp_path, resolved=RESOLVED, **files)
     trackers.log({"a": 1.0}, step=1)
     trackers.close()
     assert lines(files["metrics"])[0]["a"] == 1.0
@@ -294,3 +297,76 @@ def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
     assert f"process {os.getpid()} begins" in text and "\\ud83d half" in text
     assert "late 5" not in (tmp_path / "logs" / "other.log").read_text()
     assert "v12 asyncrl.x: late 5" in capsys.readouterr().err
+
+
+HEALTHY = {
+    "policy/entropy": 1.0, "mismatch/ess": 0.98, "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
+    "completions/length_mean": 200.0, "completions/truncated_share": 0.1, "time/step": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "still_fine", "too_much"),
+    [
+        ("entropy", "policy/entropy", 0.1, 0.0999),
+        ("ess", "mismatch/ess", 0.5, 0.4999),
+        ("probe", "weights/probe_max", 0.025, 0.02501),
+        ("skipped", "policy/skipped_steps", 2.0, 3.0),
+        ("length", "completions/length_mean", 400.0, 400.1),
+        ("truncated", "completions/truncated_share", 0.5, 0.501),
+    ],
+)
+def test_each_alarm_has_cause_beyond_its_threshold_alone(name: str, metric: str, still_fine: float, too_much: float) -> None:
+    past = Past(first=HEALTHY, recent=[HEALTHY] * WINDOW, probe_limit=0.05)
+    assert causes({**HEALTHY, metric: still_fine}, past) == dict.fromkeys(ALARMS, False)
+    assert causes({**HEALTHY, metric: too_much}, past) == {**dict.fromkeys(ALARMS, False), name: True}
+    assert causes({**HEALTHY, metric: math.nan}, past)[name] is False
+    assert name not in causes({key: value for key, value in HEALTHY.items() if key != metric}, past)
+
+
+def test_a_run_that_begins_with_little_entropy_is_told_by_nats() -> None:
+    past = Past(first={"policy/entropy": 0.1}, recent=[], probe_limit=0.05)
+    assert causes({"policy/entropy": 0.019}, past) == {"entropy": True}
+    assert causes({"policy/entropy": 0.021}, past) == {"entropy": False}
+
+
+def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explosion() -> None:
+    alarms = Alarms(probe_limit=0.05)
+    skipped = [alarms.watch({"policy/skipped_steps": float(step in (1, 5, 9))}, step)["alarm/skipped"] for step in range(1, 60)]
+    # The third begins it; it ends when the first has left the window, and the quiet steps after it.
+    assert skipped.index(1.0) == 8 and skipped[8:].index(0.0) == WINDOW + 1 - 9 + QUIET_STEPS
+    growing = Alarms(probe_limit=0.05)
+    assert not any(growing.watch({"completions/length_mean": 100.0 * 1.05**step}, step)["alarm/length"] for step in range(100))
+    assert growing.watch({"completions/length_mean": 40_000.0}, 100) == {"alarm/length": 1.0}
+    assert Alarms(probe_limit=1.0).watch({"completions/length_mean": 9.0}, 1) == {"alarm/length": 0.0}  # nothing to compare with
+
+
+def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    alarms, seen = Alarms(probe_limit=0.05), []
+    for step in range(1, 41):
+        bad = 10 <= step < 30 and step % 3  # it flickers
+        seen.append(alarms.watch({**HEALTHY, "mismatch/ess": 0.2 if bad else 0.9}, step)["alarm/ess"])
+        alarms.watch({"eval/accuracy": 0.5}, step)
+    assert seen == [0.0] * 9 + [1.0] * (20 + QUIET_STEPS - 1) + [0.0] * (11 - QUIET_STEPS + 1)
+    begins, ends = [entry.getMessage() for entry in caplog.records]
+    assert begins == "step 10: alarm `ess` begins: mismatch/ess is 0.2; " + ALARMS["ess"].cure
+    assert ends == "step 34: alarm `ess` ends: mismatch/ess is 0.9"
+
+
+def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
+    alarms = Alarms(probe_limit=0.05)
+    assert alarms.watch({"policy/entropy": math.nan}, 1) == {"alarm/entropy": 0.0}
+    assert alarms.watch({"policy/entropy": 2.0}, 2) == {"alarm/entropy": 0.0}
+    assert alarms.watch({"policy/entropy": 0.19}, 3) == {"alarm/entropy": 1.0}
+
+
+def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Path) -> None:
+    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
+    trackers = open_trackers(TelemetryConfig(), run="a", directory=tmp_path, resolved=RESOLVED, **files)
+    trackers.log({**HEALTHY, "weights/probe_max": 0.03}, step=1)
+    trackers.log({"eval/accuracy": 0.5}, step=1)
+    trackers.log({"completions/truncated_share": 0.9})
+    trackers.close()
+    first, evaluation, by_time = lines(files["metrics"])
+    assert ringing(first) == ["probe"] and first["alarm/entropy"] == 0.0
+    assert not [name for name in (*evaluation, *by_time) if name.startswith("alarm/")]

@@ -1,0 +1,138 @@
+"""Alarms: which of a step's metrics announce that the run is about to be lost, with one log line when each begins and ends.
+
+    entropy     the policy has stopped exploring
+    ess         the step rests on few of its tokens
+    probe       generators nearly hold other weights than the learner
+    skipped     losses or gradients keep being not finite
+    length      responses suddenly grow
+    truncated   most responses are cut off
+
+A threshold is where a person should look, not where training breaks: an alarm stops nothing.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.telemetry.text import number
+
+log = logging.getLogger(__name__)
+
+PREFIX = "alarm/"
+ENTROPY_NATS = 0.02
+"""As if one token in 35 were a fair coin and all others certain: the rollouts of a group are nearly the same."""
+ENTROPY_SHARE = 0.1
+"""Of the first entropy. Reward is bought with entropy, most of it early (arXiv:2505.22617): the last tenth buys little, while
+a run stopped here can go on from a checkpoint with room to explore. The bound in nats is for runs that begin low."""
+ESS = 0.5
+PROBE_SHARE = 0.5
+"""Of the limit beyond which weights are dirty: to be looked at before generators stop sampling."""
+SKIPPED = 3
+"""Optimizer steps left out within the window: one is a spike, three are a habit."""
+GROWTH = 2.0
+"""Length against the mean of the window. Reasoning may make responses longer for a whole run, but not twice within it."""
+TRUNCATED = 0.5
+WINDOW = 20
+"""Steps that are remembered."""
+QUIET_STEPS = 5
+"""An alarm ends after this many steps without cause in a row, so that a metric at its threshold is not told every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What an alarm compares with."""
+
+    first: Mapping[str, float]
+    """First value of each metric in this process: after a resume it begins anew."""
+    recent: Sequence[Mapping[str, float]]
+    """Metrics of the steps before, at most `WINDOW`."""
+    probe_limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One kind of alarm."""
+
+    metric: str
+    rings: Callable[[float, Past], bool]
+    """(value of the metric, not NaN; past) -> whether there is cause."""
+    cure: str
+
+
+def _entropy(value: float, past: Past) -> bool:
+    return value < max(ENTROPY_NATS, ENTROPY_SHARE * past.first["policy/entropy"])
+
+
+def _skipped(value: float, past: Past) -> bool:
+    return value + sum(row.get("policy/skipped_steps", 0.0) for row in past.recent) >= SKIPPED
+
+
+def _length(value: float, past: Past) -> bool:
+    lengths = [row["completions/length_mean"] for row in past.recent if "completions/length_mean" in row]
+    return len(lengths) >= WINDOW // 2 and value > GROWTH * sum(lengths) / len(lengths)
+
+
+ALARMS: Mapping[str, Alarm] = {
+    "entropy": Alarm("policy/entropy", _entropy, "raise clip_high or set algorithm.entropy; go on from an earlier checkpoint"),
+    "ess": Alarm("mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"),
+    "probe": Alarm(
+        "weights/probe_max",
+        lambda value, past: value > PROBE_SHARE * past.probe_limit,
+        "generator and learner differ: compare their dtypes and releases",
+    ),
+    "skipped": Alarm("policy/skipped_steps", _skipped, "lower learner.optimizer.lr; see policy/grad_norm"),
+    "length": Alarm("completions/length_mean", _length, "the reward may pay for length: shape it; see the samples"),
+    "truncated": Alarm(
+        "completions/truncated_share",
+        lambda value, past: value > TRUNCATED,
+        "raise sampling.max_response_tokens or shape long answers",
+    ),
+}
+
+
+def causes(metrics: Mapping[str, float], past: Past) -> dict[str, bool]:
+    """Whether each alarm has cause; only those whose metric is there, so evaluations and checkpoints ask nothing."""
+    values = {name: metrics[alarm.metric] for name, alarm in ALARMS.items() if alarm.metric in metrics}
+    return {name: not math.isnan(value) and ALARMS[name].rings(value, past) for name, value in values.items()}
+
+
+def ringing(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the alarms that ring in logged metrics."""
+    return [name.removeprefix(PREFIX) for name, value in metrics.items() if name.startswith(PREFIX) and value]
+
+
+@dataclass(slots=True)
+class Alarms:
+    """Watches one step after the other."""
+
+    probe_limit: float
+    _first: dict[str, float] = field(default_factory=dict)
+    _recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _quiet_steps: dict[str, int] = field(default_factory=dict)
+    """Of the alarms that ring."""
+
+    def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+        """`alarm/<name>` 1 or 0 for each alarm whose metric is there; logs those that begin and end."""
+        watched = {alarm.metric: metrics[alarm.metric] for alarm in ALARMS.values() if alarm.metric in metrics}
+        if not watched:
+            return {}
+        self._first = {name: value for name, value in watched.items() if not math.isnan(value)} | self._first
+        found = causes(watched, Past(first=self._first, recent=self._recent, probe_limit=self.probe_limit))
+        self._recent.append(watched)
+        return {PREFIX + name: float(self._is_ringing(name, cause, watched, step)) for name, cause in found.items()}
+
+    def _is_ringing(self, name: str, has_cause: bool, metrics: Mapping[str, float], step: int) -> bool:
+        alarm = ALARMS[name]
+        value = number(metrics[alarm.metric])
+        if has_cause:
+            if name not in self._quiet_steps:
+                log.warning("step %d: alarm `%s` begins: %s is %s; %s", step, name, alarm.metric, value, alarm.cure)
+            self._quiet_steps[name] = 0
+        elif name in self._quiet_steps:
+            self._quiet_steps[name] += 1
+            if self._quiet_steps[name] == QUIET_STEPS:
+                del self._quiet_steps[name]
+                log.warning("step %d: alarm `%s` ends: %s is %s", step, name, alarm.metric, value)
+        return name in self._quiet_steps
