@@ -260,6 +260,29 @@ class BufferContract:
         assert take(buffer, ledger, 3).ids == (1, 2, 4)
         assert buffer.audit().counters["rejected_frames"] == 2
 
+    def test_a_frame_refused_for_the_last_time_leaves_an_empty_one_and_the_take_whole(self, buffer, ledger):
+        fill(buffer, 3)
+        ledger.consume(buffer.reject_frame(buffer.take(ledger, 2, window=1), 1, "no frame of ours").ids)
+        assert ids(buffer.lease("h", 1)) == [1]
+        buffer.put("h", 1, b"as bad")
+        whole = buffer.take(ledger, 2, window=1)
+        assert whole.ids == (1, 3)
+        before = buffer.audit().payload_bytes
+        for _ in range(2):  # the second call: the reply was lost
+            assert buffer.reject_frame(whole, 1, "again") == whole
+        assert buffer.take(ledger, 2, window=1) == whole
+        assert buffer.frames(whole.ids) == [b"", FRAME % 3]
+        counters, freed = buffer.audit().counters, before - buffer.audit().payload_bytes
+        assert (counters["rejected_frames"], counters["dead"], freed) == (2, 1, len(b"as bad"))
+        assert places(buffer)["reissue"] == 0
+        assert buffer.put("h", 1, b"late") is PutOutcome.DUPLICATE
+        buffer.recover(ledger, version=0, limit=9)  # another learner, perhaps
+        assert buffer.take(ledger, 2, window=1) == whole
+        assert buffer.frames(whole.ids) == [b"", FRAME % 3]
+        ledger.consume(whole.ids)
+        assert buffer.commit(whole.number, whole.chain) == 2
+        assert places(buffer)["done"] == 3
+
     def test_only_the_last_take_can_be_shortened(self, buffer, ledger):
         fill(buffer, 4)
         first = take(buffer, ledger, 2)

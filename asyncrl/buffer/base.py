@@ -134,11 +134,15 @@ class LearnerBuffer(Protocol):
         ...
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The stored frames of taken ids, in their order."""
+        """The stored frames of taken ids, in their order; an empty one is of a ticket that `reject_frame` gave up."""
         ...
 
     def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
-        """Move an undecodable frame to the dead letters and issue its id again; returns the shortened take."""
+        """Move an undecodable frame to the dead letters and issue its id again; returns the shortened take.
+
+        It counts as a failed attempt of the ticket. After the last one an empty frame stays in its place and the take
+        stays whole: the learner counts the ticket as dead and goes on.
+        """
         ...
 
     def commit(self, number: int, chain: str) -> int:

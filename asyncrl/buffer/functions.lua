@@ -92,6 +92,13 @@ local function held(k, holder, ids)
   return found
 end
 
+-- Counts a failed attempt and issues the id again; true instead after the last one: the ticket is dead.
+local function is_last_attempt(k, id, most)
+  if call('HINCRBY', k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
+  count(k, 'dead', 1)
+  return true
+end
+
 -- The frame of `id` is there.
 local function make_ready(k, id)
   unlease(k, id)
@@ -224,13 +231,9 @@ register('fail', {'allow-oom'}, function(k, args)
     return (attempts >= most and call('HEXISTS', k.frames, id) == 1) and 1 or 0
   end
   count(k, 'failed', 1)
-  if call('HINCRBY', k.attempts, id, 1) < most then
-    issue_again(k, id)
-    return 0
-  end
+  if not is_last_attempt(k, id, most) then return 0 end
   call('HSET', k.frames, id, args[3])
   make_ready(k, id)
-  count(k, 'dead', 1)
   return 1
 end)
 
@@ -256,16 +259,14 @@ register_for_learner('take', function(k, args)
     return {'GAP', 'take ' .. number .. ' does not follow the take ' .. meta(k, 'last') .. ' of the store'}
   end
   local ids = call('ZRANGE', k.ready, 0, wanted - 1)
-  if #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window then
-    call('HSET', k.meta, 'starving', 1)
-    return {'WAIT'}
-  end
+  local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window
+  call('HSET', k.meta, 'starving', waits and 1 or 0)
+  if waits then return {'WAIT'} end
   call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)
-  call('HSET', k.meta, 'starving', 0)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
--- reject epoch owner number chain id reason -> OK chain ids, of the shortened take
+-- reject epoch owner number chain id reason max_attempts -> OK chain ids, of the take without it, or with its frame empty
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -276,14 +277,15 @@ register_for_learner('reject', function(k, args)
   for _, id in ipairs(take.ids) do
     if id ~= rejected then ids[#ids + 1] = id end
   end
-  if chain ~= take.chain or #ids == #take.ids then return {'OK', take.chain, take.ids} end
-  local beginning = string.sub(call('HGET', k.frames, rejected) or '', 1, DEAD_LETTER_BYTES)
-  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[6] .. '\n' .. beginning)
+  local frame = call('HGET', k.frames, rejected) or ''
+  if chain ~= take.chain or #ids == #take.ids or frame == '' then return {'OK', take.chain, take.ids} end
+  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[6] .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
   drop_frames(k, {rejected})
-  issue_again(k, rejected)
   count(k, 'rejected_frames', 1)
-  return {'OK', assign(k, number, take.previous, ids, chain), ids}
+  if not is_last_attempt(k, rejected, args[7]) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
+  call('HSET', k.frames, rejected, '')
+  return {'OK', take.chain, take.ids}
 end)
 
 -- commit epoch owner number chain -> OK groups

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from asyncrl.errors import BufferGap, RunError, WireError
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
+
+DISCARDED_LINEAGE = "discarded_lineage"
+"""Reason of groups sampled by weights that the learner lost. No filter can be blamed for them."""
 
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
@@ -140,12 +144,10 @@ class Intake:
         self._check_refills()
 
     def _check_refills(self) -> None:
-        if len(self._rejected) > self.max_refills * self.groups:
-            reasons: dict[str, int] = {}
-            for _, reason in self._rejected:
-                reasons[reason] = reasons.get(reason, 0) + 1
+        reasons = Counter(reason for _, reason in self._rejected if reason != DISCARDED_LINEAGE)
+        if reasons.total() > self.max_refills * self.groups:
             raise RunError(
-                f"one optimizer step: {len(self._rejected)} groups were rejected in {self._takes} takes ({reasons}), only "
+                f"one optimizer step: {reasons.total()} groups were rejected in {self._takes} takes ({dict(reasons)}), only "
                 f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches. "
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )
@@ -168,28 +170,44 @@ class Intake:
 def decode_take(buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Group]) -> list[Group] | None:
     """The groups of a take; None after a frame that is not ours was sent back.
 
-    Its id is issued again, and the rest stays assigned to the same take: the caller asks for it again.
+    Its id is issued again while it has attempts left, and the rest stays assigned to the same take: the caller asks for
+    it again. A ticket without any attempt left is a dead group.
     """
     groups: list[Group] = []
     for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
         try:
-            groups.append(decode(frame))
+            groups.append(decode(frame) if frame else _undecodable(ticket_id))
             if groups[-1].ticket_id != ticket_id:
                 raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
         except WireError as error:
-            log.error("group %d is not a frame of ours and is issued again: %s", ticket_id, error)
+            log.error("group %d is not a frame of ours and counts as a failed attempt: %s", ticket_id, error)
             buffer.reject_frame(take, ticket_id, str(error))
             return None
     return groups
 
 
-def make_judge(filters: Sequence[Callable[[GroupOutcome], str | None]], *, drop_older_than: int | None) -> Judge:
-    """Rejects by the group filters, and, under `staleness.policy: drop`, groups with a token older than the bound."""
+def _undecodable(ticket_id: int) -> Group:
+    return Group.dead(ticket_id, "undecodable: see the learner's log", generator_id="", version=0)
+
+
+def make_judge(
+    filters: Sequence[Callable[[GroupOutcome], str | None]], *, drop_older_than: int | None, needs_greedy: bool = False
+) -> Judge:
+    """Rejects what cannot be trained on, and what the group filters reject.
+
+    Never trained: tokens newer than the version being trained (their weights were lost when the learner went back to a
+    checkpoint), under `staleness.policy: drop` tokens older than the bound, and, where the advantage needs a greedy reward,
+    groups without one (of an earlier algorithm).
+    """
 
     def judge(group: Group, version: int) -> str | None:
-        oldest = min((span.version for rollout in group.rollouts for span in rollout.version_spans), default=version)
-        if drop_older_than is not None and version - oldest > drop_older_than:
+        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans] or [version]
+        if max(versions) > version:
+            return DISCARDED_LINEAGE
+        if drop_older_than is not None and version - min(versions) > drop_older_than:
             return "stale"
+        if needs_greedy and group.greedy_reward is None:
+            return "no_greedy_reward"
         outcome = GroupOutcome(
             rewards=tuple(rollout.reward for rollout in group.rollouts),
             lengths=tuple(len(rollout.response_ids) for rollout in group.rollouts),

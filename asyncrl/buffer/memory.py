@@ -181,13 +181,10 @@ class MemoryBuffer:
         with store.lock:
             if not store.held(holder, [ticket_id]):
                 return store.attempts[ticket_id] >= self._rules.max_attempts and ticket_id in store.frames
-            store.attempts[ticket_id] += 1
             store.counters["failed"] += 1
-            if store.attempts[ticket_id] < self._rules.max_attempts:
-                store.issue_again([ticket_id])
+            if not self._is_last_attempt(ticket_id):
                 return False
             store.store(ticket_id, tombstone)
-            store.counters["dead"] += 1
             return True
 
     # -- the learner
@@ -254,21 +251,36 @@ class MemoryBuffer:
             return [self._store.frames[i] for i in ids]
 
     def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again."""
+        """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
         store = self._store
         with store.lock:
             self._check_epoch()
             assignment = store.takes.get(take.number)
             if assignment is None or take.number != store.last or take.chain not in (assignment.chain, assignment.unshortened):
                 raise BufferGap(f"take {take.number} is not the store's last take {store.last}; recover")
-            if take.chain == assignment.chain and ticket_id in assignment.ids:
-                ids = tuple(i for i in assignment.ids if i != ticket_id)
-                assignment = _Assignment(assignment.previous, next_chain(assignment.previous, ids), ids, unshortened=take.chain)
-                store.takes[take.number], store.chain = assignment, assignment.chain
+            if take.chain == assignment.chain and ticket_id in assignment.ids and store.frames[ticket_id]:
                 store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
-                store.issue_again([ticket_id])
                 store.counters["rejected_frames"] += 1
+                if self._is_last_attempt(ticket_id):
+                    store.frames[ticket_id] = b""
+                else:
+                    assignment = self._shortened(assignment, ticket_id)
+                    store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
+
+    def _shortened(self, assignment: _Assignment, ticket_id: int) -> _Assignment:
+        ids = tuple(i for i in assignment.ids if i != ticket_id)
+        return _Assignment(assignment.previous, next_chain(assignment.previous, ids), ids, unshortened=assignment.chain)
+
+    def _is_last_attempt(self, ticket_id: int) -> bool:
+        """Count a failed attempt and issue the id again; True instead after the last one: the ticket is dead."""
+        store = self._store
+        store.attempts[ticket_id] += 1
+        if store.attempts[ticket_id] < self._rules.max_attempts:
+            store.issue_again([ticket_id])
+            return False
+        store.counters["dead"] += 1
+        return True
 
     def commit(self, number: int, chain: str) -> int:
         """Forget the groups of all takes up to `number`."""

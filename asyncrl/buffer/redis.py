@@ -107,8 +107,9 @@ class RedisBuffer:
         return [frame for frame in frames if frame is not None]
 
     def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again."""
-        return _take(take.number, self._learner("reject", take.number, take.chain, ticket_id, reason))
+        """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
+        reply = self._learner("reject", take.number, take.chain, ticket_id, reason, self._rules.max_attempts)
+        return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:
         """Forget the groups of all takes up to `number`."""

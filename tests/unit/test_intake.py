@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer.base import BufferRules
-from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
-from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.types import Group, Rollout, VersionSpan, version_spans
 from asyncrl.wire.schema import decode_group, encode_group
 
 B = 4
@@ -102,6 +102,61 @@ def test_a_frame_that_is_none_is_issued_again_and_nothing_is_lost(buffer, rubbis
     assert sorted(ids_of(one.poll(0, wait_s=0))) == [1, 2, 3, 4]
     assert one.ledger.consumed == 4
     assert buffer.audit().missing == 0
+
+
+def test_a_ticket_whose_frames_never_decode_is_dead_after_its_attempts():
+    buffer = MemoryBuffer(BufferRules(groups=B, max_attempts=3))
+    one = intake(buffer)
+    generator, offered, rejected = buffer.peer(), 0, []
+    for version in range(4):
+        one.open(version)
+        while (collected := one.poll(version, wait_s=0)) is None:
+            for ticket in generator.lease("g", B).tickets:
+                offered += ticket.id == 2
+                generator.put("g", ticket.id, b"rubbish" if ticket.id == 2 else frame(ticket.id))
+        rejected += collected.rejected
+    assert offered == 3
+    ((dead, reason),) = rejected
+    assert (dead.ticket_id, reason.split(": ")[:2], one.ledger.rejected) == (2, ["dead", "undecodable"], {"dead": 1})
+    assert (buffer.audit().counters["dead"], buffer.audit().missing) == (1, 0)
+
+
+def sampled_at(*versions: int, greedy_reward: float | None = None) -> Group:
+    """A group of one rollout with a token of each version."""
+    rollout = Rollout(
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.arange(len(versions), dtype=np.int32),
+        action_mask=np.ones(len(versions), dtype=np.bool_),
+        behaviour_logprobs=np.full(len(versions), -0.5, dtype=np.float32),
+        version_spans=version_spans(versions),
+        finish_reason="stop",
+    )
+    return Group(ticket_id=1, rollouts=(rollout,), generator_id="g", finished_version=max(versions), greedy_reward=greedy_reward)
+
+
+def test_no_token_newer_than_the_version_being_trained_passes_the_judge():
+    judge = make_judge((), drop_older_than=None)
+    for versions in [(5,), (0, 5), (5, 5)]:
+        assert judge(sampled_at(*versions), 5) is None
+    for versions in [(6,), (0, 6), (5, 9, 5)]:
+        assert judge(sampled_at(*versions), 5) == "discarded_lineage"
+
+
+def test_groups_of_a_discarded_lineage_are_refilled_however_many_there_are(buffer):
+    one = intake(buffer, judge=make_judge((), drop_older_than=None), max_refills=1)
+    generator, newer = buffer.peer(), 5 * B
+    while (collected := one.poll(0, wait_s=0)) is None:
+        for ticket in generator.lease("g", 100).tickets:
+            generator.put("g", ticket.id, frame(ticket.id, version=7 if ticket.id <= newer else 0))
+    assert ids_of(collected) == [newer + 1, newer + 2, newer + 3, newer + 4]
+    assert one.ledger.rejected == {"discarded_lineage": newer}
+
+
+def test_a_group_without_the_greedy_reward_that_the_advantage_needs_is_not_trained():
+    judge = make_judge((), drop_older_than=None, needs_greedy=True)
+    assert judge(sampled_at(0), 0) == "no_greedy_reward"
+    assert judge(sampled_at(0, greedy_reward=0.0), 0) is None
+    assert make_judge((), drop_older_than=None)(sampled_at(0), 0) is None
 
 
 def test_endless_rejection_stops_with_an_explanation(buffer):
