@@ -29,6 +29,10 @@ class StoreError(AsyncRLError):
     """The store cannot be reached or used."""
 
 
+class StoreRefused(StoreError):
+    """The store answers and will not serve us: wrong password, too old, not a store at all. Asking again is no use."""
+
+
 class ForeignRunError(StoreError):
     """The store holds another run."""
 
@@ -43,6 +47,10 @@ class BufferGap(StoreError):
 
 class ControlError(AsyncRLError):
     """The control plane refused or lost a peer."""
+
+
+class ControlRefused(ControlError):
+    """The learner will not have this generator: another release, another config, a name that is taken."""
 
 
 class TransferError(AsyncRLError):

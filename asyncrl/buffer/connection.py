@@ -10,8 +10,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
     BusyLoadingError,
     ConnectionError,
+    InvalidResponse,
+    NoPermissionError,
     ReadOnlyError,
     RedisError,
     ResponseError,
@@ -19,7 +23,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from asyncrl.errors import StoreError
+from asyncrl.errors import StoreError, StoreRefused
 
 T = TypeVar("T")
 
@@ -29,6 +33,14 @@ READ_BYTES = 1 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
 """Error codes of a server that will answer later."""
+_REFUSALS = (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    InvalidResponse,
+    NoPermissionError,
+)
+"""What a wrong password or address gives."""
 MINIMUM_VERSION = (7, 0)
 
 
@@ -51,7 +63,7 @@ class StoreConnection:
                 **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
             )
         except ValueError as error:
-            raise StoreError(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
+            raise StoreRefused(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
 
     def call(self, request: Callable[[redis.Redis], T]) -> T:
         """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away."""
@@ -61,7 +73,8 @@ class StoreConnection:
                 return request(self.client)
             except RedisError as error:
                 if not _passing(error):
-                    raise StoreError(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
+                    kind = StoreRefused if _lasting(error) else StoreError
+                    raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
                 if time.monotonic() + pause_s > deadline:
                     raise StoreError(
                         f"store {self.url} has not answered for {self._retry_s:.0f} s ({type(error).__name__}: {error}); "
@@ -75,10 +88,10 @@ class StoreConnection:
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         version = str(server["redis_version"])
         if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
-            raise StoreError(f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it")
+            raise StoreRefused(f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it")
         policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
         if policy != "noeviction":
-            raise StoreError(
+            raise StoreRefused(
                 f"store {self.url} has maxmemory-policy {policy}, which throws stored groups away when memory is short; "
                 "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
             )
@@ -89,11 +102,16 @@ class StoreConnection:
 
 
 def _passing(error: RedisError) -> bool:
-    if isinstance(error, AuthenticationError):
+    if _lasting(error):
         return False
     if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError):
         return True
     return isinstance(error, ResponseError) and reason(error).startswith(_PASSING)
+
+
+def _lasting(error: RedisError) -> bool:
+    """Whether the same call will never be answered."""
+    return isinstance(error, _REFUSALS) or (isinstance(error, ResponseError) and reason(error).startswith("unknown command"))
 
 
 def reason(error: ResponseError) -> str:

@@ -8,13 +8,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.errors import AsyncRLError, BufferFenced, ConfigError, DataError, ForeignRunError, RewardError, RunError
+from asyncrl.errors import (
+    AsyncRLError,
+    BufferFenced,
+    ConfigError,
+    ControlRefused,
+    DataError,
+    ForeignRunError,
+    RewardError,
+    RunError,
+    StoreRefused,
+)
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import USER_ERROR
 
 log = logging.getLogger(__name__)
 
-NOT_MENDED_BY_A_RESTART = (ConfigError, DataError, ForeignRunError, RewardError, RunError, BufferFenced)
+NOT_MENDED_BY_A_RESTART = (
+    ConfigError,
+    DataError,
+    ForeignRunError,
+    RewardError,
+    RunError,
+    BufferFenced,
+    StoreRefused,
+    ControlRefused,
+)
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 RUN_VARIABLE = "ASYNCRL_RUN_DIRECTORY"

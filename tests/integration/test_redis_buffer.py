@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import shutil
+import socketserver
 import threading
 
 import pytest
@@ -20,7 +21,7 @@ from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import StoreConfig
-from asyncrl.errors import BufferGap, ForeignRunError, StoreError
+from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
 
 pytestmark = pytest.mark.integration
 run_numbers = itertools.count(1)
@@ -301,17 +302,44 @@ def test_a_wrong_password_is_not_retried(connection):
     connection.client.config_set("requirepass", "right")
     try:
         StoreConnection(connection.url, password="right").check()
-        with pytest.raises(StoreError, match="refused"):
-            StoreConnection(connection.url, password="wrong", retry_s=60).check()
+        for password in ("wrong", None):
+            with pytest.raises(StoreRefused, match=r"refused a call: Authentication"):
+                StoreConnection(connection.url, password=password, retry_s=60).check()
     finally:
         connection.client.config_set("requirepass", "")
+
+
+def test_a_user_without_rights_is_not_retried(connection):
+    connection.client.acl_setuser("nobody", enabled=True, passwords=["+secret"], commands=["+ping", "+hello"])
+    url = connection.url.replace("://", "://nobody@") if "@" not in connection.url else connection.url
+    try:
+        with pytest.raises(StoreRefused, match="NoPermission"):
+            StoreConnection(url, password="secret", retry_s=60).check()
+    finally:
+        connection.client.acl_deluser("nobody")
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR unknown command 'HELLO'\r\n"])
+def test_an_address_where_no_store_listens_is_not_retried(says):
+    class Stranger(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(4096)
+            self.request.sendall(says)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        try:
+            with pytest.raises(StoreRefused, match="refused a call"):
+                StoreConnection(f"redis://127.0.0.1:{server.server_address[1]}/0", retry_s=60).check()
+        finally:
+            server.shutdown()
 
 
 def test_a_store_that_evicts_is_refused(connection):
     connection.check()
     connection.client.config_set("maxmemory-policy", "allkeys-lru")
     try:
-        with pytest.raises(StoreError, match=r"allkeys-lru.*noeviction"):
+        with pytest.raises(StoreRefused, match=r"allkeys-lru.*noeviction"):
             connection.check()
     finally:
         connection.client.config_set("maxmemory-policy", "noeviction")
