@@ -1,0 +1,82 @@
+"""Keep responses between 30 and 80 tokens: a shaping function and a hook. Copy the file and change it; docs/hooks.md explains."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def shape(
+    reward: float,
+    *,
+    response_tokens: int,
+    max_response_tokens: int,
+    finish_reason: str,
+    low: int = 30,
+    high: int = 80,
+    weight: float = 0.1,
+    magnitude: float = 1.0,
+) -> float:
+    """reward - weight * magnitude * distance, where distance is 0 inside [low, high] and grows to 1 outside.
+
+    The distance is relative: 1 for no token at all, and from 2 * high tokens on. So length alone never costs more than `weight`
+    of what a right answer is worth.
+
+    Args:
+        reward: of the rollout, before shaping.
+        response_tokens: length of the response.
+        max_response_tokens: the longest response allowed; not needed here.
+        finish_reason: `stop` or `length`; not needed here.
+        low: shortest response without a penalty, in tokens.
+        high: longest response without a penalty, in tokens.
+        weight: the largest penalty, as a share of `magnitude`.
+        magnitude: of the reward: the difference between a good and a bad answer.
+    """
+    below, above = max(low - response_tokens, 0) / max(low, 1), max(response_tokens - high, 0) / high
+    return reward - weight * magnitude * min(below + above, 1.0)
+
+
+class LengthDrift:
+    """Watches where the length of responses is going, and warns before it has gone."""
+
+    def __init__(self, *, low: int = 30, high: int = 80, decay: float = 0.9, largest_drift_tokens: float = 5.0) -> None:
+        """Bounds of the band, in tokens; `decay`: what the mean keeps of itself at each step; the largest drift per step."""
+        self._low, self._high = low, high
+        self._decay = decay
+        self._largest_drift_tokens = largest_drift_tokens
+        self._mean_tokens: float | None = None
+        self._was_outside = False
+
+    def before_step(self, plan: Any) -> dict[str, float]:
+        """What the step is about to teach: above 0, longer responses than the batch's mean."""
+        lengths = [len(sequence.response_ids) for sequence in plan.sequences]
+        advantages = [
+            float(sequence.advantages[sequence.keep].mean()) if sequence.keep.any() else 0.0 for sequence in plan.sequences
+        ]
+        middle = mean(lengths)
+        pull = mean([advantage * (length - middle) for advantage, length in zip(advantages, lengths, strict=True)])
+        outside = mean([float(not self._low <= length <= self._high) for length in lengths])
+        return {"length/pull": pull, "length/outside_share": outside}
+
+    def after_step(self, step: Any) -> dict[str, float]:
+        """Moves the mean; warns of a large drift, and once whenever the mean leaves the band."""
+        newest = mean([len(rollout.response_ids) for group in step.collected.groups for rollout in group.rollouts])
+        before = newest if self._mean_tokens is None else self._mean_tokens
+        self._mean_tokens = self._decay * before + (1.0 - self._decay) * newest
+        drift_tokens = self._mean_tokens - before
+        if abs(drift_tokens) > self._largest_drift_tokens:
+            log.warning("step %d: the mean length moved by %+.1f tokens to %.1f", step.version, drift_tokens, self._mean_tokens)
+        is_outside = not self._low <= self._mean_tokens <= self._high
+        if is_outside and not self._was_outside:
+            log.warning(
+                "step %d: the mean length, %.1f tokens, is outside %d to %d: raise the weight of the shaping, or move the band",
+                *(step.version, self._mean_tokens, self._low, self._high),
+            )
+        self._was_outside = is_outside
+        return {"length/mean": self._mean_tokens, "length/drift": drift_tokens}
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for none."""
+    return sum(values) / len(values) if values else 0.0
