@@ -29,6 +29,7 @@ class EntropyConfig(Part):
     target: PositiveFloat | None = None
     """Nats per token: below it the coefficient grows by `step` per batch, above it falls, and acts only below."""
     step: PositiveFloat = 0.005
+    """How much the adaptive coefficient changes after a batch."""
     maximum: PositiveFloat = 1.0
     """The adaptive coefficient stays in 0 .. maximum."""
 

@@ -1,0 +1,163 @@
+"""Rewrites what docs/algorithms.md has from the code and the presets: `python docs/generate.py`.
+
+Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters` that column alone
+is written, from the signatures of the functions that its first column names; other tables are written whole.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.algo import registry
+from asyncrl.config.base import Choice, Part
+from asyncrl.config.choices import CHOICE_LISTS, Keys, kind_at
+from asyncrl.config.load import load_config
+from asyncrl.config.report import describe, schema_at
+from asyncrl.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "algorithms.md"
+REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
+SETTINGS = ("algorithm.proximal", "algorithm.mask_truncated", "algorithm.max_refills")
+SECTIONS = ("algorithm.kl", "algorithm.entropy", "critic")
+
+
+def rewritten(page: str) -> str:
+    """The page with every generated part as it should be."""
+
+    def region(match: re.Match[str]) -> str:
+        start, kind, table, end = match.groups()
+        rows = {"presets": presets, "settings": settings}.get(kind, lambda: with_parameters(kind, table.splitlines()))()
+        return start + "\n".join(rows) + "\n" + end
+
+    return REGION.sub(region, page)
+
+
+def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
+    """The rows of a table of functions, their column `parameters` from the signatures. Every name of the kind has a row."""
+    head = cells(rows[0])
+    column = head.index("parameters (default)")
+    listed = [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", cells(row)[0])]
+    if sorted(listed) != sorted(registry.names(kind)):
+        raise SystemExit(f"{PAGE.name}: the table of {kind} lists {sorted(listed)}; registered are {registry.names(kind)}")
+    yield from rows[:2]
+    for row in rows[2:]:
+        values = cells(row)
+        name = re.findall(r"`([^`]+)`", values[0])[0]
+        values[column] = "; ".join(parameter(key, found) for key, found in registry.parameters(kind, name).items())
+        yield line(values)
+
+
+def parameter(key: str, found: registry.Parameter) -> str:
+    """Name, what is allowed, default."""
+    allowed = found.allowed.removeprefix("a number ").removeprefix("one of ")
+    return f"`{key}` {allowed} ({'required' if found.required else shown(found.default)})"
+
+
+def settings() -> Iterator[str]:
+    """Keys of a config that are no choice of a function, with what is allowed, default and meaning."""
+    yield "| key | allowed | default | meaning |"
+    yield "|---|---|---|---|"
+    below = [f"{section}.{key}" for section in SECTIONS for key in schema_at(tuple(section.split(".")))["properties"]]
+    for path in (*SETTINGS, *below):
+        schema, default = schema_at(tuple(path.split("."))), value_at(Config.model_validate(minimal()), path)
+        if isinstance(default, Choice):
+            yield line([f"`{path}`", "a function, see KL below", f"`{default.name}`", ""])
+        elif isinstance(default, Part):
+            changed = ", ".join(f"{key} {shown(value)}" for key, value in default.model_dump(exclude_defaults=True).items())
+            yield line([f"`{path}`", "as `learner.optimizer`", changed, schema.get("description", "")])
+        else:
+            allowed = describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
+            yield line([f"`{path}`", allowed, shown(default), schema.get("description", "")])
+
+
+def presets() -> Iterator[str]:
+    """One row per file of configs/algorithms."""
+    yield "| preset | advantage | policy loss | correction | aggregation | further |"
+    yield "|---|---|---|---|---|---|"
+    plain = flat(Config.model_validate(minimal()))
+    for path in sorted((ROOT / "configs" / "algorithms").glob("*.yaml")):
+        config = load_preset(path)
+        own = {key: value for key, value in flat(config).items() if value != plain.get(key)}
+        further = "; ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in own.items())
+        chosen = [choice(kind, getattr(config.algorithm, kind)) for kind in CHOSEN]
+        yield line([f"[`{path.stem}`](../configs/algorithms/{path.name})", *chosen, further])
+
+
+def load_preset(path: Path) -> Config:
+    """The config of a run that says nothing else."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run.yaml"
+        run.write_text(f"extends: {path}\n{RUN}", encoding="utf-8")
+        return load_config(run)
+
+
+def flat(config: Config) -> dict[str, str]:
+    """Dotted keys and values of what a preset may set beside the four choices."""
+    found: dict[str, str] = {}
+
+    def add(keys: Keys, value: Any) -> None:
+        if isinstance(value, Choice):
+            found[dotted(keys)] = choice(kind_at(keys) or "", value)
+        elif isinstance(value, Part):
+            for key in type(value).model_fields:
+                add((*keys, key), getattr(value, key))
+        elif keys in CHOICE_LISTS:
+            found[dotted(keys)] = ", ".join(choice(CHOICE_LISTS[keys], item) for item in value)
+        else:
+            found[dotted(keys)] = shown(value)
+
+    for part in ("algorithm", "batch", "critic"):
+        add((part,), getattr(config, part))
+    return {key: value for key, value in found.items() if key.removeprefix("algorithm.") not in CHOSEN}
+
+
+def dotted(keys: Keys) -> str:
+    """As a config's errors name a key."""
+    return ".".join(map(str, keys))
+
+
+def choice(kind: str, chosen: Choice) -> str:
+    """Name, and the parameters that are not the default."""
+    known = registry.parameters(kind, chosen.name)
+    own = {key: value for key, value in chosen.params.items() if known[key].required or value != known[key].default}
+    listed = ", ".join(f"{key} {shown(value)}" for key, value in own.items())
+    return f"`{chosen.name}`" + (f" ({listed})" if listed else "")
+
+
+def value_at(part: Any, path: str) -> Any:
+    """The value under a dotted key."""
+    for key in path.split("."):
+        part = getattr(part, key)
+    return part
+
+
+def minimal() -> dict[str, Any]:
+    """The least that is a config."""
+    functions = [{"function": "exact_match"}]
+    return {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"functions": functions}}
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it, short: 1e-6, null, true."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:g}") if isinstance(value, float) else str(value)
+
+
+def cells(row: str) -> list[str]:
+    """Cells of a row of a Markdown table."""
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def line(values: list[str]) -> str:
+    """A row of a Markdown table; nothing is shown as an empty cell."""
+    return re.sub(r"\|  (?=\|)", "| ", "| " + " | ".join(values) + " |")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,35 @@
+"""The generated parts of the documentation are up to date, and a missing function is noticed."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def test_docs_are_generated():
+    assert GENERATE["rewritten"](PAGE) == PAGE, "run `python docs/generate.py`"
+
+
+def test_every_kind_of_function_has_a_generated_table():
+    from asyncrl.algo import registry
+
+    assert {*registry.KINDS, "presets", "settings"} == set(re.findall(r"<!-- generated: (\w+) -->", PAGE))
+
+
+def test_other_defaults_and_other_names_are_noticed():
+    assert GENERATE["rewritten"](PAGE.replace("`cap` > 0 (2)", "`cap` > 0 (3)")) == PAGE
+    for old, new in (("| `rloo` |", "| `rlooo` |"), ("| `k2` | d²/2", "| k2 | d²/2")):
+        assert old in PAGE
+        with pytest.raises(SystemExit, match="the table of (advantage|kl) lists"):
+            GENERATE["rewritten"](PAGE.replace(old, new))
+
+
+def test_links_lead_somewhere():
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
