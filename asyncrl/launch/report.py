@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
+EQUAL = 1e-6
+"""Rewards closer than this are the same, as for the filter `zero_variance`."""
+COLLAPSED = ("below_0", "at_0", "between", "at_1", "above_1")
+
 
 def step_metrics(step: Step) -> dict[str, float]:
     """Everything that is known about a step, by name."""
@@ -36,19 +40,15 @@ def step_metrics(step: Step) -> dict[str, float]:
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
-    return metrics | _rollout_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
+    return metrics | _rollout_metrics(step) | _intake_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
 
 
 def _rollout_metrics(step: Step) -> dict[str, float]:
     groups = step.collected.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
-    reasons = Counter(reason.split(":")[0] for _, reason in step.collected.rejected)
     names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
     return {
-        "groups/trained": len(groups),
-        "groups/takes": step.collected.takes,
-        **{f"groups/rejected_{reason}": count for reason, count in reasons.items()},
         **{f"reward/{name}/mean": _part_mean(rollouts, name) for name in names},
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
@@ -56,6 +56,37 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
         "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
         "time/reward_s": float(np.mean([group.reward_s for group in groups])),
     }
+
+
+def _intake_metrics(step: Step) -> dict[str, float]:
+    """What was taken, what of it was rejected and how long that was, and what had nothing to compare."""
+    collected = step.collected
+    rejected: dict[str, list[Group]] = {}
+    for group, reason in collected.rejected:
+        rejected.setdefault(reason.split(":")[0], []).append(group)
+    lengths = {
+        reason: [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
+        for reason, groups in rejected.items()
+    }
+    collapsed = Counter(_collapsed(group) for group in (*collected.groups, *(group for group, _ in collected.rejected)))
+    return {
+        "groups/trained": len(collected.groups),
+        "groups/takes": collected.takes,
+        **{f"groups/rejected_{reason}": len(groups) for reason, groups in rejected.items()},
+        **{f"groups/length_rejected_{reason}": float(np.mean(lengths[reason])) for reason in rejected if lengths[reason]},
+        **{f"groups/collapsed_{where}": collapsed[where] for where in COLLAPSED},
+    }
+
+
+def _collapsed(group: Group) -> str | None:
+    """Where the rewards of a group lie if they are all equal: in group-relative training it teaches nothing."""
+    rewards = [rollout.reward for rollout in group.rollouts]
+    if len(rewards) < 2 or max(rewards) - min(rewards) > EQUAL:
+        return None
+    for where, value in (("at_0", 0.0), ("at_1", 1.0)):
+        if abs(rewards[0] - value) <= EQUAL:
+            return where
+    return "below_0" if rewards[0] < 0 else "between" if rewards[0] < 1 else "above_1"
 
 
 def _part_mean(rollouts: Sequence[Rollout], name: str) -> float:

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch
 from algo_cases import make_case, make_rewards
+from test_report import group, rollout, step
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, merge, policy_metrics
+from asyncrl.launch.report import step_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["generator.py", "evaluation.py", "algo/metrics.py", "trainer/objective.py", "launch/report.py", "launch/head.py"]
 INTERNAL = {
     "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
-    "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>",
+    "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "groups/collapsed_<>",
 }  # fmt: skip
 """Sums that are finished before they are published, and families that are listed one by one."""
 
@@ -51,6 +53,15 @@ def test_every_published_number_of_the_mathematics_is_documented() -> None:
     published = finish(merge([*parts, group_metrics(make_rewards(1))]))
     assert len(published) > 60
     assert set(published) - documented() - {"tokens", "sequences", "groups"} == set()
+
+
+def test_every_published_number_of_a_step_is_documented() -> None:
+    rejected = ((group([0.0, 0.0], [1, 2]), "zero_variance"),)
+    base = step(rollout(a=1.0), rollout(a=0.0))
+    published = step_metrics(dataclasses.replace(base, collected=dataclasses.replace(base.collected, rejected=rejected)))
+    assert len(published) > 40
+    generic = {re.sub(r"(rejected)_\w+", r"\1_<>", name.replace("reward/a/", "reward/<>/")) for name in published}
+    assert generic - documented() - {"groups"} == set()
 
 
 def test_every_alarm_is_documented_and_watches_a_documented_metric() -> None:

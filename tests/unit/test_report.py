@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -56,6 +57,58 @@ def step(*rollouts: Rollout, results: tuple[StepResult, ...] = ()) -> Step:
         results=results,
         seconds={"train": 1.0},
     )
+
+
+def group(rewards: list[float], lengths: list[int], ticket_id: int = 1) -> Group:
+    """Rollouts of these rewards and lengths."""
+    rollouts = [
+        replace(
+            rollout(a=reward),
+            response_ids=np.zeros(length, dtype=np.int32),
+            action_mask=np.ones(length, dtype=bool),
+            behaviour_logprobs=np.zeros(length, dtype=np.float32),
+            version_spans=(VersionSpan(0, length),),
+        )
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    return Group(ticket_id=ticket_id, rollouts=tuple(rollouts), generator_id="g", finished_version=0)
+
+
+def taken(*rejected: tuple[Group, str]) -> dict[str, float]:
+    """Metrics of a step that also took these groups; what it trains has rewards 1 and 0."""
+    base = step(rollout(a=1.0), rollout(a=0.0))
+    return step_metrics(replace(base, collected=replace(base.collected, rejected=rejected)))
+
+
+def test_rejected_groups_are_counted_and_measured_by_reason():
+    dead = Group.dead(3, "reward failed", generator_id="g", version=0)
+    metrics = taken(
+        (group([0.0, 0.0], [10, 20]), "zero_variance"),
+        (group([0.0, 1.0], [60, 30]), "stale"),
+        (group([1.0, 1.0], [3, 3]), "zero_variance"),
+        (dead, "dead: reward failed"),
+    )
+    assert {name: value for name, value in metrics.items() if name.startswith("groups/") and "collapsed" not in name} == {
+        "groups/trained": 1,
+        "groups/takes": 1,
+        "groups/rejected_zero_variance": 2,
+        "groups/rejected_stale": 1,
+        "groups/rejected_dead": 1,
+        "groups/length_rejected_zero_variance": 9.0,
+        "groups/length_rejected_stale": 45.0,
+    }
+    assert metrics["completions/length_mean"] == 2.0
+
+
+def test_groups_of_one_reward_are_counted_by_it_whether_they_were_trained_or_not():
+    values = {"below_0": [-1.0, -1e-5], "at_0": [0.0, 1e-7, -1e-7], "between": [0.5, 1e-5], "at_1": [1.0], "above_1": [1.1, 9.0]}
+    rejected = [(group([value] * 3, [1, 1, 1]), "zero_variance") for where in values.values() for value in where]
+    others = [(group([0.0], [1]), "stale"), (group([0.0, 2e-6], [1, 1]), "stale"), (group([1.0, 0.0, 1.0], [1, 1, 1]), "stale")]
+    metrics = taken(*rejected, *others, (group([1.0, 1.0], [1, 1]), "stale"))
+    expected = {where: len(items) for where, items in values.items()} | {"at_1": 2}
+    assert {name: metrics[f"groups/collapsed_{name}"] for name in values} == expected
+    flat = step_metrics(step(rollout(a=1.0), rollout(a=1.0)))
+    assert flat["groups/collapsed_at_1"] == 1 and flat["groups/collapsed_at_0"] == 0
 
 
 def result(grad_norm: float, skipped: float = 0.0) -> StepResult:
