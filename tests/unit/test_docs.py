@@ -25,7 +25,7 @@ def test_other_defaults_and_other_names_are_noticed():
     assert GENERATE["rewritten"](PAGE.replace("`cap` > 0 (2)", "`cap` > 0 (3)")) == PAGE
     for old, new in (("| `rloo` |", "| `rlooo` |"), ("| `k2` | d²/2", "| k2 | d²/2")):
         assert old in PAGE
-        with pytest.raises(SystemExit, match="the table of (advantage|kl) lists"):
+        with pytest.raises(SystemExit, match=r"the table of (advantage|kl) lists"):
             GENERATE["rewritten"](PAGE.replace(old, new))
 
 
