@@ -1,4 +1,4 @@
-"""The learner: take groups, plan, step, publish. It waits for groups and for nothing else.
+"""The learner: take groups, measure, plan, step, publish. It waits for groups and for nothing else.
 
 consumes  groups    from  intake            waits until one step's groups are there
 produces  weights   to    weights.publish   a copy; senders deliver it, training goes on
@@ -7,15 +7,16 @@ produces  credit    to    buffer            through the version: unblocks genera
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.buffer.intake import Collected
+from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import StepResult, Trainer
-from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.plan import Minibatch, Plan
+from asyncrl.trainer.hooks import Hooks
+from asyncrl.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,13 @@ class Step:
     collected: Collected
     plan: Plan
     results: tuple[StepResult, ...]
+    """Of the policy; empty while only the critic learns."""
     seconds: Mapping[str, float]
+    critic_results: tuple[StepResult, ...] = ()
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Those that this step used, under their published names."""
+    hook_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What hooks returned, under their published names; in `after_step` only what came before."""
 
 
 @dataclass(slots=True)
@@ -68,37 +75,40 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
 
 
-def run_learner(
-    trainer: Trainer,
-    run: Run,
-    objective: Objective,
-    plan: Callable[[Collected, int], Plan],
-    *,
-    version: int,
-    steps: int,
-    epochs: int,
-) -> None:
+def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, *, version: int, steps: int) -> None:
     """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
+    planner = algorithm.planner
     run.publish(version)
     while version < steps:
         clock = Stopwatch()
         with clock.time("wait_groups"):
             collected = run.collect(version)
+        with clock.time("measure"):
+            sequences = planner.assemble(collected.groups, version)
+            measured = planner.measure(trainer, sequences)
         with clock.time("plan"):
-            batch = plan(collected, version)
-        with clock.time("proximal"):
-            minibatches = [
-                Minibatch(microbatches=objective.fill(trainer, minibatch.microbatches), counts=minibatch.counts)
-                for minibatch in batch.minibatches
-            ]
+            plan = planner.plan(collected.groups, sequences, measured, algorithm.coefficients.kl)
+        with clock.time("hooks"):
+            hook_metrics = hooks.before_step(plan)
+        with clock.time("critic"):
+            critic_results = algorithm.train_critic(trainer, plan)
         with clock.time("train"):
-            results = tuple(
-                trainer.step(minibatch.microbatches, objective.loss(minibatch.counts))
-                for _ in range(epochs)
-                for minibatch in minibatches
-            )
+            coefficients = algorithm.coefficients.metrics()
+            results = algorithm.train_policy(trainer, plan, version)
         version += 1
         with clock.time("publish"):
             run.publish(version)
-        run.report(Step(version=version, collected=collected, plan=batch, results=results, seconds=clock.seconds))
+        step = Step(
+            version=version,
+            collected=collected,
+            plan=plan,
+            results=results,
+            seconds=clock.seconds,
+            critic_results=critic_results,
+            coefficients=coefficients,
+            hook_metrics=hook_metrics,
+        )
+        with clock.time("hooks"):
+            after = hooks.after_step(step)
+        run.report(replace(step, hook_metrics={**hook_metrics, **after}))
         run.checkpoint(version, last=version == steps)

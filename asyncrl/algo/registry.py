@@ -169,7 +169,7 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
         ConfigError: as `check`. Or a user's function that cannot be imported or called the way its kind is called.
     """
     check(kind, name, params)
-    function = _load(name if ":" in name else f"asyncrl.algo.{TABLES[kind][name]}")
+    function = load(name if ":" in name else f"asyncrl.algo.{TABLES[kind][name]}")
     arguments = {**dict.fromkeys(SUPPLIED.get(kind, ())), **params}
     try:
         inspect.signature(function).bind(*POSITIONAL[kind], **arguments)
@@ -185,7 +185,7 @@ def needs(kind: str, name: str) -> frozenset[str]:
     """Costly columns that a choice needs; a user's function names them in its attribute `needs`."""
     if ":" not in name:
         return NEEDS.get((kind, name), frozenset())
-    return frozenset(getattr(_load(name), "needs", ()))
+    return frozenset(getattr(load(name), "needs", ()))
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
@@ -193,17 +193,18 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
 
 
-def _load(target: str) -> Callable[..., Any]:
+def load(target: str) -> Callable[..., Any]:
+    """What a user's `package.module:name` or `path.py:name` names. Raises ConfigError, whatever its module raises."""
     module_name, _, attribute = target.rpartition(":")
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         function = getattr(module, attribute)
-    except (ImportError, OSError, AttributeError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"cannot load `{target}`: {error}; give an importable `package.module:function` or `path.py:function`"
+            f"cannot load `{target}`: {type(error).__name__}: {error}; give an importable `package.module:name` or `path.py:name`"
         ) from error
     if not callable(function):
-        raise ConfigError(f"`{target}` is of type {type(function).__name__}, not a function")
+        raise ConfigError(f"`{target}` is of type {type(function).__name__}, not a function or class")
     return function  # type: ignore[no-any-return]
 
 

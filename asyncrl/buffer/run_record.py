@@ -38,15 +38,30 @@ class RunRecord:
         run may have another config; the record is then replaced. Raises ForeignRunError.
         """
         self._connection.check()
-        holder = self._connection.call(lambda client: _claim_name(client, run.name))
-        if holder != run.name:
-            raise ForeignRunError(
-                f"store {self._connection.url} serves run {holder!r}, not {run.name!r}; one store serves one run: use another "
-                f"store.url (another database number will do), or, if {holder!r} is over, delete its record: redis-cli del {_KEY}"
-            )
+        self._hold(run.name)
         if fresh:
             self._connection.call(lambda client: _delete_lanes(client, run.name))
-        record: Mapping[Any, Any] = asdict(run)
+        self._write(asdict(run))
+
+    def renew(self, run: StoredRun, control_endpoint: str) -> None:
+        """Once in a while: the whole record again, should the store have been wiped or rolled back. Cheap.
+
+        Raises ForeignRunError.
+        """
+        self._hold(run.name)
+        self._write(asdict(run) | {"control_endpoint": control_endpoint})
+
+    def _hold(self, name: str) -> None:
+        """Raises ForeignRunError where another run has the store."""
+        holder = self._connection.call(lambda client: _claim_name(client, name))
+        if holder != name:
+            raise ForeignRunError(
+                f"store {self._connection.url} serves run {holder!r}, not {name!r}; one store serves one run: use another "
+                f"store.url (another database number will do), or, if {holder!r} is over, delete its record: redis-cli del {_KEY}"
+            )
+
+    def _write(self, values: Mapping[str, str]) -> None:
+        record: Mapping[Any, Any] = values
         self._connection.call(lambda client: client.hset(_KEY, mapping=dict(record)))
 
     def read(self) -> StoredRun:
@@ -59,10 +74,6 @@ class RunRecord:
             raise StoreError(
                 f"store {self._connection.url} serves no run yet; start the learner first, or check store.url"
             ) from error
-
-    def set_control_endpoint(self, endpoint: str) -> None:
-        """Tell generators where the learner's control plane listens."""
-        self._connection.call(lambda client: client.hset(_KEY, "control_endpoint", endpoint))
 
     def control_endpoint(self) -> str | None:
         """Where the learner's control plane listens; None until it has said so."""

@@ -33,6 +33,7 @@ from asyncrl.launch.wiring import eval_lane, key_id, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.trainer.estimate import GREEDY
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
@@ -51,18 +52,29 @@ class LearnerState:
     version: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """Of KL and entropy, where they are steered."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint's JSON."""
-        return {"version": self.version, "ledger": self.ledger.to_dict(), "evaluation": self.evaluation}
+        return {
+            "version": self.version,
+            "ledger": self.ledger.to_dict(),
+            "evaluation": self.evaluation,
+            "coefficients": self.coefficients,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; an empty dict is the beginning."""
         if not values:
             return cls()
-        ledger = Ledger.from_dict(values["ledger"])
-        return cls(version=values["version"], ledger=ledger, evaluation=values["evaluation"])
+        return cls(
+            version=values["version"],
+            ledger=Ledger.from_dict(values["ledger"]),
+            evaluation=values["evaluation"],
+            coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
+        )
 
 
 class Head:
@@ -138,8 +150,7 @@ class Head:
 
     def _tick(self) -> None:
         """Once a second: status for people; and the record again, should the store have been wiped."""
-        self._record.claim(self._run, fresh=False)
-        self._record.set_control_endpoint(self._hub.endpoint)
+        self._record.renew(self._run, self._hub.endpoint)
         write_status(self._status_path, self._snapshot())
 
     def _revoke(self, holder: str) -> None:
@@ -167,7 +178,11 @@ class Head:
             buffer=train_lane(config, self._store),
             ledger=ledger,
             decode=partial(decode_group, key=wire_key()),
-            judge=make_judge(filters, drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None),
+            judge=make_judge(
+                filters,
+                drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None,
+                needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
+            ),
             groups=config.batch.groups,
             window=config.window_groups,
             max_lag=config.staleness.max_lag,
@@ -226,9 +241,14 @@ class Head:
         self._trackers.samples(sample_records(step, self._decode_text, self._config.telemetry.samples_per_step))
         self._log_evaluation(self._evaluation.poll())
 
-    def state(self, version: int) -> LearnerState:
+    def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:
         """What the next checkpoint must hold."""
-        return LearnerState(version=version, ledger=self._intake.settled, evaluation=self._evaluation.state())
+        return LearnerState(
+            version=version,
+            ledger=self._intake.settled,
+            evaluation=self._evaluation.state(),
+            coefficients=coefficients,
+        )
 
     def saved(self, oldest: LearnerState, seconds: float) -> None:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""

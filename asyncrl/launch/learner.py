@@ -9,14 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
 
-from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.redis import RedisBuffer
@@ -28,14 +26,17 @@ from asyncrl.launch.ranks import run_ranks
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import connect_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
-from asyncrl.telemetry.logs import setup_logging
+from asyncrl.telemetry.logs import LogContext, setup_logging
+from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.coefficients import Coefficients
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed import DeepSpeedTrainer
 from asyncrl.trainer.engine_settings import choose_device
 from asyncrl.trainer.files import RunLock
-from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.plan import Plan, PlanSettings, make_plan
+from asyncrl.trainer.hooks import Hooks
+from asyncrl.trainer.measure import columns_of
+from asyncrl.trainer.plan import PlanSettings
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
 from asyncrl.wire.schema import decode_group
@@ -57,8 +58,10 @@ class LearnerRun:
         buffer: RedisBuffer,
         checkpoints: CheckpointStore,
         probe_ids: Sequence[int],
+        coefficients: Coefficients,
         head: Head | None,
         stop: threading.Event,
+        logs: LogContext,
     ) -> None:
         """`stop` is set when somebody asked rank 0 to stop: it saves first."""
         self._config = config
@@ -66,8 +69,10 @@ class LearnerRun:
         self._buffer = buffer
         self._checkpoints = checkpoints
         self._probe_ids = probe_ids
+        self._coefficients = coefficients
         self._head = head
         self._stop = stop
+        self._logs = logs
 
     def collect(self, version: int) -> Collected:
         """Rank 0 takes; the others fetch the same groups from the store."""
@@ -87,6 +92,7 @@ class LearnerRun:
 
     def publish(self, version: int) -> None:
         """Every rank takes part in gathering the weights and scoring the probe; rank 0 hands them out."""
+        self._logs.version = version
         probe = self._trainer.score(self._probe_ids)
         parameters = self._trainer.parameters()
         if self._head:
@@ -107,7 +113,7 @@ class LearnerRun:
 
     def _save(self, version: int) -> None:
         started_s = time.perf_counter()
-        state = self._head.state(version).to_dict() if self._head else {}
+        state = self._head.state(version, self._coefficients.state()).to_dict() if self._head else {}
         oldest = self._checkpoints.save(version, self._trainer, state)
         if self._head:
             self._head.saved(LearnerState.from_dict(self._checkpoints.state(oldest)), time.perf_counter() - started_s)
@@ -143,17 +149,19 @@ def main() -> None:
     def role() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
-        setup_logging("learner", directory.logs, console=True)
+        logs = setup_logging("learner", directory.logs, console=True)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             with RunLock(directory.lock):
                 sys.exit(run_ranks("asyncrl.launch.learner", sys.argv[1:], config.learner.ranks))
-        train(config, directory, connect_store(config, arguments.store))
+        train(config, directory, connect_store(config, arguments.store), logs)
 
     run_role(role)
 
 
-def train(config: Config, directory: RunDirectory, store: StoreConnection) -> None:
+def train(config: Config, directory: RunDirectory, store: StoreConnection, logs: LogContext) -> None:
     """One rank's whole life."""
+    hooks = Hooks.load(config.learner.hooks)
+    columns = columns_of(config.algorithm, config.batch)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
     with ExitStack() as stack:
@@ -165,27 +173,23 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection) -> No
             config.learner,
             temperature=config.sampling.temperature,
             rendezvous=rendezvous,
-            reference=config.algorithm.kl.coefficient > 0,
+            reference="reference_logprobs_T" in columns,
+            critic=config.critic if "values_T" in columns else None,
         )
         stack.callback(trainer.close)
         checkpoints = CheckpointStore(directory.checkpoints, directory.secret().encode(), config.checkpoint.keep)
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
+        algorithm = _algorithm(config, rendezvous, state)
         probe, layout = draw_probe(config), weights_layout(config, trainer)
         head = None
         if rendezvous.rank == 0:
             head = stack.enter_context(
                 Head(config, directory, store, state, layout=layout, probe_ids=probe, device=trainer.device.type)
             )
-        run_learner(
-            trainer,
-            LearnerRun(config, trainer, train_lane(config, store), checkpoints, probe, head, stop),
-            Objective.build(config.algorithm, config.batch),
-            _planner(config, rendezvous),
-            version=state.version,
-            steps=config.learner.steps,
-            epochs=config.batch.epochs,
-        )
+        lane, coefficients = train_lane(config, store), algorithm.coefficients
+        run = LearnerRun(config, trainer, lane, checkpoints, probe, coefficients, head, stop, logs)
+        run_learner(trainer, run, algorithm, hooks, version=state.version, steps=config.learner.steps)
         if head:
             head.finish()
 
@@ -200,25 +204,25 @@ def _rendezvous(config: Config) -> Rendezvous:
     )
 
 
-def _planner(config: Config, rendezvous: Rendezvous) -> Callable[[Collected, int], Plan]:
-    algorithm = config.algorithm
-    plan = partial(
-        make_plan,
-        advantage=registry.resolve("advantage", algorithm.advantage.name, algorithm.advantage.params),
-        shaping=[registry.resolve("shaping", choice.name, choice.params) for choice in algorithm.shaping],
-        settings=PlanSettings(
-            max_lag=config.staleness.max_lag,
-            mask_stale=config.staleness.policy == "mask",
-            mask_truncated=algorithm.mask_truncated,
-            max_response_tokens=config.sampling.max_response_tokens,
-            minibatches=config.batch.minibatches,
-            tokens_per_microbatch=config.learner.tokens_per_microbatch,
-            rank=rendezvous.rank,
-            ranks=rendezvous.ranks,
-            device=choose_device(config.learner, rendezvous.local_rank),
-        ),
+def _algorithm(config: Config, rendezvous: Rendezvous, state: LearnerState) -> Algorithm:
+    settings = PlanSettings(
+        max_lag=config.staleness.max_lag,
+        mask_stale=config.staleness.policy == "mask",
+        mask_truncated=config.algorithm.mask_truncated,
+        minibatches=config.batch.minibatches,
+        tokens_per_microbatch=config.learner.tokens_per_microbatch,
+        rank=rendezvous.rank,
+        ranks=rendezvous.ranks,
+        device=choose_device(config.learner, rendezvous.local_rank),
     )
-    return lambda collected, version: plan(collected.groups, version)
+    return Algorithm.build(
+        config.algorithm,
+        config.batch,
+        config.critic,
+        settings,
+        max_response_tokens=config.sampling.max_response_tokens,
+        state=state.coefficients,
+    )
 
 
 if __name__ == "__main__":

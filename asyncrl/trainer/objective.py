@@ -1,21 +1,22 @@
-"""The loss of one micro-batch, composed from the four choices of an algorithm plus KL and entropy."""
+"""The losses of one micro-batch: the policy's, composed from an algorithm's choices plus KL and entropy, and the critic's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from asyncrl.algo import registry
-from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.aggregation import Counts, token_mean
 from asyncrl.algo.corrections import Correction
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
+from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.value import value_loss
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.schema import BatchConfig
-from asyncrl.trainer.base import LossFunction, LossSums, MicroBatch, Trainer
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, LossSums, MicroBatch
 
 LOSS = "loss"
 """Metric that is a sum already divided by the counts of the step; all others are sums over tokens."""
@@ -29,14 +30,11 @@ class Objective:
     correction: Callable[[TokenBatch], Correction]
     aggregation: Callable[..., Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
-    kl_coefficient: float
-    entropy_coefficient: float
-    recompute_proximal: bool
-    one_step: bool
-    """One optimizer step per batch: then the proximal policy is the one that the step itself evaluates."""
+    kl_in_loss: bool
+    proximal: Literal["recompute", "log_linear", "behaviour"]
 
     @classmethod
-    def build(cls, config: AlgorithmConfig, batch: BatchConfig) -> "Objective":
+    def build(cls, config: AlgorithmConfig) -> "Objective":
         """Resolve names of `config`. Raises ConfigError."""
 
         def resolve(kind: str, choice: Choice) -> Callable[..., Any]:
@@ -47,38 +45,11 @@ class Objective:
             correction=resolve("correction", config.correction),
             aggregation=resolve("aggregation", config.aggregation),
             kl=resolve("kl", config.kl.estimator),
-            kl_coefficient=config.kl.coefficient,
-            entropy_coefficient=config.entropy.coefficient,
-            recompute_proximal=config.proximal == "recompute",
-            one_step=batch.epochs * batch.minibatches == 1,
+            kl_in_loss=config.kl.placement == "loss",
+            proximal=config.proximal,
         )
 
-    def fill(self, trainer: Trainer, microbatches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-        """Proximal and reference columns, where they need a pass of their own. Once per batch."""
-        columns = {"logprobs_T"} if self.recompute_proximal and not self.one_step else set()
-        columns |= {"reference_logprobs_T"} if self.kl_coefficient else set()
-        if not columns:
-            return microbatches
-        filled = []
-        for microbatch, measured in zip(microbatches, trainer.measure(microbatches, columns), strict=True):
-            tokens = replace(
-                microbatch.tokens,
-                proximal_logprobs_T=measured.get("logprobs_T"),
-                reference_logprobs_T=measured.get("reference_logprobs_T"),
-            )
-            filled.append(replace(microbatch, tokens=tokens))
-        return tuple(filled)
-
-    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor) -> tuple[TokenBatch, Mapping[str, float]]:
-        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are the same."""
-        if not self.recompute_proximal:
-            return tokens, {}
-        if self.one_step:
-            tokens = replace(tokens, proximal_logprobs_T=logprobs_T.detach())
-        correction = self.correction(tokens)
-        return replace(tokens, weights_T=correction.weights_T), correction.metrics
-
-    def loss(self, counts: Counts) -> LossFunction:
+    def loss(self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float) -> LossFunction:
         """The loss function of one optimizer step, given its token and sequence counts over all ranks."""
 
         wants_entropy = registry.takes(self.policy_loss, "entropy_T")
@@ -93,11 +64,43 @@ class Objective:
             metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), counted])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
-                losses_T = losses_T + self.kl_coefficient * kl_T
                 metrics["policy/kl_reference"] = float(kl_T.detach().sum())
-            if self.entropy_coefficient:
-                losses_T = losses_T - self.entropy_coefficient * entropy_T
+                if self.kl_in_loss:
+                    losses_T = losses_T + kl_coefficient * kl_T
+            if entropy_coefficient:
+                losses_T = losses_T - entropy_coefficient * entropy_T
             loss = self.aggregation(losses_T, tokens, counts)
             return LossSums(loss=loss, metrics=metrics | {LOSS: float(loss.detach())})
 
         return loss_of
+
+    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor) -> tuple[TokenBatch, Mapping[str, float]]:
+        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are the same."""
+        if self.proximal == "behaviour":
+            return tokens, {}
+        if tokens.proximal_logprobs_T is None:
+            tokens = replace(tokens, proximal_logprobs_T=self._proximal_T(tokens, logprobs_T))
+        correction = self.correction(tokens)
+        return replace(tokens, weights_T=correction.weights_T), correction.metrics
+
+    def _proximal_T(self, tokens: TokenBatch, logprobs_T: Tensor) -> Tensor:
+        """Where it was not measured: interpolated, or the policy that the batch's only step evaluates."""
+        if self.proximal == "log_linear":
+            assert tokens.lag_T is not None
+            # The step makes the version after the one that it trains, from which `lag_T` counts.
+            return log_linear(tokens.behaviour_logprobs_T, logprobs_T, tokens.lag_T + 1)
+        return logprobs_T.detach()
+
+
+def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
+    """The critic's loss function of one optimizer step: the mean over the tokens of all ranks."""
+
+    def loss_of(microbatch: MicroBatch, values_T: Tensor) -> LossSums:
+        tokens = microbatch.tokens
+        assert tokens.values_T is not None and tokens.returns_T is not None
+        token_loss = value_loss(values_T, tokens.values_T, tokens.returns_T, clip=clip)
+        loss = token_mean(token_loss.losses_T, tokens, counts)
+        metrics = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
+        return LossSums(loss=loss, metrics=metrics | {"tokens": float(tokens.tokens), LOSS: float(loss.detach())})
+
+    return loss_of

@@ -3,8 +3,9 @@
 Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T its action tokens.
 """
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,14 +23,17 @@ class Sequence:
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
     keep: NDArray[np.bool_]
-    """True where the token counts in the loss: an action that no mask (staleness, overlong) has taken out."""
+    """True where the token takes part: an action, in the loss one that no mask (staleness, overlong) has taken out."""
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lag: NDArray[np.int64]
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """What was measured or made of it, under the names of `TokenBatch`; the same names in all sequences of a batch."""
 
     def __post_init__(self) -> None:
-        columns = ("keep", "behaviour_logprobs", "advantages", "lag")
-        wrong = {name: len(getattr(self, name)) for name in columns if len(getattr(self, name)) != len(self.response_ids)}
+        fields = ("keep", "behaviour_logprobs", "advantages", "lag")
+        columns = {**{name: getattr(self, name) for name in fields}, **self.columns}
+        wrong = {name: len(column) for name, column in columns.items() if len(column) != len(self.response_ids)}
         if wrong:
             raise ShapeError(
                 f"sequence has {len(self.response_ids)} response tokens, but {wrong}; one entry per response token is needed"
@@ -103,6 +107,14 @@ def share_out(bins: Sequenced[Sequenced[int]], ranks: int, lengths: Sequenced[in
     return shares
 
 
+def deal(sequences: Sequenced[Sequence], budget_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Indices of the sequences with a kept token: of each rank, of each of its micro-batches."""
+    kept = [i for i, sequence in enumerate(sequences) if sequence.keep.any()]
+    lengths = [sequences[i].tokens for i in kept]
+    shares = share_out(pack(lengths, budget_tokens), ranks, lengths)
+    return [[[kept[j] for j in members] for members in bins] for bins in shares]
+
+
 def microbatch(sequences: Sequenced[Sequence], device: torch.device) -> MicroBatch:
     """The sequences end to end; only kept tokens become action tokens. No sequences give an empty micro-batch."""
     starts = np.cumsum([0] + [sequence.tokens for sequence in sequences])
@@ -110,15 +122,17 @@ def microbatch(sequences: Sequenced[Sequence], device: torch.device) -> MicroBat
     kept = [np.flatnonzero(sequence.keep) for sequence in sequences]
     sources = [start + len(sequence.prompt_ids) + r - 1 for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)]
 
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return _joined([getattr(sequence, name)[r] for sequence, r in zip(sequences, kept, strict=True)], dtype, device)
+    def joined(columns: Iterable[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+        return _joined([column[r] for column, r in zip(columns, kept, strict=True)], dtype, device)
 
+    measured = sequences[0].columns if sequences else {}
     tokens = TokenBatch(
         sequence_T=_joined([np.full(len(r), s) for s, r in enumerate(kept)], torch.int64, device),
         num_sequences=len(sequences),
-        behaviour_logprobs_T=column("behaviour_logprobs", torch.float32),
-        advantages_T=column("advantages", torch.float32),
-        lag_T=column("lag", torch.int64),
+        behaviour_logprobs_T=joined((sequence.behaviour_logprobs for sequence in sequences), torch.float32),
+        advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
+        lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
+        **{name: joined((sequence.columns[name] for sequence in sequences), torch.float32) for name in measured},
     )
     ids = [part for sequence in sequences for part in (sequence.prompt_ids, sequence.response_ids)]
     return MicroBatch(
@@ -126,7 +140,7 @@ def microbatch(sequences: Sequenced[Sequence], device: torch.device) -> MicroBat
         position_ids_N=_joined([np.arange(sequence.tokens) for sequence in sequences], torch.int64, device),
         sequence_starts=tuple(starts.tolist()),
         source_T=_joined(sources, torch.int64, device),
-        target_T=column("response_ids", torch.int64),
+        target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
         tokens=tokens,
     )
 

@@ -1,25 +1,25 @@
-"""From collected groups to packed micro-batches: rewards, advantages, masks, counts. Every rank computes the same plan.
+"""From collected groups to packed micro-batches: sequences, advantages, masks, counts. Every rank computes the same plan.
 
-Axes in names:  S sequences (rollouts) of the batch, T action tokens of the batch before any mask.
+Axes in names:  T action tokens of the batch before any mask.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.rewards import GroupRewards
-from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.packing import Sequence, microbatch, pack, share_out
+from asyncrl.trainer.base import MicroBatch, Trainer
+from asyncrl.trainer.estimate import Estimator
+from asyncrl.trainer.measure import measure
+from asyncrl.trainer.packing import Sequence, deal, microbatch
 from asyncrl.types import Group, Rollout
-
-Advantage = Callable[[GroupRewards], torch.Tensor]
-Shaping = Callable[..., float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,6 @@ class PlanSettings:
     mask_stale: bool
     """True: tokens older than `max_lag` leave the loss."""
     mask_truncated: bool
-    max_response_tokens: int
     minibatches: int
     tokens_per_microbatch: int
     rank: int
@@ -55,76 +54,104 @@ class Plan:
     """Of all ranks, in group order."""
     rewards: GroupRewards
     """Shaped, as the advantages saw them."""
+    returns_T: Tensor | None = None
+    """What the critic is trained on, of masked tokens too; None without one."""
 
 
-def make_plan(
-    groups: Sequenced[Group], version: int, *, advantage: Advantage, shaping: Sequenced[Shaping], settings: PlanSettings
-) -> Plan:
-    """Advantages over whole groups first, then masks, then packing: a masked token still counts for the baseline."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    shaped_S = np.array([_shape(rollout, shaping, settings.max_response_tokens) for rollout in rollouts], dtype=np.float32)
-    rewards = _group_rewards(groups, rollouts, shaped_S)
-    advantages_T = advantage(rewards).numpy()
-    ends = np.cumsum([int(rollout.action_mask.sum()) for rollout in rollouts])
-    sequences = tuple(
-        _sequence(rollout, part, version, settings)
-        for rollout, part in zip(rollouts, np.split(advantages_T, ends[:-1]), strict=True)
-    )
-    per_minibatch = len(groups) // settings.minibatches
-    bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
-    minibatches = tuple(_minibatch(sequences[start:stop], settings) for start, stop in itertools.pairwise(bounds))
-    return Plan(minibatches=minibatches, sequences=sequences, rewards=rewards)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Groups to sequences, sequences to measured columns, all of them to a plan."""
 
+    estimator: Estimator
+    columns: frozenset[str]
+    """What is measured before the advantages are made."""
+    proximal: bool
+    """True: the measured log-probabilities are those of the proximal policy."""
+    settings: PlanSettings
 
-def _shape(rollout: Rollout, shaping: Sequenced[Shaping], max_response_tokens: int) -> float:
-    reward = rollout.reward
-    for shape in shaping:
-        reward = shape(
-            reward,
-            response_tokens=len(rollout.response_ids),
-            max_response_tokens=max_response_tokens,
-            finish_reason=rollout.finish_reason,
+    def assemble(self, groups: Sequenced[Group], version: int) -> tuple[Sequence, ...]:
+        """The batch as the trainer sees it: every action token, no advantage yet and no mask."""
+        return tuple(
+            Sequence(
+                prompt_ids=rollout.prompt_ids,
+                response_ids=rollout.response_ids,
+                keep=rollout.action_mask,
+                behaviour_logprobs=rollout.behaviour_logprobs,
+                advantages=np.zeros(len(rollout.response_ids), dtype=np.float32),
+                lag=version - rollout.versions,
+            )
+            for rollout in _rollouts(groups)
         )
-    return reward
+
+    def measure(self, trainer: Trainer, sequences: Sequenced[Sequence]) -> dict[str, Tensor]:
+        """Flat columns [T] of the whole batch, on every rank."""
+        budget_tokens, device = self.settings.tokens_per_microbatch, self.settings.device
+        return measure(trainer, sequences, self.columns, budget_tokens=budget_tokens, device=device)
+
+    def plan(
+        self,
+        groups: Sequenced[Group],
+        sequences: Sequenced[Sequence],
+        measured: Mapping[str, Tensor],
+        kl_coefficient: float,
+    ) -> Plan:
+        """Advantages over whole groups first, then masks, then packing: a masked token still counts for the baseline."""
+        estimates = self.estimator.estimate(groups, measured, kl_coefficient)
+        made = {
+            "advantages_T": estimates.advantages_T,
+            "returns_T": estimates.returns_T,
+            "values_T": estimates.rewards.values_T,
+            "reference_logprobs_T": measured.get("reference_logprobs_T"),
+            "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
+        }
+        present = {name: column_T.numpy() for name, column_T in made.items() if column_T is not None}
+        planned = tuple(
+            replace(sequence, keep=self._keep(rollout, sequence), advantages=columns.pop("advantages_T"), columns=columns)
+            for rollout, sequence, columns in zip(_rollouts(groups), sequences, _split(present, sequences), strict=True)
+        )
+        return Plan(
+            minibatches=self._minibatches(groups, planned),
+            sequences=planned,
+            rewards=estimates.rewards,
+            returns_T=estimates.returns_T,
+        )
+
+    def _keep(self, rollout: Rollout, sequence: Sequence) -> NDArray[np.bool_]:
+        keep = sequence.keep.copy()
+        if self.settings.mask_stale:
+            keep &= sequence.lag <= self.settings.max_lag
+        if self.settings.mask_truncated and rollout.finish_reason == "length":
+            keep[:] = False
+        return keep
+
+    def _minibatches(self, groups: Sequenced[Group], sequences: Sequenced[Sequence]) -> tuple[Minibatch, ...]:
+        per_minibatch = len(groups) // self.settings.minibatches
+        bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
+        return tuple(self._minibatch(sequences[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+    def _minibatch(self, sequences: Sequenced[Sequence]) -> Minibatch:
+        settings = self.settings
+        bins = deal(sequences, settings.tokens_per_microbatch, settings.ranks)[settings.rank]
+        kept = [int(sequence.keep.sum()) for sequence in sequences]
+        return Minibatch(
+            microbatches=tuple(microbatch([sequences[i] for i in members], settings.device) for members in bins),
+            counts=Counts(tokens=sum(kept), sequences=sum(count > 0 for count in kept)),
+        )
 
 
-def _group_rewards(groups: Sequenced[Group], rollouts: Sequenced[Rollout], shaped_S: NDArray[np.float32]) -> GroupRewards:
-    lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
-    names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
-    return GroupRewards(
-        rewards_S=torch.from_numpy(shaped_S),
-        group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
-        num_groups=len(groups),
-        lengths_S=lengths_S,
-        sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
-        parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in names},
-    )
+def _rollouts(groups: Sequenced[Group]) -> Iterator[Rollout]:
+    return (rollout for group in groups for rollout in group.rollouts)
 
 
-def _sequence(rollout: Rollout, action_advantages: NDArray[np.float32], version: int, settings: PlanSettings) -> Sequence:
-    lag = version - rollout.versions
-    keep = rollout.action_mask.copy()
-    if settings.mask_stale:
-        keep &= lag <= settings.max_lag
-    if settings.mask_truncated and rollout.finish_reason == "length":
-        keep[:] = False
-    advantages = np.zeros(len(rollout.response_ids), dtype=np.float32)
-    advantages[rollout.action_mask] = action_advantages
-    return Sequence(
-        prompt_ids=rollout.prompt_ids,
-        response_ids=rollout.response_ids,
-        keep=keep,
-        behaviour_logprobs=rollout.behaviour_logprobs,
-        advantages=advantages,
-        lag=lag,
-    )
-
-
-def _minibatch(sequences: Sequenced[Sequence], settings: PlanSettings) -> Minibatch:
-    trained = [sequence for sequence in sequences if sequence.keep.any()]
-    lengths = [len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in trained]
-    bins = share_out(pack(lengths, settings.tokens_per_microbatch), settings.ranks, lengths)[settings.rank]
-    return Minibatch(
-        microbatches=tuple(microbatch([trained[i] for i in members], settings.device) for members in bins),
-        counts=Counts(tokens=int(sum(sequence.keep.sum() for sequence in trained)), sequences=len(trained)),
-    )
+def _split(
+    columns: Mapping[str, NDArray[np.float32]], sequences: Sequenced[Sequence]
+) -> Iterator[dict[str, NDArray[np.float32]]]:
+    """Each sequence's part of flat columns, spread over its response: 0 where it is no action."""
+    start = 0
+    for sequence in sequences:
+        stop = start + int(sequence.keep.sum())
+        parts = {name: np.zeros(len(sequence.response_ids), dtype=np.float32) for name in columns}
+        for name, part in parts.items():
+            part[sequence.keep] = columns[name][start:stop]
+        start = stop
+        yield parts

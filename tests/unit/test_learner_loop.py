@@ -1,63 +1,129 @@
 """The order of one optimizer step is part of the contract."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
-from asyncrl.learner import run_learner
+import pytest
+from fake_learner import SETTINGS, FakeTrainer, mixed_batch
+
+from asyncrl.buffer.intake import Collected
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
+from asyncrl.config.base import Choice
+from asyncrl.config.schema import BatchConfig
+from asyncrl.learner import Step, run_learner
+from asyncrl.trainer.algorithm import Algorithm
+from asyncrl.trainer.hooks import Hooks
 
 
-class Recorder:
-    """Trainer, surroundings and objective in one; writes down what happens when."""
+class World(FakeTrainer):
+    """Trainer, surroundings and hook in one; writes down what happens when."""
 
     def __init__(self) -> None:
-        self.events: list[str] = []
+        super().__init__()
+        self.reported: list[Step] = []
 
     def collect(self, version):
         self.events.append(f"collect {version}")
-        return f"groups {version}"
-
-    def plan(self, collected, version):
-        self.events.append("plan")
-        half = SimpleNamespace(microbatches=(), counts=None)
-        return SimpleNamespace(minibatches=(half, half))
-
-    def fill(self, trainer, microbatches):
-        self.events.append("proximal")
-        return microbatches
-
-    def loss(self, counts):
-        return None
-
-    def step(self, microbatches, loss):
-        self.events.append("step")
+        return Collected(groups=tuple(mixed_batch().groups), rejected=(), takes=1)
 
     def publish(self, version):
         self.events.append(f"publish {version}")
 
     def report(self, step):
         self.events.append(f"report {step.version}")
+        self.reported.append(step)
 
     def checkpoint(self, version, *, last):
         self.events.append(f"checkpoint {version}{' last' if last else ''}")
 
+    def before_step(self, plan):
+        self.events.append(f"before {len(plan.sequences)}")
+        return {"planned": len(plan.sequences)}
 
-def test_weights_are_out_before_anything_slow_and_proximal_logprobs_before_the_first_step():
-    world = Recorder()
-    run_learner(world, world, world, world.plan, version=3, steps=5, epochs=1)
+    def after_step(self, step):
+        self.events.append(f"after {step.version}")
+        return {"seen": step.hook_metrics["hook/planned"]}
+
+
+def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None = None, **config) -> Algorithm:
+    batch = BatchConfig(groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config})
+    critic = CriticConfig(warmup_steps=config.pop("warmup_steps", 0))
+    settings = replace(SETTINGS, minibatches=batch.minibatches)
+    algorithm = Algorithm.build(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8)
+    run_learner(world, world, algorithm, hooks or Hooks(), version=version, steps=steps)
+    return algorithm
+
+
+def test_by_default_a_batch_is_one_step_and_weights_are_out_before_anything_slow():
+    world = World()
+    learn(world)
     assert world.events == [
         "publish 3",
-        *["collect 3", "plan", "proximal", "proximal", "step", "step", "publish 4", "report 4", "checkpoint 4"],
-        *["collect 4", "plan", "proximal", "proximal", "step", "step", "publish 5", "report 5", "checkpoint 5 last"],
+        *["collect 3", "step", "publish 4", "report 4", "checkpoint 4"],
+        *["collect 4", "step", "publish 5", "report 5", "checkpoint 5 last"],
     ]
 
 
-def test_epochs_repeat_the_steps_and_not_the_proximal_policy():
-    world = Recorder()
-    run_learner(world, world, world, world.plan, version=0, steps=1, epochs=2)
-    assert world.events.count("step") == 4
-    assert world.events.count("proximal") == 2
+def test_columns_are_measured_once_before_the_first_step():
+    world = World()
+    learn(world, steps=4, epochs=2)
+    measuring = ["measure", "gather"]
+    assert world.events[1:] == ["collect 3", *measuring, "step", "step", "publish 4", "report 4", "checkpoint 4 last"]
+
+
+def test_the_critic_learns_from_the_same_minibatches_and_first():
+    world = World()
+    learn(world, steps=4, epochs=2, minibatches=2, advantage=Choice(name="gae"))
+    assert world.events[2:12] == ["measure", "gather", *["critic"] * 4, *["step"] * 4]
+    (step,) = world.reported
+    assert [len(step.critic_results), len(step.results)] == [4, 4]
+
+
+def test_while_the_critic_warms_up_the_version_counts_and_the_policy_stands_still():
+    world = World()
+    learn(world, version=0, steps=3, warmup_steps=2, advantage=Choice(name="gae"))
+    trained = [event for event in world.events if event in ("critic", "step") or event.startswith("publish")]
+    assert trained == ["publish 0", "critic", "publish 1", "critic", "publish 2", "critic", "step", "publish 3"]
+    assert [len(step.results) for step in world.reported] == [0, 0, 1]
+
+
+def test_warm_up_steps_are_for_a_critic_that_is_there():
+    world = World()
+    learn(world, version=0, steps=1, warmup_steps=2)
+    assert "step" in world.events
+
+
+def test_the_reference_follows_after_the_steps_of_a_batch():
+    world = World()
+    learn(world, steps=4, epochs=2, kl=KLConfig(coefficient=0.1, reference_decay=0.9))
+    assert world.events[2:8] == ["measure", "gather", "step", "step", "reference 0.9", "publish 4"]
+
+
+@pytest.mark.parametrize("kl", [KLConfig(coefficient=0.1), KLConfig(reference_decay=0.9)])
+def test_a_frozen_or_absent_reference_is_left_alone(kl):
+    world = World()
+    learn(world, steps=4, kl=kl)
+    assert not [event for event in world.events if event.startswith("reference")]
+
+
+def test_hooks_come_before_the_first_step_and_after_the_weights_are_out():
+    world = World()
+    learn(world, steps=4, advantage=Choice(name="gae"), hooks=Hooks([("w", world)]))
+    order = ["collect 3", "measure", "gather", "before 8", "critic", "step", "publish 4", "after 4", "report 4"]
+    assert world.events[1:-1] == order
+    assert world.reported[0].hook_metrics == {"hook/planned": 8.0, "hook/seen": 8.0}
+    assert world.reported[0].seconds.keys() == {"wait_groups", "measure", "plan", "hooks", "critic", "train", "publish"}
+
+
+def test_a_step_reports_the_coefficients_it_used_and_the_next_uses_what_it_measured():
+    world = World()
+    world.sums = {"tokens": 4.0, "policy/kl_reference": 4.0}  # 1 nat per token, far above the target
+    algorithm = learn(world, kl=KLConfig(coefficient=0.1, target=0.01, horizon=8 / 0.5))
+    used = [step.coefficients["policy/kl_coefficient"] for step in world.reported]
+    assert used == pytest.approx([0.1, 0.11])  # a fifth of the share of 8 sequences in the horizon
+    assert algorithm.coefficients.kl == pytest.approx(0.121)
 
 
 def test_a_finished_run_only_publishes():
-    world = Recorder()
-    run_learner(world, world, world, world.plan, version=5, steps=5, epochs=1)
+    world = World()
+    learn(world, version=5)
     assert world.events == ["publish 5"]

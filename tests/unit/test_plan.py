@@ -1,5 +1,6 @@
 """From groups to micro-batches: nothing is lost, masks leave the loss but not the baseline, every rank sees the same plan."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,20 +10,26 @@ import torch
 
 from asyncrl.algo.advantages import dr_grpo, grpo
 from asyncrl.algo.shaping import soft_overlong
-from asyncrl.trainer.plan import PlanSettings, make_plan
+from asyncrl.trainer.estimate import Estimator
+from asyncrl.trainer.plan import Plan, Planner, PlanSettings
 from asyncrl.types import Group, Rollout, VersionSpan
 
 SETTINGS = PlanSettings(
     max_lag=2,
     mask_stale=True,
     mask_truncated=False,
-    max_response_tokens=8,
     minibatches=1,
     tokens_per_microbatch=24,
     rank=0,
     ranks=1,
     device=torch.device("cpu"),
 )
+
+
+def make_plan(groups, version: int, *, advantage, shaping: Sequence = (), settings: PlanSettings) -> Plan:
+    estimator = Estimator(advantage=advantage, shaping=shaping, max_response_tokens=8)
+    planner = Planner(estimator=estimator, columns=frozenset(), proximal=False, settings=settings)
+    return planner.plan(groups, planner.assemble(groups, version), {}, 0.0)
 
 
 def rollout(reward: float, length: int, *, version: int = 5, finish: str = "stop", tool: int = 0) -> Rollout:
@@ -69,7 +76,7 @@ def columns(plan) -> dict[tuple[int, int], tuple[float, int]]:
 
 
 def test_every_action_token_is_planned_once_with_its_groups_advantage():
-    plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=SETTINGS)
+    plan = make_plan(GROUPS, 5, advantage=dr_grpo, settings=SETTINGS)
     found = columns(plan)
     expected = {}
     for one in GROUPS:
@@ -83,15 +90,15 @@ def test_every_action_token_is_planned_once_with_its_groups_advantage():
 
 
 def test_a_stale_token_leaves_the_loss_and_its_group_keeps_its_baseline():
-    strict = columns(make_plan(GROUPS, 6, advantage=dr_grpo, shaping=[], settings=replace(SETTINGS, max_lag=1)))
-    free = columns(make_plan(GROUPS, 6, advantage=dr_grpo, shaping=[], settings=replace(SETTINGS, mask_stale=False)))
+    strict = columns(make_plan(GROUPS, 6, advantage=dr_grpo, settings=replace(SETTINGS, max_lag=1)))
+    free = columns(make_plan(GROUPS, 6, advantage=dr_grpo, settings=replace(SETTINGS, mask_stale=False)))
     assert strict.items() < free.items()
     assert {lag for _, lag in strict.values()} == {1}
 
 
 def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():
-    plain = columns(make_plan(GROUPS, 5, advantage=grpo, shaping=[], settings=SETTINGS))
-    filtered = columns(make_plan(GROUPS, 5, advantage=grpo, shaping=[], settings=replace(SETTINGS, mask_truncated=True)))
+    plain = columns(make_plan(GROUPS, 5, advantage=grpo, settings=SETTINGS))
+    filtered = columns(make_plan(GROUPS, 5, advantage=grpo, settings=replace(SETTINGS, mask_truncated=True)))
     assert filtered.items() < plain.items()
     assert {length for length, _ in plain.keys() - filtered.keys()} == {10}
 
@@ -108,12 +115,12 @@ def test_shaping_changes_the_advantage_and_not_the_recorded_reward():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 def test_ranks_share_the_same_tokens_out(ranks, minibatches):
-    whole = columns(make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=SETTINGS))
+    whole = columns(make_plan(GROUPS, 5, advantage=dr_grpo, settings=SETTINGS))
     merged: dict = {}
     counts = set()
     for rank in range(ranks):
         settings = replace(SETTINGS, rank=rank, ranks=ranks, minibatches=minibatches)
-        plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[], settings=settings)
+        plan = make_plan(GROUPS, 5, advantage=dr_grpo, settings=settings)
         part = columns(plan)
         assert not merged.keys() & part.keys()
         merged |= part

@@ -1,0 +1,82 @@
+"""What a run optimises: the choices of a config, resolved, in the order in which a step needs them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
+from asyncrl.config.schema import BatchConfig
+from asyncrl.trainer.base import StepResult, Trainer
+from asyncrl.trainer.coefficients import Coefficients
+from asyncrl.trainer.estimate import Estimator
+from asyncrl.trainer.measure import columns_of, measures_proximal
+from asyncrl.trainer.objective import Objective, critic_loss
+from asyncrl.trainer.plan import Plan, Planner, PlanSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """Plan, critic steps, policy steps, and what changes from step to step."""
+
+    planner: Planner
+    objective: Objective
+    coefficients: Coefficients
+    critic: CriticConfig | None
+    """None where no advantage needs values."""
+    epochs: int
+    reference_decay: float
+    """1: the reference is frozen, or there is none."""
+
+    @classmethod
+    def build(
+        cls,
+        config: AlgorithmConfig,
+        batch: BatchConfig,
+        critic: CriticConfig,
+        settings: PlanSettings,
+        *,
+        max_response_tokens: int,
+        state: Mapping[str, float] | None = None,
+    ) -> "Algorithm":
+        """Resolve every name; `state` is that of the coefficients before a restart. Raises ConfigError."""
+        columns = columns_of(config, batch)
+        return cls(
+            planner=Planner(
+                estimator=Estimator.build(config, max_response_tokens=max_response_tokens),
+                columns=columns,
+                proximal=measures_proximal(config, batch),
+                settings=settings,
+            ),
+            objective=Objective.build(config),
+            coefficients=Coefficients(config.kl, config.entropy, state),
+            critic=critic if "values_T" in columns else None,
+            epochs=batch.epochs,
+            reference_decay=config.kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
+        )
+
+    def train_critic(self, trainer: Trainer, plan: Plan) -> tuple[StepResult, ...]:
+        """The critic's optimizer steps; none without a critic."""
+        if self.critic is None:
+            return ()
+        return tuple(
+            trainer.critic_step(minibatch.microbatches, critic_loss(minibatch.counts, clip=self.critic.clip))
+            for _ in range(self.epochs)
+            for minibatch in plan.minibatches
+        )
+
+    def train_policy(self, trainer: Trainer, plan: Plan, version: int) -> tuple[StepResult, ...]:
+        """The policy's optimizer steps, then what follows from them; none in the versions that warm the critic up."""
+        if self.critic is not None and version < self.critic.warmup_steps:
+            return ()
+        kl, entropy = self.coefficients.kl, self.coefficients.entropy
+        results = tuple(
+            trainer.step(
+                minibatch.microbatches,
+                self.objective.loss(minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy),
+            )
+            for _ in range(self.epochs)
+            for minibatch in plan.minibatches
+        )
+        self.coefficients.adapt(results, sequences=len(plan.sequences))
+        if self.reference_decay < 1.0:
+            trainer.update_reference(self.reference_decay)
+        return results

@@ -1,0 +1,151 @@
+"""Rewards to advantages: with a critic, with a KL in the reward, with a greedy baseline; and what masks leave alone."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
+
+from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
+from asyncrl.config.base import Choice
+from asyncrl.config.schema import BatchConfig
+from asyncrl.errors import ConfigError, ShapeError
+from asyncrl.trainer.algorithm import Algorithm
+from asyncrl.trainer.plan import Plan
+
+
+def planned(batch: Batch, version: int = 5, **config) -> Plan:
+    algorithm = Algorithm.build(
+        AlgorithmConfig(**config), BatchConfig(groups=4, epochs=2), CriticConfig(), SETTINGS, max_response_tokens=8
+    )
+    planner, trainer = algorithm.planner, FakeTrainer()
+    sequences = planner.assemble(batch.groups, version)
+    return planner.plan(batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl)
+
+
+def flat(batch: Batch, **columns: torch.Tensor) -> GroupRewards:
+    """Written out on its own, from the groups."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
+    return GroupRewards(
+        rewards_S=torch.tensor([rollout.reward for rollout in rollouts]),
+        group_S=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+        num_groups=4,
+        lengths_S=lengths_S,
+        sequence_T=torch.repeat_interleave(torch.arange(8), lengths_S),
+        **columns,
+    )
+
+
+def response_column(plan: Plan, read: Callable) -> torch.Tensor:
+    """A column of the planned sequences, over all action tokens in order: also of masked ones."""
+    batch = mixed_batch()
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    parts = [read(sequence)[rollout.action_mask] for sequence, rollout in zip(plan.sequences, rollouts, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def trained(plan: Plan) -> dict[int, dict[str, float]]:
+    """Token id -> its columns, for tokens in the loss."""
+    found = {}
+    for minibatch in plan.minibatches:
+        for one in minibatch.microbatches:
+            names = ("advantages_T", "proximal_logprobs_T", "reference_logprobs_T", "values_T", "returns_T")
+            columns = {name: getattr(one.tokens, name) for name in names if getattr(one.tokens, name) is not None}
+            for t, token in enumerate(one.target_T.tolist()):
+                found[token] = {name: float(column[t]) for name, column in columns.items()}
+    return found
+
+
+@pytest.mark.parametrize("params", [{}, {"gamma": 0.9, "gae_lambda": 0.8}, {"gae_lambda": 0.5, "whitened": False}])
+def test_gae_is_that_of_the_whole_flat_batch(params):
+    batch = mixed_batch()
+    plan = planned(batch, advantage=Choice(name="gae", **params))
+    rewards = flat(batch, values_T=batch.column("values_T"))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), gae(rewards, **params))
+    targets_T = value_targets(rewards, **{name: value for name, value in params.items() if name != "whitened"})
+    assert plan.returns_T is not None
+    torch.testing.assert_close(plan.returns_T, targets_T)
+    torch.testing.assert_close(response_column(plan, lambda one: one.columns["returns_T"]), targets_T)
+
+
+def test_the_loss_sees_each_tokens_own_columns():
+    batch = mixed_batch()
+    plan = planned(batch, advantage=Choice(name="gae"), kl=KLConfig(coefficient=0.1))
+    assert plan.returns_T is not None
+    returns = dict(zip(batch.actions, plan.returns_T.tolist(), strict=True))
+    found = trained(plan)
+    assert len(found) == plan.minibatches[0].counts.tokens > 20
+    for token, columns in found.items():
+        assert columns["values_T"] == pytest.approx(known("values_T", token))
+        assert columns["returns_T"] == pytest.approx(returns[token])
+        assert columns["proximal_logprobs_T"] == pytest.approx(known("logprobs_T", token))
+        assert columns["reference_logprobs_T"] == pytest.approx(known("reference_logprobs_T", token))
+
+
+def test_a_masked_token_takes_part_in_returns_and_not_in_the_loss():
+    batch = mixed_batch()
+    choice = Choice(name="gae", gae_lambda=0.5)
+    strict, free = planned(batch, advantage=choice), planned(batch, version=3, advantage=choice)
+    stale = batch.actions[3]
+    assert stale in trained(free) and stale not in trained(strict)
+    assert strict.returns_T is not None and free.returns_T is not None
+    torch.testing.assert_close(strict.returns_T, free.returns_T, atol=0, rtol=0)
+    assert trained(strict).items() <= trained(free).items()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_a_kl_in_the_reward_is_paid_token_by_token(estimator):
+    batch, beta = mixed_batch(), 0.25
+    kl = KLConfig(coefficient=beta, placement="reward", estimator=Choice(name=estimator))
+    plan = planned(batch, advantage=Choice(name="reinforce_plus_plus"), kl=kl)
+    differences = [known("logprobs_T", token) - known("reference_logprobs_T", token) for token in batch.actions]
+    paid = [-beta * (d if estimator == "k1" else d * d / 2) for d in differences]
+    assert plan.rewards.token_rewards_T is not None
+    assert plan.rewards.token_rewards_T.tolist() == pytest.approx(paid, abs=1e-6)
+    totals, tokens = [], iter(paid)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            totals.append(rollout.reward + sum(next(tokens) for _ in range(int(rollout.action_mask.sum()))))
+    assert plan.rewards.totals_S.tolist() == pytest.approx(totals, abs=1e-5)
+
+
+def test_the_greedy_baseline_is_not_shaped():
+    batch = mixed_batch()
+    shaping = (Choice(name="soft_overlong", buffer_tokens=8, penalty=1.0),)
+    plan = planned(batch, advantage=Choice(name="remax"), shaping=shaping)
+    assert plan.rewards.greedy_rewards_group is not None
+    assert plan.rewards.greedy_rewards_group.tolist() == [0.25, 1.0, 0.0, 2.0]
+    assert plan.sequences[0].advantages.tolist() == pytest.approx([1.0 - 3 / 8 - 0.25] * 3)
+
+
+def test_a_missing_greedy_reward_is_said_and_not_guessed():
+    batch = mixed_batch()
+    batch.group(batch.rollout(1.0, [5]), batch.rollout(1.0, [5]))
+    with pytest.raises(ShapeError, match="greedy_rewards_group"):
+        planned(batch, advantage=Choice(name="remax"))
+
+
+def test_the_token_baseline_gets_probabilities_of_the_policy():
+    batch = mixed_batch()
+    plan = planned(batch, advantage=Choice(name="optimal_token_baseline"))
+    columns = {name: batch.column(name) for name in ("logprobs_T", "sum_squared_probs_T")}
+    expected_T = optimal_token_baseline(flat(batch, **columns))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), expected_T)
+
+
+def test_a_users_advantage_names_what_it_needs(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def values(rewards):\n    return rewards.column('values_T')\nvalues.needs = ('values_T',)\n"
+        "def wrong(rewards):\n    return rewards.rewards_S\nwrong.needs = ('entropy_T',)\n"
+    )
+    batch = mixed_batch()
+    plan = planned(batch, advantage=Choice(name=f"{file}:values"))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), batch.column("values_T"))
+    torch.testing.assert_close(plan.returns_T, value_targets(flat(batch, values_T=batch.column("values_T"))))
+    with pytest.raises(ConfigError, match=r"needs \['entropy_T'\]; it may need"):
+        planned(batch, advantage=Choice(name=f"{file}:wrong"))

@@ -1,0 +1,109 @@
+"""Measured columns: which an algorithm wants, that every rank ends with the same, and that nothing is measured for nothing."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
+
+from asyncrl.algo.advantages import grpo
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.config.base import Choice
+from asyncrl.config.schema import BatchConfig
+from asyncrl.trainer.base import COLUMNS
+from asyncrl.trainer.estimate import Estimator
+from asyncrl.trainer.measure import columns_of, measure
+from asyncrl.trainer.plan import Planner
+
+PLANNER = Planner(
+    estimator=Estimator(advantage=grpo, max_response_tokens=8), columns=frozenset(), proximal=False, settings=SETTINGS
+)
+
+
+@pytest.mark.parametrize("budget_tokens", [10, 24, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_holds_every_column_in_group_order(ranks, budget_tokens):
+    batch = mixed_batch()
+    sequences = PLANNER.assemble(batch.groups, 5)
+    meeting = Meeting(ranks)
+    trainers = [FakeTrainer(meeting, rank) for rank in range(ranks)]
+
+    def one(trainer):
+        return measure(trainer, sequences, COLUMNS, budget_tokens=budget_tokens, device=torch.device("cpu"))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(one, trainers))
+    for columns in results:
+        assert columns.keys() == COLUMNS
+        for name, column_T in columns.items():
+            assert column_T.dtype == torch.float32
+            torch.testing.assert_close(column_T, batch.column(name), atol=0, rtol=0)
+    assert len({trainer.measured_microbatches for trainer in trainers}) == 1  # the same collectives on every rank
+
+
+def test_more_ranks_than_sequences_is_no_special_case():
+    batch = mixed_batch()
+    batch.groups = batch.groups[:1]
+    sequences = PLANNER.assemble(batch.groups, 5)
+    meeting = Meeting(3)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(
+            pool.map(
+                lambda rank: measure(
+                    FakeTrainer(meeting, rank), sequences, {"values_T"}, budget_tokens=99, device=torch.device("cpu")
+                ),
+                range(3),
+            )
+        )
+    for columns in results:
+        torch.testing.assert_close(columns["values_T"], batch.column("values_T"), atol=0, rtol=0)
+
+
+def test_nothing_runs_for_nothing():
+    trainer = FakeTrainer()
+    sequences = PLANNER.assemble(mixed_batch().groups, 5)
+    wanted = columns_of(AlgorithmConfig(), BatchConfig())
+    assert measure(trainer, sequences, wanted, budget_tokens=24, device=torch.device("cpu")) == {}
+    assert trainer.events == []
+
+
+def test_a_batch_without_any_action_has_empty_columns():
+    batch = mixed_batch()
+    sequences = PLANNER.assemble(batch.groups[3:], 5)[1:]
+    columns = measure(FakeTrainer(), sequences, {"values_T"}, budget_tokens=24, device=torch.device("cpu"))
+    assert columns["values_T"].numel() == 0
+
+
+def advantage(name: str) -> dict:
+    return {"advantage": Choice(name=name)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "batch", "columns"),
+    [
+        ({}, {}, ""),
+        ({}, {"epochs": 2}, "logprobs_T"),
+        ({}, {"minibatches": 4}, "logprobs_T"),
+        ({"proximal": "log_linear"}, {"epochs": 2}, ""),
+        ({"proximal": "behaviour"}, {"epochs": 2}, ""),
+        ({"kl": KLConfig(coefficient=0.1)}, {}, "reference_logprobs_T"),
+        ({"kl": KLConfig(coefficient=0.1, placement="reward")}, {}, "reference_logprobs_T logprobs_T"),
+        ({"kl": KLConfig(placement="reward")}, {}, ""),
+        (advantage("gae"), {}, "values_T"),
+        (advantage("gae"), {"epochs": 2}, "values_T logprobs_T"),
+        (advantage("remax"), {}, ""),
+        (advantage("optimal_token_baseline"), {}, "logprobs_T sum_squared_probs_T"),
+    ],
+)
+def test_an_algorithm_wants_what_it_uses(algorithm, batch, columns):
+    assert columns_of(AlgorithmConfig(**algorithm), BatchConfig(**batch)) == frozenset(columns.split())
+
+
+def test_lag_and_actions_are_those_of_the_rollouts():
+    batch = mixed_batch()
+    sequences = PLANNER.assemble(batch.groups, 5)
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    for rollout, sequence in zip(rollouts, sequences, strict=True):
+        assert np.array_equal(sequence.lag, 5 - rollout.versions)
+        assert np.array_equal(sequence.keep, rollout.action_mask)
