@@ -21,10 +21,16 @@ INTERNAL = {
 """Sums that are finished before they are published, and families that are listed one by one."""
 
 
-def documented() -> set[str]:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+GUIDE, ELSEWHERE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## The same under other names")
+
+
+def first_column(text: str) -> set[str]:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def documented() -> set[str]:
+    names = first_column(GUIDE)
     names |= {name.replace("<pair>", pair) for name in names for pair in ("mismatch", "policy", "drift")}
     names |= {name.replace("<band>", band) for name in names for band in BANDS}
     return {re.sub(r"<\w+>", "<>", name) for name in names}
@@ -66,6 +72,13 @@ def test_every_published_number_of_a_step_is_documented() -> None:
 
 def test_every_alarm_is_documented_and_watches_a_documented_metric() -> None:
     assert {PREFIX + name for name in ALARMS} | {alarm.metric for alarm in ALARMS.values()} <= documented()
+
+
+def test_the_table_of_other_names_speaks_of_documented_ones() -> None:
+    names = {re.sub(r"<\w+>", "<>", name) for name in first_column(ELSEWHERE)}
+    of_losses = {"policy/clipped_low", "policy/clipped_high", "policy/dual_clipped", "policy/left_out"}
+    of_filters = {"groups/rejected_zero_variance", "groups/rejected_stale"}
+    assert len(names) > 40 and names - documented() == of_losses | of_filters
 
 
 def test_what_the_dashboard_shows_is_documented() -> None:
