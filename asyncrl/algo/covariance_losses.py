@@ -36,7 +36,7 @@ def clip_cov(
     drawn = candidates[torch.randperm(len(candidates), device=candidates.device)[: _number(batch, share)]]
     keep_T = torch.ones_like(losses_T, dtype=torch.bool)
     keep_T[drawn] = False
-    return TokenLoss(batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T))
+    return TokenLoss(batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T)
 
 
 def kl_cov(batch: TokenBatch, logprobs_T: Tensor, *, share: Share = 2e-4, coefficient: NonNegative = 0.1) -> TokenLoss:

@@ -25,6 +25,8 @@ class TokenLoss:
     losses_T: Tensor
     """Differentiable, importance weights included."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out_T: Tensor | None = None
+    """bool: tokens without a loss, where the loss chooses its tokens."""
 
 
 def ppo_clip(
@@ -60,10 +62,9 @@ def ppo_clip(
         losses_T = torch.where(beyond_T, ceiling_T, losses_T)
         metrics |= sums(dual_clipped=beyond_T)
     keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
-    if keep_T is not None:
-        losses_T = torch.where(keep_T, losses_T, 0.0)
-        metrics |= sums(left_out=~keep_T)
-    return TokenLoss(batch.weighted(losses_T), metrics)
+    if keep_T is None:
+        return TokenLoss(batch.weighted(losses_T), metrics)
+    return TokenLoss(batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T)
 
 
 def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:

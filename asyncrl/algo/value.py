@@ -1,4 +1,4 @@
-"""The critic's loss, per token; aggregate it like a policy loss."""
+"""The critic's loss, per token (aggregate it like a policy loss), and how well it foresees."""
 
 import torch
 from torch import Tensor
@@ -25,3 +25,9 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
     clipped_errors_T = (clipped_T - returns_T).square()
     losses_T = 0.5 * torch.maximum(errors_T, clipped_errors_T)
     return TokenLoss(losses_T, sums(value_clipped=clipped_errors_T > errors_T))
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, which is also said of returns that are all equal."""
+    spread = returns_T.double().var(correction=0)
+    return float(1.0 - (returns_T.double() - values_T.double()).var(correction=0) / spread) if spread > 0 else 0.0

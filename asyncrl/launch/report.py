@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from asyncrl.algo.metrics import finish, group_metrics, merge
+from asyncrl.launch.algorithm_report import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.trainer.objective import LOSS
@@ -40,6 +41,7 @@ def step_metrics(step: Step) -> dict[str, float]:
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
+    metrics |= algorithm_metrics(step)
     return metrics | _rollout_metrics(step) | _intake_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
 
 
@@ -95,16 +97,14 @@ def _part_mean(rollouts: Sequence[Rollout], name: str) -> float:
 
 
 def _staleness_metrics(step: Step) -> dict[str, float]:
-    """Lag per action token, split into what passed while sampling and what passed while waiting."""
+    """Lag per action token, split into what passed while sampling and what passed while waiting; and what masks took out."""
     trained = step.version - 1
-    lag, in_queue, kept = [], [], 0
-    sequences = iter(step.plan.sequences)
+    lag, in_queue = [], []
     for group in step.collected.groups:
         for rollout in group.rollouts:
             actions = rollout.action_mask
             lag.append(trained - rollout.versions[actions])
             in_queue.append(np.full(int(actions.sum()), trained - group.finished_version))
-            kept += int(next(sequences).keep.sum())
     lag_T, in_queue_T = np.concatenate(lag), np.concatenate(in_queue)
     if not lag_T.size:
         return {}
@@ -113,7 +113,7 @@ def _staleness_metrics(step: Step) -> dict[str, float]:
         "staleness/max": float(lag_T.max()),
         "staleness/in_queue": float(in_queue_T.mean()),
         "staleness/in_flight": float((lag_T - in_queue_T).mean()),
-        "staleness/masked_share": 1.0 - kept / lag_T.size,
+        **step.plan.masked,
     }
 
 

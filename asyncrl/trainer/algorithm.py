@@ -46,7 +46,7 @@ class Algorithm:
                 proximal=measures_proximal(config, batch),
                 settings=settings,
             ),
-            objective=Objective.build(config),
+            objective=Objective.build(config, max_response_tokens=max_response_tokens),
             coefficients=Coefficients(config.kl, config.entropy, state),
             critic=critic if "values_T" in columns else None,
             epochs=batch.epochs,

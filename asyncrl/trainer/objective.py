@@ -32,9 +32,11 @@ class Objective:
     kl: Callable[[Tensor, Tensor], Tensor]
     kl_in_loss: bool
     proximal: Literal["recompute", "log_linear", "behaviour"]
+    max_response_tokens: int
+    """What lengths are measured against in metrics."""
 
     @classmethod
-    def build(cls, config: AlgorithmConfig) -> "Objective":
+    def build(cls, config: AlgorithmConfig, *, max_response_tokens: int) -> "Objective":
         """Resolve names of `config`. Raises ConfigError."""
 
         def resolve(kind: str, choice: Choice) -> Callable[..., Any]:
@@ -47,6 +49,7 @@ class Objective:
             kl=resolve("kl", config.kl.estimator),
             kl_in_loss=config.kl.placement == "loss",
             proximal=config.proximal,
+            max_response_tokens=max_response_tokens,
         )
 
     def loss(self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float) -> LossFunction:
@@ -61,7 +64,14 @@ class Objective:
             losses_T = token_loss.losses_T
             counted = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
             counted |= {f"weight/{name}": value for name, value in corrected.items()}
-            metrics = merge([policy_metrics(tokens, logprobs_T, entropy_T.detach()), counted])
+            measured = policy_metrics(
+                tokens,
+                logprobs_T,
+                entropy_T.detach(),
+                left_out_T=token_loss.left_out_T,
+                max_response_tokens=self.max_response_tokens,
+            )
+            metrics = merge([measured, counted])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 metrics["policy/kl_reference"] = float(kl_T.detach().sum())

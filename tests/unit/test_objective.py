@@ -42,6 +42,10 @@ def microbatch(tokens: int = 6, **columns: torch.Tensor) -> MicroBatch:
     )
 
 
+def build(config: AlgorithmConfig) -> Objective:
+    return Objective.build(config, max_response_tokens=9)
+
+
 def evaluate(objective: Objective, batch: MicroBatch, policy: Policy, kl: float = 0.0) -> tuple[LossSums, torch.Tensor]:
     policy.logprobs_T.grad = None
     loss = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=kl, entropy_coefficient=0.0)
@@ -53,7 +57,7 @@ def evaluate(objective: Objective, batch: MicroBatch, policy: Policy, kl: float 
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
 @pytest.mark.parametrize("correction", [Choice(name="truncate", cap=1.1), Choice(name="mask"), Choice(name="none")])
 def test_one_step_per_batch_needs_no_pass_for_the_proximal_policy(loss, correction):
-    objective = Objective.build(AlgorithmConfig(policy_loss=Choice(name=loss), correction=correction))
+    objective = build(AlgorithmConfig(policy_loss=Choice(name=loss), correction=correction))
     policy = Policy(6)
     quick, quick_T = evaluate(objective, microbatch(), policy)
     measured = microbatch(proximal_logprobs_T=policy.logprobs_T.detach().clone())
@@ -63,7 +67,7 @@ def test_one_step_per_batch_needs_no_pass_for_the_proximal_policy(loss, correcti
 
 
 def test_several_steps_anchor_the_ratio_at_the_start_of_the_batch():
-    objective = Objective.build(AlgorithmConfig(correction=Choice(name="none")))
+    objective = build(AlgorithmConfig(correction=Choice(name="none")))
     policy = Policy(6)
     measured = microbatch(proximal_logprobs_T=policy.logprobs_T.detach().clone())
     with torch.no_grad():
@@ -77,7 +81,7 @@ def test_log_linear_interpolates_from_the_version_being_made():
     lags = [0, 1, 2, 3, 0, 7]
     batch = microbatch(lag_T=torch.tensor(lags))
     policy = Policy(6)
-    objective = Objective.build(AlgorithmConfig(proximal="log_linear", correction=Choice(name="truncate", cap=1e9)))
+    objective = build(AlgorithmConfig(proximal="log_linear", correction=Choice(name="truncate", cap=1e9)))
     sums, _ = evaluate(objective, batch, policy)
     mu, pi = batch.tokens.behaviour_logprobs_T.tolist(), policy.logprobs_T.tolist()
     proximal = [m + (d / (d + 1)) * (p - m) for m, p, d in zip(mu, pi, lags, strict=True)]
@@ -89,7 +93,7 @@ def test_log_linear_interpolates_from_the_version_being_made():
 
 
 def test_bypass_compares_with_the_behaviour_policy_and_corrects_nothing():
-    objective = Objective.build(AlgorithmConfig(proximal="behaviour"))
+    objective = build(AlgorithmConfig(proximal="behaviour"))
     policy = Policy(6)
     sums, _ = evaluate(objective, microbatch(), policy)
     ratios = (policy.logprobs_T.detach() - microbatch().tokens.behaviour_logprobs_T).exp()
@@ -98,7 +102,7 @@ def test_bypass_compares_with_the_behaviour_policy_and_corrects_nothing():
 
 
 def test_the_penalty_pulls_towards_the_reference():
-    objective = Objective.build(AlgorithmConfig(policy_loss=Choice(name="reinforce"), correction=Choice(name="none")))
+    objective = build(AlgorithmConfig(policy_loss=Choice(name="reinforce"), correction=Choice(name="none")))
     policy = Policy(6)
     batch = microbatch(reference_logprobs_T=policy.reference_T)
     _, with_penalty_T = evaluate(objective, batch, policy, kl=0.5)
@@ -111,8 +115,8 @@ def test_the_penalty_pulls_towards_the_reference():
 def test_a_penalty_in_the_reward_is_measured_and_has_no_gradient():
     policy = Policy(6)
     batch = microbatch(reference_logprobs_T=policy.reference_T)
-    in_loss = Objective.build(AlgorithmConfig())
-    in_reward = Objective.build(AlgorithmConfig(kl=KLConfig(placement="reward")))
+    in_loss = build(AlgorithmConfig())
+    in_reward = build(AlgorithmConfig(kl=KLConfig(placement="reward")))
     _, without_T = evaluate(in_loss, batch, policy)
     sums, gradient_T = evaluate(in_reward, batch, policy, kl=0.5)
     torch.testing.assert_close(gradient_T, without_T, atol=0, rtol=0)
@@ -121,11 +125,21 @@ def test_a_penalty_in_the_reward_is_measured_and_has_no_gradient():
 
 
 def test_the_entropy_bonus_has_a_gradient():
-    objective = Objective.build(AlgorithmConfig())
+    objective = build(AlgorithmConfig())
     entropy_T = torch.ones(6, requires_grad=True)
     loss = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=0.0, entropy_coefficient=0.3)
     loss(microbatch(), Policy(6).logprobs_T, entropy_T).loss.backward()
     torch.testing.assert_close(entropy_T.grad, torch.full((6,), -0.3 / 6))
+
+
+def test_tokens_that_the_loss_leaves_out_are_counted_by_the_length_of_their_response():
+    loss = Choice(name="ppo_clip", top_entropy=0.5)
+    objective = build(AlgorithmConfig(policy_loss=loss))
+    entropy_T = torch.tensor([0.9, 0.1, 0.8, 0.2, 0.7, 0.6])
+    loss_of = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=0.0, entropy_coefficient=0.0)
+    metrics = loss_of(microbatch(), Policy(6).logprobs_T, entropy_T).metrics
+    assert metrics["policy/left_out"] == metrics["policy/left_out/short"] > 0  # 3 of 9 tokens is the first third
+    assert (metrics["tokens/short"], metrics["tokens/medium"]) == (6, 0)
 
 
 def test_the_critic_is_pulled_to_its_returns_by_the_mean_over_all_ranks():
@@ -135,7 +149,7 @@ def test_the_critic_is_pulled_to_its_returns_by_the_mean_over_all_ranks():
     sums = critic_loss(Counts(tokens=60, sequences=2), clip=0.5)(microbatch(values_T=old_T, returns_T=returns_T), values_T)
     # Clipped to within 0.5 of the old value the second is 0.5 and the fourth 0.5: further from their returns, so they count.
     expected = [0.5 * e * e for e in (1.0, 1.5, 2.0, 0.5, 0.0, 1.0)]
-    assert float(sums.loss) == pytest.approx(sum(expected) / 60)
+    assert sums.loss.item() == pytest.approx(sum(expected) / 60)
     assert sums.metrics == pytest.approx({LOSS: sum(expected) / 60, "tokens": 6, "critic/value_clipped": 2})
 
 
@@ -147,7 +161,7 @@ def test_on_policy_the_decoupled_objective_is_the_synchronous_one(loss):
     results: list[tuple[float, torch.Tensor]] = []
     for proximal in ("recompute", "behaviour"):
         config = AlgorithmConfig(policy_loss=Choice(name=loss), proximal=proximal)
-        sums, gradient_T = evaluate(Objective.build(config), on_policy, policy)
+        sums, gradient_T = evaluate(build(config), on_policy, policy)
         results.append((sums.metrics[LOSS], gradient_T))
     (decoupled, decoupled_T), (synchronous, synchronous_T) = results
     assert decoupled == pytest.approx(synchronous, abs=1e-6)
