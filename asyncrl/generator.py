@@ -12,9 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,11 +20,11 @@ from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Heartbeat, Hello, Stop
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, RewardError, TransferError
-from asyncrl.rewards.base import RewardInput, Scorer
 from asyncrl.telemetry.base import Tracker
-from asyncrl.types import Group, Prompt, Rollout, Ticket
-from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.types import Group, Prompt, Ticket
+from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
 from asyncrl.wire.schema import encode_group
 
 log = logging.getLogger(__name__)
@@ -44,8 +42,15 @@ class Lane:
     prompt: Callable[[int], Prompt]
     spec: SamplingSpec
     group_size: int
+    greedy: bool = False
+    """Each ticket also takes a greedy response, for its reward."""
     minimum_version: Callable[[Ticket], int]
     """Oldest policy version that may start the ticket."""
+
+    @property
+    def sequences(self) -> int:
+        """Sampled per ticket."""
+        return self.group_size + self.greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,75 +68,6 @@ class _RunIsOver(Exception):  # not an error: unwinds the task group
     pass
 
 
-@dataclass(slots=True)
-class _Busy:
-    """Seconds in which at least one group was being sampled."""
-
-    running: int = 0
-    busy_s: float = 0.0
-    _since_s: float = field(default_factory=time.monotonic)
-
-    @contextmanager
-    def sampling(self) -> Any:
-        self.total_s()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.total_s()
-            self.running -= 1
-
-    def total_s(self) -> float:
-        now_s = time.monotonic()
-        self.busy_s += (now_s - self._since_s) * (self.running > 0)
-        self._since_s = now_s
-        return self.busy_s
-
-
-class Sampler:
-    """Samples and scores whole groups; in training and in `asyncrl eval` alike."""
-
-    def __init__(self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str) -> None:
-        self._engine = engine
-        self._scorer = scorer
-        self._decode = decode
-        self._generator_id = generator_id
-        self.busy = _Busy()
-
-    async def group(self, prompt: Prompt, ticket_id: int, size: int, spec: SamplingSpec) -> Group:
-        """The scored group of one ticket. Raises RewardError and EngineError."""
-        started_s = time.monotonic()
-        with self.busy.sampling():
-            rollouts = await self._engine.sample(prompt.token_ids, size, spec)
-        sampled_s = time.monotonic()
-        scored = await self._score(prompt, rollouts)
-        return Group(
-            ticket_id=ticket_id,
-            rollouts=scored,
-            generator_id=self._generator_id,
-            # The engine may be dirty by now; then the newest token tells.
-            finished_version=max(self._engine.version, *(span.version for r in rollouts for span in r.version_spans)),
-            sampling_s=sampled_s - started_s,
-            reward_s=time.monotonic() - sampled_s,
-        )
-
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        inputs = [
-            RewardInput(
-                prompt=prompt.text,
-                response=self._decode(rollout.response_ids.tolist()),
-                row=prompt.row,
-                truncated=rollout.finish_reason == "length",
-            )
-            for rollout in rollouts
-        ]
-        scores = await self._scorer.score(inputs)
-        return tuple(
-            replace(rollout, reward=score.total, reward_parts=score.parts)
-            for rollout, score in zip(rollouts, scores, strict=True)
-        )
-
-
 class Generator:
     """One generator process's work. Create it, then `await run(hello)` once."""
 
@@ -141,20 +77,26 @@ class Generator:
         engine: Engine,
         lanes: Sequence[Lane],
         sampler: Sampler,
+        staging: Staging,
         control: GeneratorControl,
         tracker: Tracker,
         settings: GeneratorSettings,
+        on_version: Callable[[int], None] = lambda version: None,
     ) -> None:
+        """`on_version` hears of every version that begins to sample."""
         self._engine = engine
         self._lanes = lanes
         self._sampler = sampler
+        self._staging = staging
         self._control = control
         self._tracker = tracker
         self._settings = settings
+        self._on_version = on_version
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in lanes}  # ticket id -> sequences
         self._adopted = asyncio.Condition()
         self._verified = asyncio.Event()
         self._verified.set()
+        self._newest = 0  # version of the last weights that sampled
         self._spoiled = 0  # how often weights turned out wrong after they had sampled
         self._updating = False
         self._groups = 0
@@ -164,6 +106,7 @@ class Generator:
         """Generate until the learner says that the run is over."""
         self._id, self._incarnation = hello.generator_id, hello.incarnation
         await self._control.join(hello)
+        self._on_version(self._engine.version)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -194,12 +137,16 @@ class Generator:
 
     async def _lease(self, lane: Lane) -> int:
         room = self._settings.max_running - sum(sum(held.values()) for held in self._held.values())
-        count = min(room // lane.group_size, _LEASE_AT_ONCE)
+        count = min(room // lane.sequences, _LEASE_AT_ONCE)
         if self._engine.version < 0 or (count < 1 and self._holds_anything):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
+        if lane is self._lanes[-1] and lease.tickets and lease.version < self._engine.version:
+            # The learner went back to a checkpoint, and our weights are none of its future: its order will come.
+            await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id for ticket in lease.tickets])
+            return 0
         for ticket in lease.tickets:
-            self._held[lane.name][ticket.id] = lane.group_size
+            self._held[lane.name][ticket.id] = lane.sequences
             self._tasks.create_task(self._produce(lane, ticket))
         if lease.closed and lane is self._lanes[-1]:
             raise _RunIsOver
@@ -235,7 +182,8 @@ class Generator:
                 await self._give_back(lane, ticket)
                 return
             spoiled = self._spoiled
-            group = await self._sampler.group(lane.prompt(ticket.id), ticket.id, lane.group_size, lane.spec)
+            prompt = lane.prompt(ticket.id)
+            group = await self._sampler.group(prompt, ticket.id, lane.group_size, lane.spec, greedy=lane.greedy)
             await self._verified.wait()
             if self._spoiled == spoiled:
                 await self._hand_over(lane, group)
@@ -289,14 +237,19 @@ class Generator:
             await self._control.report(await self._adopt(order))
 
     async def _adopt(self, order: UpdateOrder) -> UpdateReport:
-        """pause, receive, finish, probe. Groups that end before the probe has passed wait for its verdict."""
+        """stage, pause, load, finish, probe. Groups that end between pause and verdict wait for it."""
         paused_before_s, started_s = self._engine.stats().paused_s, time.monotonic()
-        self._updating = True
-        self._verified.clear()
         try:
+            order = await asyncio.to_thread(self._staging.stage, order)  # requests run on
+            self._updating = True
+            self._verified.clear()
+            if order.version < self._newest:  # of a learner that went back to a checkpoint: what runs is of no use to it
+                await self._discard_running()
             await self._engine.begin_update()
             await self._engine.receive(order)
             await self._engine.finish_update(order.version)
+            self._newest = order.version
+            self._on_version(order.version)
             probe_max = await self._probe(order)
         except TransferError as error:
             log.warning("version %d was not received: %s", order.version, error)
@@ -320,13 +273,17 @@ class Generator:
         difference = float(np.abs(scores - np.array(order.probe_logprobs, dtype=np.float32)).max())
         if difference <= self._settings.probe_limit:  # NaN is not
             return difference
-        self._spoiled += 1
-        await self._engine.begin_update()  # pauses, and marks the weights dirty
-        await self._engine.abort_requests()
+        await self._discard_running()
         raise TransferError(
             f"the probe differs from the learner's by {difference:.4g} nats, allowed is {self._settings.probe_limit}: "
             "the weights in the engine are not those that were sent"
         )
+
+    async def _discard_running(self) -> None:
+        """What is being sampled is given back, and nothing is sampled until good weights arrive."""
+        self._spoiled += 1
+        await self._engine.begin_update()  # pauses, and marks the weights dirty
+        await self._engine.abort_requests()
 
     # --- being seen ------------------------------------------------------------------------------------------------
 

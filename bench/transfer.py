@@ -41,7 +41,7 @@ def work(rank: int, options: argparse.Namespace, directory: str) -> dict[str, li
     layout = make_layout(options.mib, options.bucket_mib)
     buffer = torch.empty(layout.total_bytes, dtype=torch.uint8).fill_(7)
     sums = checksums(buffer, layout)
-    group = gloo.open_group({"name": "bench", "world_size": 2, "directory": directory}, rank=rank, deadline_s=120.0)
+    group = gloo.open_group({"name": "bench", "directory": directory}, rank=rank, deadline_s=120.0)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(options.rounds + 1):
         for kind in KINDS:

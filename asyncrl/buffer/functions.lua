@@ -330,13 +330,20 @@ local function keep_takes(k, number, chain)
   return kept, number, chain
 end
 
--- Puts every id above the watermark into its one place; O(ids in flight).
-local function rebuild(k, kept, watermark, issued)
+-- Deletes the fields of `hash` whose id is done, or was never issued: PUT without these functions leaves such a frame.
+local function forget_obsolete(k, hash, issued)
   local obsolete = {}
-  for _, id in ipairs(call('HKEYS', k.frames)) do
-    if is_done(k, id) then obsolete[#obsolete + 1] = id end
+  for _, id in ipairs(call('HKEYS', hash)) do
+    if is_done(k, id) or tonumber(id) > issued then obsolete[#obsolete + 1] = id end
   end
-  drop_frames(k, obsolete)
+  each_batch(obsolete, function(...) call('HDEL', hash, ...) end)
+end
+
+-- Puts every id above the watermark into its one place and counts the bytes anew; O(ids in flight).
+local function rebuild(k, kept, watermark, issued)
+  local bytes = 0
+  forget_obsolete(k, k.frames, issued)
+  forget_obsolete(k, k.attempts, issued)
   for _, id in ipairs(call('HKEYS', k.holders)) do
     if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then unlease(k, id) end
   end
@@ -344,11 +351,13 @@ local function rebuild(k, kept, watermark, issued)
   for n = watermark + 1, issued do
     local id = id_text(n)
     if call('HEXISTS', k.frames, id) == 1 then
+      bytes = bytes + call('HSTRLEN', k.frames, id)
       if not kept[id] then call('ZADD', k.ready, id, id) end
     elseif not is_done(k, id) and call('HEXISTS', k.holders, id) == 0 then
       call('ZADD', k.reissue, id, id)
     end
   end
+  call('HSET', k.meta, 'bytes', bytes)
 end
 
 -- recover known_epoch owner takes chain version limit watermark "id id ..." -> OK epoch

@@ -7,6 +7,7 @@ from typing import Any
 import redis
 
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.redis import PLACES
 from asyncrl.errors import ForeignRunError, StoreError
 
 _KEY = "asyncrl:run"
@@ -88,5 +89,7 @@ def _claim_name(client: redis.Redis, name: str) -> str:
 
 
 def _delete_lanes(client: redis.Redis, name: str) -> None:
-    for key in client.scan_iter(match=f"{{{name}:*}}:*", count=_SCAN_COUNT):
-        client.unlink(key)
+    lanes = {key.rpartition(b":")[0] for key in client.scan_iter(match=f"{{{name}:*}}:*", count=_SCAN_COUNT)}
+    for lane in sorted(lanes):
+        # In one command, with what a generator may have added since: half a lane would be no history of any run.
+        client.unlink(*(b"%s:%s" % (lane, place.encode()) for place in PLACES))

@@ -12,23 +12,26 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
-from asyncrl.config.resolved import config_hash
+from asyncrl.config.resolved import config_hash, wants_greedy
 from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm_args import Device
 from asyncrl.errors import ControlError
 from asyncrl.evaluation import round_version
-from asyncrl.generator import Generator, GeneratorSettings, Lane, Sampler
+from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.keys import join_keys
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.jsonl import JsonlTracker
-from asyncrl.telemetry.logs import setup_logging
+from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.weights.base import choose_transport, receivable
+from asyncrl.weights.staging import GlooStaging
 
 LEARNER_START_S = 600.0
 """A learner that loads a large model takes its time."""
@@ -45,13 +48,15 @@ def main() -> None:
     def role() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
-        setup_logging(arguments.id, directory.logs, console=True)
-        asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory))
+        context = setup_logging(arguments.id, directory.logs, console=True)
+        asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory, context))
 
     run_role(role)
 
 
-async def _generate(config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory) -> None:
+async def _generate(
+    config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory, context: LogContext
+) -> None:
     from asyncrl.engine.vllm import VLLMEngine
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
@@ -64,13 +69,16 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
         heartbeat_s=config.control.heartbeat_s,
         timeout_s=config.control.timeout_s,
         wire_key=wire_key(),
+        keys=join_keys().control,
     )
     tracker = JsonlTracker(directory.metrics / f"{generator_id}.jsonl")
+    staging = GlooStaging()
     try:
         await Generator(
             engine=engine,
             lanes=lanes(config, store, prompts),
             sampler=Sampler(engine, scorer, prompts.decode, generator_id),
+            staging=staging,
             control=control,
             tracker=tracker,
             settings=GeneratorSettings(
@@ -80,10 +88,12 @@ async def _generate(config: Config, generator_id: str, store: StoreConnection, d
                 probe_limit=config.weights.probe_limit,
                 wire_key=wire_key(),
             ),
+            on_version=context.follow,
         ).run(_hello(config, generator_id, device))
     finally:
         await scorer.close()
         await engine.close()
+        staging.close()
         tracker.close()
 
 
@@ -129,6 +139,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list
             prompt=prompts.prompt,
             spec=sampling_spec(config, config.sampling.temperature),
             group_size=config.batch.group_size,
+            greedy=wants_greedy(config),
             minimum_version=lambda ticket: ticket.minimum_version,
         )
     )

@@ -49,7 +49,7 @@ class UpdateOrder:
 
     version: int
     transport: str
-    """gloo | nccl | ipc | disk"""
+    """gloo | nccl | ipc | disk; memory, where gloo has been staged"""
     deadline_s: float
     details: dict[str, Any]
     """Of the transport: rendezvous address and group name, bucket layout, checksums, or a directory."""
@@ -115,6 +115,22 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Kill the process."""
+        ...
+
+
+class Staging(Protocol):
+    """The generator's end: what can be received while requests run."""
+
+    def stage(self, order: UpdateOrder) -> UpdateOrder:
+        """Receive and verify; returns what the engine is to do then: the same order, or one to load from host memory.
+
+        Blocks, at most until the order's deadline. What it returned holds until the next call.
+        Raises TransferError: nothing has changed in the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free memory and connections."""
         ...
 
 

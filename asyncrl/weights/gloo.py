@@ -1,13 +1,12 @@
 """Weights over Gloo: small groups outside torch's default group, opened by name, with a deadline on everything.
 
-A group has the learner's sender as rank 0 and the generator's workers as ranks 1 and up. It lives as long as every
-transfer succeeds; after an error it is spoilt, and the next order brings a rendezvous with a new name. Nobody else
-is in it, so nobody else can be stopped by it.
+A group has the learner's sender as rank 0 and one generator as rank 1. It lives as long as every transfer succeeds;
+after an error it is spoilt, and the next order brings a rendezvous with a new name. Nobody else is in it, so nobody
+else can be stopped by it.
 
 The rendezvous is a dictionary of plain values, part of the update order:
 
     name        unique for one sender's life and one generator's life; never used again after an error
-    world_size  1 + the generator's workers
     directory   both on one host: a private directory for torch's FileStore; no socket listens for strangers
     host, port  else: a TCPStore served by the sender on the control plane's interface only
 """
@@ -15,20 +14,20 @@ The rendezvous is a dictionary of plain values, part of the update order:
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import Layout, verify
+from asyncrl.weights.layout import Bucket, Layout, verify
 
 Rendezvous = Mapping[str, Any]
+_MEMBERS = 2
 
 
 @dataclass(slots=True)
@@ -46,23 +45,22 @@ class Group:
     deadline_s: float
     """Bound on one transfer."""
     spoilt: bool = False
-    memory: Tensor | None = None
-    """Where a receiver's tensors lie."""
 
 
 class _Operation(NamedTuple):
     """One broadcast under way and the memory it uses."""
 
-    buffer: Tensor
+    bucket: Bucket
+    memory: Tensor
     work: Any
 
 
 def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None) -> Group:
-    """Meet the other members; all must come within `deadline_s`, which also bounds every later transfer.
+    """Meet the other member; it must come within `deadline_s`, which also bounds every later transfer.
 
     Args:
         rendezvous: see the module.
-        rank: 0 is the sender.
+        rank: 0 is the sender, 1 the receiver.
         listener: rank 0 of a rendezvous by host and port: the bound, listening socket; taken over.
 
     Raises:
@@ -70,13 +68,13 @@ def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener
     """
     timeout = timedelta(seconds=deadline_s)
     try:
-        name, world_size = str(rendezvous["name"]), int(rendezvous["world_size"])
+        name = str(rendezvous["name"])
         store, address = _open_store(rendezvous, timeout, listener)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the name that exists at run time
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 2
-        process_group = ProcessGroupGloo(PrefixStore(name, store), rank, world_size, options)
+        process_group = ProcessGroupGloo(PrefixStore(name, store), rank, _MEMBERS, options)
     except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise TransferError(
             f"gloo group {rendezvous.get('name')!r}, rank {rank}: not opened within {deadline_s:g} s ({_brief(error)}); "
@@ -91,51 +89,32 @@ def send(group: Group, buffer: Tensor, layout: Layout) -> None:
     Raises:
         TransferError: the peer is gone or the deadline has passed.
     """
-    _require_usable(group)
+    _move(group, buffer, layout, lambda bucket: None)
+
+
+def receive(group: Group, buffer: Tensor, layout: Layout, checksums: Sequence[int]) -> None:
+    """Receive all buckets into `buffer` (uint8, `layout.total_bytes` long) as rank 1; returns when all are verified.
+
+    Raises:
+        TransferError: a checksum differs, the peer is gone, or the deadline has passed; what `buffer` holds is no version.
+    """
+    _move(group, buffer, layout, lambda bucket: verify(buffer, layout, checksums, bucket))
+
+
+def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket], None]) -> None:
+    """Broadcast every bucket, in order; `moved` is called with each while the next one is under way."""
+    if group.spoilt:
+        raise TransferError(f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name")
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until it went well
-    # One bucket stays queued behind the one under way, so that the wire never idles; more would not help.
     pending: list[_Operation] = []
     try:
         for bucket in layout.buckets:
-            pending.append(_broadcast(group, buffer[bucket.start_byte : bucket.end_byte], ends_at_s))
-            if len(pending) > 1:
-                _wait(group, pending.pop(0))
+            pending.append(_broadcast(group, buffer, bucket, ends_at_s))
+            if len(pending) > 1:  # the wire never idles; more than one ahead would not help
+                moved(_finished(group, pending.pop(0)))
         while pending:
-            _wait(group, pending.pop(0))
-    finally:
-        _drain(pending)
-    group.spoilt = False
-
-
-def receive(group: Group, layout: Layout, checksums: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) in layout order, each after the checksums of its whole bucket have been verified.
-
-    The tensors are views of the group's own memory, one copy of the weights on the host: they hold until the next
-    `receive`. (Memory of every bucket's own would be fresh each time, and page faults cost more than the transfer.)
-    The group can be used again only if the iterator was exhausted.
-
-    Raises:
-        TransferError: a checksum differs, the peer is gone, or the deadline has passed. What was yielded before
-            belongs to an incomplete version: the receiver's weights are dirty.
-    """
-    _require_usable(group)
-    ends_at_s = time.monotonic() + group.deadline_s
-    group.spoilt = True  # until it went well
-    if group.memory is None or len(group.memory) != layout.total_bytes:
-        group.memory = torch.empty(layout.total_bytes, dtype=torch.uint8)
-    memory = group.memory
-    pending: list[_Operation] = []
-    try:
-        for ahead in layout.buckets[:1]:
-            pending.append(_broadcast(group, memory[ahead.start_byte : ahead.end_byte], ends_at_s))
-        for position, bucket in enumerate(layout.buckets):
-            _wait(group, pending.pop(0))
-            for ahead in layout.buckets[position + 1 : position + 2]:  # travels while this one is verified and loaded
-                pending.append(_broadcast(group, memory[ahead.start_byte : ahead.end_byte], ends_at_s))
-            verify(memory, layout, checksums, bucket)
-            for index in range(bucket.first, bucket.end):
-                yield layout.specs[index].name, layout.view(memory, index)
+            moved(_finished(group, pending.pop(0)))
     finally:
         _drain(pending)
     group.spoilt = False
@@ -145,7 +124,7 @@ def _open_store(rendezvous: Rendezvous, timeout: timedelta, listener: socket.soc
     """The store where the members exchange addresses, and the address that this side's Gloo sockets bind to."""
     if "directory" in rendezvous:
         path = Path(rendezvous["directory"]) / str(rendezvous["name"])
-        store: Store = FileStore(str(path), int(rendezvous["world_size"]))
+        store: Store = FileStore(str(path), _MEMBERS)
         store.set_timeout(timeout)
         return store, "127.0.0.1"
     host, port = str(rendezvous["host"]), int(rendezvous["port"])
@@ -162,19 +141,21 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _broadcast(group: Group, buffer: Tensor, ends_at_s: float) -> _Operation:
+def _broadcast(group: Group, buffer: Tensor, bucket: Bucket, ends_at_s: float) -> _Operation:
+    memory = buffer[bucket.start_byte : bucket.end_byte]
     remaining_s = max(ends_at_s - time.monotonic(), 0.001)
     try:
-        return _Operation(buffer, group.process_group.broadcast(buffer, 0, timedelta(seconds=remaining_s)))
+        return _Operation(bucket, memory, group.process_group.broadcast(memory, 0, timedelta(seconds=remaining_s)))
     except RuntimeError as error:
         raise _failed(group, error) from error
 
 
-def _wait(group: Group, operation: _Operation) -> None:
+def _finished(group: Group, operation: _Operation) -> Bucket:
     try:
         operation.work.wait()
     except RuntimeError as error:
         raise _failed(group, error) from error
+    return operation.bucket
 
 
 def _drain(pending: list[_Operation]) -> None:
@@ -185,11 +166,6 @@ def _drain(pending: list[_Operation]) -> None:
     for operation in pending:
         with contextlib.suppress(RuntimeError):
             operation.work.wait()
-
-
-def _require_usable(group: Group) -> None:
-    if group.spoilt:
-        raise TransferError(f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name")
 
 
 def _failed(group: Group, error: BaseException) -> TransferError:

@@ -6,12 +6,12 @@ The plan follows from the specs and the bucket size alone, so only these two cro
 """
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from asyncrl.errors import TransferError
@@ -78,7 +78,7 @@ class Layout:
 
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
-    """CRC-32 of the bytes of every tensor, padding left out."""
+    """XXH3-64 of the bytes of every tensor, padding left out."""
     return tuple(checksum(buffer, layout, index) for index in range(len(layout.specs)))
 
 
@@ -95,15 +95,15 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
         found = checksum(buffer, layout, index)
         if found != expected[index]:
             raise TransferError(
-                f"weights: tensor {layout.specs[index].name!r} has checksum {found:#010x}, the learner sent "
-                f"{expected[index]:#010x}; these weights must not be used, transfer them again"
+                f"weights: tensor {layout.specs[index].name!r} has checksum {found:#018x}, the learner sent "
+                f"{expected[index]:#018x}; these weights must not be used, transfer them again"
             )
 
 
 def checksum(buffer: Tensor, layout: Layout, index: int) -> int:
-    """CRC-32 of the bytes of one tensor."""
+    """XXH3-64 of the bytes of one tensor: ten times as fast as a CRC-32, so that verifying costs less than moving."""
     offset = layout.offsets[index]
-    return zlib.crc32(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
+    return xxhash.xxh3_64_intdigest(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
 
 
 def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:

@@ -1,12 +1,13 @@
 """Shared memory for whole versions of the weights: anonymous files that vanish with the last process that has them.
 
-Senders open a slot as /proc/<learner>/fd/<n>, so there is no name to leak and nothing to clean up after kill -9.
+Other processes open a slot as /proc/<owner>/fd/<n>, so there is no name to leak and nothing to clean up after kill -9.
 `Slots` only keeps the books, in the learner; its owner holds a lock around it.
 """
 
 import mmap
 import os
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,17 +15,28 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory for one version and how many senders read it."""
+    """Memory for one version and how many senders read it. Make it with `create`."""
 
     fd: int
     buffer: Tensor
     """uint8."""
     readers: int = 0
     path: str = field(init=False)
-    """Where senders open it."""
+    """Where other processes open it."""
 
     def __post_init__(self) -> None:
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Self:
+        """New memory of this process."""
+        fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+        os.ftruncate(fd, max(size_bytes, 1))
+        return cls(fd, _as_tensor(mmap.mmap(fd, max(size_bytes, 1)), size_bytes))
+
+    def close(self) -> None:
+        """Give it up; what others still have open goes with them."""
+        os.close(self.fd)
 
 
 class Slots:
@@ -44,15 +56,13 @@ class Slots:
         return free[0] if free else self._grow()
 
     def close(self) -> None:
-        """Forget the memory; what senders still have open goes with them."""
+        """Give up all of them."""
         for slot in self._slots:
-            os.close(slot.fd)
+            slot.close()
         self._slots.clear()
 
     def _grow(self) -> Slot:
-        fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, max(self._size_bytes, 1))
-        self._slots.append(Slot(fd, _as_tensor(mmap.mmap(fd, max(self._size_bytes, 1)), self._size_bytes)))
+        self._slots.append(Slot.create(self._size_bytes))
         return self._slots[-1]
 
 

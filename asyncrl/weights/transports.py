@@ -34,7 +34,7 @@ class SenderSetup:
 
     layout: Layout
     workers: int
-    """Of the generator."""
+    """Of the generator; only GPU transports reach them all, the others reach the generator."""
     deadline_s: float
     rendezvous_directory: str
     """Private to this sender; both ends on one host."""
@@ -77,7 +77,7 @@ class GlooTransport:
         gloo.send(self._group, job.buffer, self.setup.layout)
 
     def _new_rendezvous(self) -> dict[str, Any]:
-        rendezvous: dict[str, Any] = {"name": secrets.token_hex(16), "world_size": 1 + self.setup.workers}
+        rendezvous: dict[str, Any] = {"name": secrets.token_hex(16)}
         if self.setup.interface is None:
             return {**rendezvous, "directory": self.setup.rendezvous_directory}
         self._listener = socket.create_server((self.setup.interface, 0))

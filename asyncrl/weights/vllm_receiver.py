@@ -2,17 +2,16 @@
 
     update = {"transport": ..., "deadline_s": ..., "details": ...}     from the engine, see `UpdateOrder`
 
-    gloo   rendezvous, layout, checksums: buckets over a Gloo group, each verified before it is loaded
-    disk   directory with safetensors files in Hugging Face names
-    nccl   init (a fresh `nccl_unique_id_b64`, offset and size; only with a new group), update (names, dtypes, shapes)
-    ipc    init, update: vLLM's own payloads, the handles as plain values
+    memory  slot, layout: what the generator received over Gloo and has verified, in shared memory of this host
+    disk    directory with safetensors files in Hugging Face names
+    nccl    init (a fresh `nccl_unique_id_b64`, offset and size; only with a new group), update (names, dtypes, shapes)
+    ipc     init, update: vLLM's own payloads, the handles as plain values
 
 A failed update leaves the model usable for the next one, but its weights are a mixture: the engine must not sample.
 """
 
 import logging
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import gloo
 from asyncrl.weights.ipc import lift_update
 from asyncrl.weights.layout import Layout
+from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
 
@@ -97,9 +96,7 @@ def _repack_tied(model: nn.Module) -> None:
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Gloo and disk for any of vLLM's engines, and the whole reload within `update_weights`."""
-
-    _group: gloo.Group | None = None
+    """Host memory and disk for any of vLLM's engines, and the whole reload within `update_weights`."""
 
     def start_weight_update(self) -> None:
         """Nothing: the reload begins and ends with the transfer, so that a failed one leaves none open."""
@@ -111,8 +108,8 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
         """Receive and load one version. Raises TransferError."""
         details, deadline_s = update_info["details"], float(update_info["deadline_s"])
         with reloading(self.model, self.model_config):
-            if update_info["transport"] == "gloo":
-                self.model.load_weights(self._over_gloo(details, deadline_s))
+            if update_info["transport"] == "memory":
+                self.model.load_weights(_from_memory(details))
             elif update_info["transport"] == "disk":
                 self.model.load_weights(_from_disk(Path(details["directory"])))
             else:
@@ -120,22 +117,8 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
-    def _over_gloo(self, details: Update, deadline_s: float) -> Iterator[tuple[str, Tensor]]:
-        rendezvous, ends_at_s = details["rendezvous"], time.monotonic() + deadline_s
-        if self._group is None or self._group.name != rendezvous["name"]:
-            self._group = None  # frees its sockets first
-            rank = 1 + self.parallel_config.rank
-            self._group = gloo.open_group(rendezvous, rank=rank, deadline_s=deadline_s)
-        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for both
-        yield from gloo.receive(self._group, Layout.from_plain(details["layout"]), details["checksums"])
-
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
         raise TransferError("this engine was started for gloo and disk; start it with the transport that the order names")
-
-    def shutdown(self) -> None:
-        """Close the group."""
-        self._group = None
-        super().shutdown()
 
 
 class _OverVLLM(_Receives):
@@ -197,7 +180,7 @@ class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(_Receives):
-    """Gloo and disk, on CPU and GPU."""
+    """Host memory and disk, on CPU and GPU."""
 
     init_info_cls = _NoInit
     update_info_cls = _NoUpdate
@@ -210,8 +193,15 @@ class Receiver(_Receives):
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Close the group."""
-        self._group = None
+        """Nothing is held."""
+
+
+def _from_memory(details: Update) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the slot; they hold until the generator receives the next version."""
+    layout = Layout.from_plain(details["layout"])
+    buffer = open_slot(details["slot"], layout.total_bytes)
+    for index, spec in enumerate(layout.specs):
+        yield spec.name, layout.view(buffer, index)
 
 
 def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:

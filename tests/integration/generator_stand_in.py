@@ -64,16 +64,15 @@ async def main(endpoint, generator_id, options):
 
 
 def receive(order, options):
-    def on_tensor(index):
-        if order.version == options.get("hang_on") and index == 3:
+    def on_bucket():
+        if order.version == options.get("hang_on"):
             say(hanging=order.version)
             time.sleep(1000)
 
     if order.transport == "gloo" and options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1
         raise TransferError("told to fail")
-    plain = {"transport": order.transport, "details": order.details, "deadline_s": order.deadline_s}
-    return receiving.receive(plain, on_tensor)
+    return receiving.receive(order, on_bucket)
 
 
 if __name__ == "__main__":

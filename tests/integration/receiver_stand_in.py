@@ -3,36 +3,39 @@
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors import safe_open
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import gloo
-from asyncrl.weights.layout import Layout
+from asyncrl.weights import gloo, layout
+from asyncrl.weights.base import UpdateOrder
+from asyncrl.weights.slots import open_slot
+from asyncrl.weights.staging import GlooStaging
 
-groups = {}
+staging = GlooStaging()
 
 
-def receive(order, on_tensor=lambda index: None):
-    """Sum of all bytes received, or TransferError. `on_tensor` is called with the index of each tensor that came."""
-    details = order["details"]
-    if order["transport"] == "disk":
+def receive(order, on_bucket=lambda: None):
+    """Sum of all bytes received, or TransferError. `on_bucket` is called before each bucket is verified."""
+
+    def verify(*args):
+        on_bucket()
+        layout.verify(*args)
+
+    with mock.patch.object(gloo, "verify", verify):
+        order = staging.stage(order)
+    if order.transport == "memory":
+        plan = layout.Layout.from_plain(order.details["layout"])
+        buffer = open_slot(order.details["slot"], plan.total_bytes)
+        tensors = [plan.view(buffer, index) for index in range(len(plan.specs))]
+    else:
         tensors = []
-        for path in sorted(Path(details["directory"]).glob("*.safetensors")):
+        for path in sorted(Path(order.details["directory"]).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 tensors += [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping
-        return sum(map(byte_sum, tensors))
-    rendezvous = details["rendezvous"]
-    if rendezvous["name"] not in groups:
-        groups.clear()
-        groups[rendezvous["name"]] = gloo.open_group(rendezvous, rank=1, deadline_s=order["deadline_s"])
-    stream = gloo.receive(groups[rendezvous["name"]], Layout.from_plain(details["layout"]), details["checksums"])
-    total = 0
-    for index, (_, tensor) in enumerate(stream):
-        on_tensor(index)
-        total += byte_sum(tensor)
-    return total
+    return sum(map(byte_sum, tensors))
 
 
 def byte_sum(tensor):
@@ -48,11 +51,11 @@ def main():
     say("ready")
     for line in sys.stdin:
         try:
-            answer = {"sum": receive(json.loads(line))}
+            answer = {"sum": receive(UpdateOrder(**json.loads(line)))}
         except TransferError as error:
             answer = {"error": str(error)}
         say(json.dumps(answer))
-    groups.clear()
+    staging.close()
 
 
 if __name__ == "__main__":

@@ -337,8 +337,7 @@ async def pass_by(endpoint, name, *, says_goodbye):
     hello = Hello(generator_id=name, incarnation="i", release="1.0", config_hash="abc", version=0)
     await client.join(hello)
     order = await asyncio.wait_for(client.next_order(), 60.0)
-    plain = {"transport": order.transport, "details": order.details, "deadline_s": order.deadline_s}
-    assert await asyncio.to_thread(receiving.receive, plain) == byte_sum(SMALL, order.version)
+    assert await asyncio.to_thread(receiving.receive, order) == byte_sum(SMALL, order.version)
     await client.report(UpdateReport(version=order.version, applied=True))
     client._is_member = says_goodbye  # one that has not been welcomed leaves in silence
     await client.leave()

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from vllm_helpers import (
+    STAGING,
     STORIES,
     Sender,
     apply,
@@ -57,22 +58,73 @@ def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_pa
         assert_same_weights(runner, engine, sent)
 
 
-def test_after_a_failure_nothing_is_sampled_until_an_update_succeeds(world, tmp_path):
+def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_one(world, tmp_path):
+    runner, engine, model = world
+    old, new = scrambled(model, 1), scrambled(model, 2)
+
+    async def scenario():
+        await apply(engine, disk_order(1, old, tmp_path))
+        paused_before_s = engine.stats().paused_s
+        arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, Sender(tmp_path).order(2, new, delay_s=2.0)))
+        during = await engine.sample([1, 300], 4, SPEC)
+        assert not arriving.done() and engine.version == 1 and engine.stats().paused_s == paused_before_s
+        ready = await arriving
+        np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)  # nothing is loaded yet
+        across = asyncio.create_task(engine.sample([1, 300], 32, SPEC))
+        await asyncio.sleep(0.05)
+        await engine.begin_update()
+        await engine.receive(ready)
+        await engine.finish_update(2)
+        return during, await across
+
+    during, across = runner.run(scenario())
+    assert {version for rollout in during for version, _ in rollout.version_spans} == {1}
+    assert {version for rollout in across for version, _ in rollout.version_spans} == {1, 2}
+    for rollout in during + across:  # up to the update, all was computed by the old weights
+        of_old = rollout.versions == 1
+        ids = [1, 300, *rollout.response_ids.tolist()]
+        expected = logprobs_of(old, ids)[1:]
+        np.testing.assert_allclose(rollout.behaviour_logprobs[of_old], expected[of_old], atol=1e-3)
+    assert_same_weights(runner, engine, new)
+
+
+def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
+    runner, engine, model = world
+
+    async def scenario():
+        good = Sender(tmp_path, deadline_s=2.0)
+        await apply(engine, good.order(1, model))
+        running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
+        nobody = Sender(tmp_path, deadline_s=1.0).order(2, model, absent=True)
+        spoilt = Sender(tmp_path).order(3, scrambled(model, 3), spoil=8)  # in the second bucket: the first was fine
+        stalled = good.order(4, scrambled(model, 4), absent=True)  # a sender that dies in the group of a good transfer
+        reasons = ["transfer failed", "not opened within 1 s", "checksum"]
+        for update, reason in zip([stalled, nobody, spoilt], reasons, strict=True):
+            with pytest.raises(TransferError, match=reason):
+                await apply(engine, update)
+            assert engine.version == 1
+            np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(model, PROBE), atol=1e-4)
+        rollouts = await running
+        await apply(engine, Sender(tmp_path).order(5, scrambled(model, 5)))
+        return rollouts
+
+    assert {version for rollout in runner.run(scenario()) for version, _ in rollout.version_spans} == {1}
+    assert_same_weights(runner, engine, scrambled(model, 5))
+
+
+def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, tmp_path):
     runner, engine, model = world
 
     async def scenario():
         await apply(engine, Sender(tmp_path).order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         await asyncio.sleep(0.05)
-        nobody = Sender(tmp_path, deadline_s=1.0).order(2, model, absent=True)
-        spoilt = Sender(tmp_path).order(3, scrambled(model, 3), spoil=8)  # in the second bucket: the first is loaded already
         incomplete = Sender(tmp_path).order(4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"])
         nowhere = order(5, "disk", {"directory": str(tmp_path / "none")})
-        reasons = ["not opened within 1 s", "checksum", "1 of .* parameters were not sent", "no .safetensors"]
-        for update, reason in zip([nobody, spoilt, incomplete, nowhere], reasons, strict=True):
-            await engine.begin_update()
+        reasons = ["1 of .* parameters were not sent", "no .safetensors"]
+        for update, reason in zip([incomplete, nowhere], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
-                await engine.receive(update)
+                await apply(engine, update)
             assert engine.version == -1
             with pytest.raises(EngineError, match="paused"):
                 await engine.score(PROBE)
@@ -85,20 +137,3 @@ def test_after_a_failure_nothing_is_sampled_until_an_update_succeeds(world, tmp_
     assert {version for rollout in running for version, _ in rollout.version_spans} == {1, 6}
     assert {version for version, _ in waiting[0].version_spans} == {6}
     assert_same_weights(runner, engine, scrambled(model, 6))
-
-
-def test_a_sender_that_dies_within_a_transfer_costs_one_update(world, tmp_path):
-    runner, engine, model = world
-
-    async def scenario():
-        sender = Sender(tmp_path, deadline_s=2.0)
-        await apply(engine, sender.order(1, model))
-        stalled = order(2, "gloo", sender.order(2, model).details, 2.0)
-        await apply(engine, stalled)
-        await engine.begin_update()
-        with pytest.raises(TransferError, match=r"transfer failed|not loaded within"):
-            await engine.receive(stalled)  # nobody sends it a second time
-        await apply(engine, Sender(tmp_path).order(3, scrambled(model, 7)))
-
-    runner.run(scenario())
-    assert_same_weights(runner, engine, scrambled(model, 7))

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import shutil
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,12 @@ from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.gloo import open_group, send
 from asyncrl.weights.layout import Layout, checksums
+from asyncrl.weights.staging import GlooStaging
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here")
 
+STAGING = GlooStaging()
 BUCKET_BYTES = 100_000
 """Several buckets even for the smallest model."""
 
@@ -132,8 +135,10 @@ def disk_order(version, model, directory):
 
 
 async def apply(engine, update):
+    """As a generator does it."""
+    ready = await asyncio.to_thread(STAGING.stage, update)
     await engine.begin_update()
-    await engine.receive(update)
+    await engine.receive(ready)
     await engine.finish_update(update.version)
 
 
@@ -141,14 +146,14 @@ class Sender:
     """The learner's side of one Gloo group, on a thread."""
 
     def __init__(self, directory, deadline_s=10.0):
-        self.rendezvous = {"name": uuid.uuid4().hex, "world_size": 2, "directory": str(directory)}
+        self.rendezvous = {"name": uuid.uuid4().hex, "directory": str(directory)}
         self.deadline_s = deadline_s
         self.group = None
 
-    def order(self, version, model, *, leave_out=(), spoil=None, absent=False):
-        """Sends in the background; the engine has only to receive.
+    def order(self, version, model, *, leave_out=(), spoil=None, absent=False, delay_s=0.0):
+        """Sends in the background; `apply` receives.
 
-        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent.
+        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `delay_s`: and when it is.
         """
         tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
         specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
@@ -160,11 +165,12 @@ class Sender:
         if spoil is not None:
             layout.view(buffer, spoil).view(-1)[0] += 1.0
         if not absent:
-            threading.Thread(target=self._send, args=(buffer, layout), daemon=True).start()
+            threading.Thread(target=self._send, args=(buffer, layout, delay_s), daemon=True).start()
         details = {"rendezvous": self.rendezvous, "layout": layout.to_plain(), "checksums": list(sums)}
         return order(version, "gloo", details, self.deadline_s)
 
-    def _send(self, buffer, layout):
+    def _send(self, buffer, layout, delay_s):
+        time.sleep(delay_s)
         with contextlib.suppress(TransferError):  # the receiver's side is what is tested
             if self.group is None:
                 self.group = open_group(self.rendezvous, rank=0, deadline_s=self.deadline_s)

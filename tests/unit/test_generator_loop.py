@@ -1,6 +1,8 @@
 """The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and survives."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +15,13 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
-from asyncrl.errors import RewardError
-from asyncrl.generator import Generator, GeneratorSettings, Lane, Sampler
+from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
+from asyncrl.engine.sampler import Sampler
+from asyncrl.errors import RewardError, TransferError
+from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.types import Prompt
+from asyncrl.telemetry.logs import setup_logging
+from asyncrl.types import Prompt, Rollout
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.schema import decode_group
 
@@ -70,30 +74,60 @@ class Nowhere:
     def close(self) -> None: ...
 
 
+class Staging:
+    """A transfer that takes as long as the test likes, and fails if told so."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.arrived.set()
+        self.error = ""
+
+    def stage(self, order: UpdateOrder) -> UpdateOrder:
+        assert self.arrived.wait(10.0)
+        if self.error:
+            raise TransferError(self.error)
+        return order
+
+    def close(self) -> None: ...
+
+
 class World:
     """One generator with everything around it."""
 
-    def __init__(self, *, max_lag: int = 1, rewards: Rewards | None = None, token_s: float = 0.0, max_running: int = 12) -> None:
+    def __init__(
+        self,
+        *,
+        max_lag: int = 1,
+        rewards: Rewards | None = None,
+        token_s: float = 0.0,
+        max_running: int = 12,
+        greedy: bool = False,
+        on_version: Callable[[int], None] = lambda version: None,
+    ) -> None:
         self.learner = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
         self.max_lag = max_lag
         self.learner.recover(Ledger(), version=0, limit=credit_limit(0, max_lag=max_lag, groups=B, rejected=0))
         self.engine = FakeEngine(token_s=token_s)
         self.control = Control()
+        self.staging = Staging()
         lane = Lane(
             name="train",
             buffer=self.learner.peer(),
             prompt=lambda ticket_id: Prompt(token_ids=(ticket_id,), text=f"prompt {ticket_id}", row={}),
             spec=SamplingSpec(temperature=1.0, max_response_tokens=6),
             group_size=G,
+            greedy=greedy,
             minimum_version=lambda ticket: ticket.minimum_version,
         )
         self.generator = Generator(
             engine=self.engine,
             lanes=[lane],
             sampler=Sampler(self.engine, rewards or Rewards(), lambda ids: "x" * len(ids), "g0"),
+            staging=self.staging,
             control=self.control,
             tracker=Nowhere(),
             settings=GeneratorSettings(max_running=max_running, lease_s=30.0, heartbeat_s=0.01, probe_limit=1e-3),
+            on_version=on_version,
         )
 
     def order(self, version: int, *, probe_error: float = 0.0) -> UpdateOrder:
@@ -204,6 +238,32 @@ def test_an_update_under_running_requests_is_reported_with_its_probe():
                 assert logprob == pytest.approx(logprobs_of(logits_of(int(version)))[token], abs=1e-6)
 
 
+def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
+    world = World(token_s=0.005)
+
+    async def script(world: World) -> None:
+        world.staging.arrived.clear()
+        world.staging.error = "the peer is gone"
+        await world.control.orders.put(world.order(1))
+        await world.until(lambda: world.learner.audit().ready == 4)
+        assert (world.engine.version, world.engine.stats().paused_s, world.control.reports.qsize()) == (0, 0.0, 0)
+        world.staging.arrived.set()
+        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        assert (report.applied, report.reason) == (False, "the peer is gone")
+        assert (world.engine.version, world.engine.stats().paused_s) == (0, 0.0)
+        (rollout,) = await world.engine.sample((1,), 1, world.generator._lanes[0].spec)
+        assert {span.version for span in rollout.version_spans} == {0}
+        world.staging.error = ""
+        await world.control.orders.put(world.order(1))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        assert world.engine.version == 1
+
+    world.run(script)
+    take = world.learner.take(Ledger(), 4, window=4)
+    for group in map(decode_group, world.learner.frames(take.ids)):
+        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {0}
+
+
 def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_given_back():
     world = World(token_s=0.02)
 
@@ -217,6 +277,7 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
         assert world.engine.version == -1
         await world.until(lambda: world.control.beats[-1].state == "dirty")
         assert world.learner.audit().ready == 0
+        world.learner.set_version(2, limit=0)
         await world.control.orders.put(world.order(2))
         assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
         await world.until(lambda: world.learner.audit().ready == 4)
@@ -225,6 +286,142 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
     take = world.learner.take(Ledger(), 4, window=4)
     for group in map(decode_group, world.learner.frames(take.ids)):
         assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+
+
+def greedy_response(version: int) -> list[int]:
+    """What the toy policy says at temperature 0: one token for ever, or the end at once."""
+    token = int(logits_of(version).argmax())
+    return [token] if token == EOS else [token] * 6
+
+
+def test_a_greedy_response_gives_each_group_its_reward_and_is_not_kept():
+    world = World(greedy=True, rewards=Rewards())
+    asked: list[tuple[int, float]] = []
+    sample = world.engine.sample
+
+    async def recorded(prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        asked.append((count, spec.temperature))
+        return await sample(prompt_ids, count, spec)
+
+    world.engine.sample = recorded  # type: ignore[method-assign]
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    assert sorted(asked) == [(1, 0.0)] * 4 + [(G, 1.0)] * 4
+    for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
+        assert len(group.rollouts) == G
+        assert group.greedy_reward == len(greedy_response(0))
+
+
+def test_the_greedy_response_takes_a_place_among_the_running():
+    world = World(greedy=True, token_s=0.05, max_running=2 * G + 1)  # room for two groups, or for one with its greedy response
+    most = 0
+
+    async def script(world: World) -> None:
+        nonlocal most
+        async with asyncio.timeout(10):
+            while world.learner.audit().ready < 4:
+                most = max(most, world.engine.stats().running_requests)
+                await asyncio.sleep(0.005)
+
+    world.run(script)
+    assert most == G + 1
+
+
+def test_a_greedy_response_that_cannot_be_scored_fails_the_ticket():
+    world = World(greedy=True, rewards=Rewards(fails=lambda one: len(one.response) == len(greedy_response(0))))
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
+        assert group.dead_reason == "part judge: raised ValueError"
+        assert group.greedy_reward is None
+
+
+def test_a_failed_probe_drops_the_greedy_response_too():
+    world = World(greedy=True, token_s=0.02)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await world.control.orders.put(world.order(1, probe_error=0.1))
+        assert not (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
+        assert world.engine.stats().running_requests == 0
+        world.learner.set_version(2, limit=0)
+        await world.control.orders.put(world.order(2))
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
+        assert group.greedy_reward == len(greedy_response(2))
+
+
+def test_weights_of_a_discarded_lineage_start_no_ticket():
+    """The learner went back from version 5 to 2; this generator still has version 5, and hears of it from the store first."""
+    world = World()
+    back = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
+    back.recover(Ledger(), version=2, limit=8)
+
+    async def script(world: World) -> None:
+        world.learner.set_version(5, limit=0)
+        await world.control.orders.put(world.order(5))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        await world.until(lambda: world.learner.audit().ready == 4)
+        world.generator._lanes[0].buffer._store = back._store  # type: ignore[attr-defined]
+        await world.until(lambda: back.audit().counters.get("returned", 0) >= 8)
+        assert back.audit().ready == 0
+        await world.control.orders.put(world.order(2))
+        await world.until(lambda: back.audit().ready == 8)
+
+    world.run(script)
+    for group in map(decode_group, back.frames(range(1, 9))):
+        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+
+
+def test_an_order_of_an_older_version_gives_back_what_runs_even_when_it_fails():
+    world = World(token_s=0.05)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.engine.stats().running_requests == 4 * G)
+        await world.control.orders.put(world.order(5))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        broken = world.order(2)
+        broken.details["tensors"] = {"logits": [0.0]}  # type: ignore[index]
+        await world.control.orders.put(broken)
+        assert not (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        world.learner.set_version(3, limit=0)
+        await world.control.orders.put(world.order(3))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
+        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {3}
+
+
+def test_log_lines_carry_the_version_that_samples(tmp_path):
+    context = setup_logging("g0", tmp_path, console=False)
+    world = World(on_version=context.follow)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+        logging.getLogger("test").info("before")
+        await world.control.orders.put(world.order(1))
+        await asyncio.wait_for(world.control.reports.get(), 5)
+        logging.getLogger("test").info("after")
+
+    try:
+        world.run(script)
+    finally:
+        for handler in [handler for handler in logging.getLogger().handlers if context in handler.filters]:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    lines = (tmp_path / "g0.log").read_text().splitlines()
+    assert [line.split(" g0 ")[1] for line in lines if " test: " in line] == ["v0 test: before", "v1 test: after"]
 
 
 def test_a_full_store_keeps_the_group_with_the_generator():

@@ -1,0 +1,56 @@
+"""The generator's end of Gloo: a version arrives in this process's shared memory while requests run.
+
+    sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it, resume
+
+So requests wait for the loading only, whatever the wire does, and a transfer that fails leaves the weights in use as they
+were. The memory, one copy of the weights on this host however many workers load it, is kept for the next version.
+"""
+
+import time
+from dataclasses import replace
+
+from asyncrl.weights import gloo
+from asyncrl.weights.base import UpdateOrder
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.slots import Slot
+
+
+class GlooStaging:
+    """Implements `weights.base.Staging`; the other transports pass through."""
+
+    def __init__(self) -> None:
+        self._group: gloo.Group | None = None
+        self._slot: Slot | None = None
+
+    def stage(self, order: UpdateOrder) -> UpdateOrder:
+        """See `Staging`."""
+        if order.transport != "gloo":
+            return order
+        layout = Layout.from_plain(order.details["layout"])
+        group, slot = self._meet(order), self._memory(layout.total_bytes)
+        gloo.receive(group, slot.buffer, layout, order.details["checksums"])
+        return replace(order, transport="memory", details={"slot": slot.path, "layout": order.details["layout"]})
+
+    def close(self) -> None:
+        """See `Staging`."""
+        self._group = None
+        if self._slot is not None:
+            self._slot.close()
+        self._slot = None
+
+    def _meet(self, order: UpdateOrder) -> gloo.Group:
+        """The group of the order, with what is left of its deadline."""
+        ends_at_s = time.monotonic() + order.deadline_s
+        rendezvous = order.details["rendezvous"]
+        if self._group is None or self._group.name != rendezvous["name"]:
+            self._group = None  # frees its sockets first
+            self._group = gloo.open_group(rendezvous, rank=1, deadline_s=order.deadline_s)
+        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for both
+        return self._group
+
+    def _memory(self, size_bytes: int) -> Slot:
+        if self._slot is not None and len(self._slot.buffer) != size_bytes:
+            self._slot.close()
+            self._slot = None
+        self._slot = self._slot or Slot.create(size_bytes)
+        return self._slot
