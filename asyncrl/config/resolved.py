@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl.algo.registry import needs
 from asyncrl.config.document import SCALARS
 from asyncrl.config.schema import Config
 
@@ -27,8 +28,8 @@ SHARED: dict[str, tuple[str, ...]] = {
 `learner.steps` and `eval.every` say which weights a round of evaluation needs. A run may be resumed with other values: its
 supervisor starts its generators with them; those that joined from elsewhere are refused when they come back, and leave.
 
-Not in it, because one side alone reads it: the algorithm, generator, store, checkpoint and telemetry parts, and the rest of
-the learner's.
+Not in it, because one side alone reads it: the algorithm (but for `wants_greedy`), generator, store, checkpoint and
+telemetry parts, and the rest of the learner's.
 """
 
 
@@ -60,9 +61,20 @@ def config_json(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits over the `SHARED` fields: equal for processes that may work on the same run."""
-    shared = {part: getattr(config, part).model_dump(mode="json", include=set(fields)) for part, fields in SHARED.items()}
+    """16 hex digits over the `SHARED` fields and `wants_greedy`: equal for processes that may work on the same run."""
+    shared: dict[str, Any] = {
+        part: getattr(config, part).model_dump(mode="json", include=set(fields)) for part, fields in SHARED.items()
+    }
+    shared["greedy"] = wants_greedy(config)
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
+
+
+def wants_greedy(config: Config) -> bool:
+    """Whether generators sample a greedy response per ticket: all that they need to know of the algorithm.
+
+    So a run may be resumed with another advantage and keep the generators that joined it, unless this changes.
+    """
+    return "greedy_rewards_group" in needs("advantage", config.algorithm.advantage.name)
 
 
 def _canonical(value: Any) -> str:

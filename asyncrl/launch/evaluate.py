@@ -8,9 +8,9 @@ from pathlib import Path
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
+from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
-from asyncrl.generator import Sampler
 from asyncrl.launch.directory import find_run
 from asyncrl.launch.generator import resolve_device, sampling_spec
 from asyncrl.launch.inspect import newest_export

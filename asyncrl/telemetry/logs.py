@@ -9,12 +9,16 @@ FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s v%(version)s %(name)s
 
 
 class LogContext(logging.Filter):
-    """Adds role and version to every line; set `version` when it changes."""
+    """Adds role and version to every line."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
         self.role = role
         self.version: int | str = "-"
+
+    def follow(self, version: int) -> None:
+        """From here on the lines are of `version`."""
+        self.version = version
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always True; only adds to the record."""

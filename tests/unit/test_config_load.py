@@ -287,6 +287,8 @@ def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
     other = ["run.seed=1", "batch.group_size=4", "sampling.temperature=0.5", "model.dtype=float32", "data.shuffle=false"]
     other += ["reward.functions.0.weight=2", "staleness.max_lag=1", "weights.transport=disk", "eval.samples=1", "eval.prompts=3"]
     other += ["learner.steps=9", "eval.every=3"]  # generators tell from them which weights a round of evaluation needs
+    other += ["algorithm.advantage=remax"]  # generators sample greedy responses for it
+    same += ["algorithm.advantage=rloo"]
     base = config_hash(load_config(path))
     assert {config_hash(load_config(path, [text])) for text in same} == {base}
     assert base == config_hash(load_config(path, ["eval.samples=1"]))

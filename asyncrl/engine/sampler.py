@@ -1,0 +1,94 @@
+"""From a prompt to a scored group, in training and in `asyncrl eval` alike."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.rewards.base import RewardInput, Scorer
+from asyncrl.types import Group, Prompt, Rollout
+
+
+@dataclass(slots=True)
+class _Busy:
+    """Seconds in which at least one group was being sampled."""
+
+    running: int = 0
+    busy_s: float = 0.0
+    _since_s: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def sampling(self) -> Any:
+        self.total_s()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.total_s()
+            self.running -= 1
+
+    def total_s(self) -> float:
+        now_s = time.monotonic()
+        self.busy_s += (now_s - self._since_s) * (self.running > 0)
+        self._since_s = now_s
+        return self.busy_s
+
+
+class Sampler:
+    """Samples and scores whole groups."""
+
+    def __init__(self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._decode = decode
+        self._generator_id = generator_id
+        self.busy = _Busy()
+
+    async def group(self, prompt: Prompt, ticket_id: int, size: int, spec: SamplingSpec, *, greedy: bool = False) -> Group:
+        """The scored group of one ticket, with `greedy` also the reward of the likeliest response, which is not kept.
+
+        Raises RewardError and EngineError.
+        """
+        started_s = time.monotonic()
+        with self.busy.sampling():
+            rollouts = await self._sample(prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)])
+        sampled_s = time.monotonic()
+        scored = await self._score(prompt, rollouts)
+        return Group(
+            ticket_id=ticket_id,
+            rollouts=scored[:size],
+            generator_id=self._generator_id,
+            # The engine may be dirty by now; then the newest token tells.
+            finished_version=max(self._engine.version, *(span.version for r in rollouts for span in r.version_spans)),
+            sampling_s=sampled_s - started_s,
+            reward_s=time.monotonic() - sampled_s,
+            greedy_reward=scored[size].reward if greedy else None,
+        )
+
+    async def _sample(self, prompt_ids: Sequence[int], requests: Sequence[tuple[int, SamplingSpec]]) -> list[Rollout]:
+        """All requests at the same time; the first failure gives up the others."""
+        tasks = [asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests]
+        try:
+            return [rollout for rollouts in await asyncio.gather(*tasks) for rollout in rollouts]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        inputs = [
+            RewardInput(
+                prompt=prompt.text,
+                response=self._decode(rollout.response_ids.tolist()),
+                row=prompt.row,
+                truncated=rollout.finish_reason == "length",
+            )
+            for rollout in rollouts
+        ]
+        scores = await self._scorer.score(inputs)
+        return tuple(
+            replace(rollout, reward=score.total, reward_parts=score.parts)
+            for rollout, score in zip(rollouts, scores, strict=True)
+        )
