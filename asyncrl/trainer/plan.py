@@ -6,7 +6,7 @@ Axes in names:  T action tokens of the batch before any mask.
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.trainer.estimate import Estimator
+from asyncrl.trainer.masks import Masks, masked_shares, masks
 from asyncrl.trainer.measure import measure
 from asyncrl.trainer.packing import Sequence, deal, microbatch
 from asyncrl.types import Group, Rollout
@@ -56,6 +57,8 @@ class Plan:
     """Shaped, as the advantages saw them."""
     returns_T: Tensor | None = None
     """What the critic is trained on, of masked tokens too; None without one."""
+    masked: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the action tokens that masks took out of the loss, under their published names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,24 +108,22 @@ class Planner:
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
         }
         present = {name: column_T.numpy() for name, column_T in made.items() if column_T is not None}
+        masked = [self._masks(*pair) for pair in zip(_rollouts(groups), sequences, strict=True)]
         planned = tuple(
-            replace(sequence, keep=self._keep(rollout, sequence), advantages=columns.pop("advantages_T"), columns=columns)
-            for rollout, sequence, columns in zip(_rollouts(groups), sequences, _split(present, sequences), strict=True)
+            replace(sequence, keep=sequence.keep & ~mask.any, advantages=columns.pop("advantages_T"), columns=columns)
+            for sequence, mask, columns in zip(sequences, masked, _split(present, sequences), strict=True)
         )
         return Plan(
             minibatches=self._minibatches(groups, planned),
             sequences=planned,
             rewards=estimates.rewards,
             returns_T=estimates.returns_T,
+            masked=masked_shares(sequences, masked, self.estimator.max_response_tokens),
         )
 
-    def _keep(self, rollout: Rollout, sequence: Sequence) -> NDArray[np.bool_]:
-        keep = sequence.keep.copy()
-        if self.settings.mask_stale:
-            keep &= sequence.lag <= self.settings.max_lag
-        if self.settings.mask_truncated and rollout.finish_reason == "length":
-            keep[:] = False
-        return keep
+    def _masks(self, rollout: Rollout, sequence: Sequence) -> Masks:
+        max_lag = self.settings.max_lag if self.settings.mask_stale else None
+        return masks(rollout, sequence, max_lag=max_lag, truncated=self.settings.mask_truncated)
 
     def _minibatches(self, groups: Sequenced[Group], sequences: Sequenced[Sequence]) -> tuple[Minibatch, ...]:
         per_minibatch = len(groups) // self.settings.minibatches
