@@ -24,7 +24,7 @@ class ValueHead(nn.Linear):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
-        # A generator of its own: every rank draws the same, and what other things draw does not change.
+        # A generator of its own: every rank draws the same.
         nn.init.normal_(self.weight, std=1 / (hidden_size + 1), generator=torch.Generator().manual_seed(0))
         nn.init.zeros_(self.bias)
 

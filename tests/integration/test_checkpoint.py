@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 )
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
-    base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype}
+    base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype, "critic": True, "reference": True}
     saved = base | {"store": str(store)}
     first = run_ranks(
         ranks, model, [base | {"name": "whole", "steps": [0, 4]}, saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first"
@@ -31,24 +31,46 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, r
     assert report["state"] == {"version": 2, "ledger": [1, 2]}
     assert begun_report["losses"] + report["losses"] == whole_report["losses"]
     assert whole.keys() == resumed.keys()
+    assert {name.partition(".")[0] for name in whole} == {"policy", "critic", "reference"}
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
-    assert any(not torch.equal(begun[name], tensor) for name, tensor in whole.items())
+        assert not torch.equal(begun[name], tensor), name
 
     exported = store / "step-000002" / EXPORT
     served = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, dtype)).named_parameters())
-    assert served.keys() == begun.keys()
-    assert all(torch.equal(served[name].detach(), tensor) for name, tensor in begun.items())
+    policy = {name.removeprefix("policy.model."): tensor for name, tensor in begun.items() if name.startswith("policy.")}
+    assert served.keys() == policy.keys()
+    assert all(torch.equal(served[name].detach(), tensor) for name, tensor in policy.items())
     assert AutoTokenizer.from_pretrained(exported).encode("12+34") == AutoTokenizer.from_pretrained(model).encode("12+34")
     rng = {path.name for path in (store / "step-000002").glob("rng-*")}
     assert rng == {f"rng-{rank:04}.safetensors" for rank in range(ranks)}
     assert not list(store.rglob("latest"))
 
 
-def test_another_number_of_ranks_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store)}
-    run_ranks(1, model, [base | {"name": "begun", "steps": [0, 1]}], tmp_path / "first")
-    assert json.loads((store / "step-000001" / "trainer.json").read_text())["ranks"] == 1
-    with pytest.raises(AssertionError, match=r"CheckpointError: .*'ranks': 1.*resume with the same learner.ranks"):
-        run_ranks(2, model, [base | {"name": "resumed", "steps": [1, 2]}], tmp_path / "second")
+    full = {"critic": True, "reference": True}
+    run_ranks(1, model, [base | full | {"name": "begun", "steps": [0, 1]}], tmp_path / "first")
+    written = json.loads((store / "step-000001" / "trainer.json").read_text())
+    assert written == {"ranks": 1, "zero_stage": 0, "dtype": "float32", "critic": True, "moved_reference": True}
+    for ranks, models, found in [
+        (2, full, "'ranks': 1"),
+        (1, {"reference": True}, "'critic': True"),
+        (1, {"critic": True}, "'moved_reference': True"),
+    ]:
+        with pytest.raises(AssertionError, match=f"CheckpointError: .*{found}.*resume with the same learner.ranks"):
+            run_ranks(ranks, model, [base | models | {"name": "resumed", "steps": [1, 2]}], tmp_path / f"second {found}")
+
+
+def test_a_frozen_reference_is_not_saved_and_may_be_switched_on_and_off(tmp_path: Path) -> None:
+    model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
+    base = {"run": "train", "stage": 0, "store": str(store), "decay": None}
+    run_ranks(1, model, [base | {"name": "begun", "steps": [0, 1], "reference": True}], tmp_path / "first")
+    assert not (store / "step-000001" / "reference").exists()
+    scenarios = [base | {"name": f"resumed {on}", "steps": [1, 2], "reference": on} for on in (True, False)]
+    results = run_ranks(1, model, scenarios, tmp_path / "second")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    tensors = results["resumed True"][0]
+    assert all(torch.equal(tensors[f"reference.model.{name}"], tensor.detach()) for name, tensor in loaded.items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in results["resumed False"][0].items())

@@ -124,3 +124,54 @@ def test_score_is_the_stock_models_at_temperature_one(tmp_path: Path) -> None:
     _, report = run_ranks(1, model, [{"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}], tmp_path)["s"]
     table = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids).logits[0, :-1].log_softmax(-1)
     assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)
+
+
+def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_and_any_budget(
+    model: Path, tmp_path: Path
+) -> None:
+    results: dict[str, tuple[dict[str, Tensor], Any]] = {}
+    for ranks, cuts in {1: [(0, 1000), (0, 40)], 2: [(2, 60), (3, 40)], 4: [(3, 60)]}.items():
+        scenarios = [
+            {
+                "run": "two_steps",
+                "name": f"{ranks} ranks, stage {stage}, budget {budget}",
+                "stage": stage,
+                "budget": budget,
+                "critic": True,
+            }
+            for stage, budget in cuts
+        ]
+        results |= run_ranks(ranks, model, scenarios, tmp_path / str(ranks))
+    (first, (expected, report)), *others = results.items()
+    assert report["microbatches"] == 1 < results["1 ranks, stage 0, budget 40"][1]["microbatches"], first
+    for name, (found, other) in others:
+        assert found.keys() == expected.keys() and any(key.startswith("critic.head") for key in found)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=0, msg=lambda m, n=name, k=key: f"{n}: {k}: {m}")
+        assert other["norms"] == pytest.approx(report["norms"], rel=1e-5), name
+
+
+def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(model: Path, tmp_path: Path) -> None:
+    scenarios = [
+        {"run": "critic", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
+        for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
+    ]
+    for name, (tensors, report) in run_ranks(2, model, scenarios, tmp_path).items():
+        expected = {"step": [0, ["policy"]], "bad": [1, []], "none": [1, []], "critic_step": [0, ["critic"]]}
+        assert report["moved"] == expected, name
+        assert report["losses"][-1] < report["losses"][0] / 100, name  # squares: the error falls by 10
+        assert report["columns"] == [["values_T"], ["values_T"]], name
+        assert float((tensors["values_T"] - 0.7).abs().mean()) < 0.07, name
+
+
+def test_the_reference_follows_the_policy_as_a_moving_average(model: Path, tmp_path: Path) -> None:
+    scenarios = [
+        {"run": "reference", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
+        for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+    ]
+    for name, (_, report) in run_ranks(2, model, scenarios, tmp_path).items():
+        # bfloat16 has 8 bits, and rounds at random to one of the two neighbours, in every one of the four updates.
+        assert report["error"] < (1e-6 if "float32" in name else 0.03), name
+        assert report["span"] > 1e-3, name
+        assert report["followed"] < report["far"][-1], name
+        assert report["still"] and report["equal"] and report["apart"] == 0, name

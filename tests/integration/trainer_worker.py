@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config.algorithm import OptimizerConfig
+from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
-from asyncrl.trainer.base import LossSums, MicroBatch
+from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed import DeepSpeedTrainer
-from asyncrl.trainer.packing import Sequence, microbatch
+from asyncrl.trainer.packing import Sequence, deal, microbatch
+from asyncrl.trainer.trained_model import whole_parameters
 
 KEY = b"key of the test run"
 CPU = torch.device("cpu")
@@ -57,7 +58,18 @@ def loss_over(total: int) -> Any:
     return loss
 
 
+def critic_loss_over(total: int, target: float | None = None) -> Any:
+    """Squared distance of the values to `target`, or to the advantages."""
+
+    def loss(batch: MicroBatch, values_T: Tensor) -> LossSums:
+        value = (values_T - (batch.tokens.advantages_T if target is None else target)).square().sum() / total
+        return LossSums(loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)})
+
+    return loss
+
+
 def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
+    """The critic, if any, gets the policy's optimizer too."""
     return DeepSpeedTrainer(
         ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
         LearnerConfig(
@@ -72,11 +84,27 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         temperature=0.7,
         rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
         reference=scenario.get("reference", False),
+        critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,
     )
 
 
 def parameters(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.parameters()}
+
+
+def everything(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
+    """The parameters of all models that the trainer has."""
+    models = {"policy": trainer._policy.engine.module}
+    if trainer._critic is not None:
+        models["critic"] = trainer._critic.engine.module
+    if trainer._reference is not None:
+        models["reference"] = trainer._reference._policy
+    return {f"{model}.{name}": tensor.detach().clone() for model in models for name, tensor in whole_parameters(models[model])}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """The models of which a parameter differs."""
+    return sorted({name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])})
 
 
 def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
@@ -115,6 +143,99 @@ def nonfinite(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
         states.append(parameters(trainer))
     trainer.close()
     return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}, reports
+
+
+def two_steps(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Two steps of policy and critic on one batch, packed into `budget` tokens and dealt to the ranks.
+
+    With eps 1 the step of AdamW is nearly proportional to the gradient, so it shows a wrong scale and hides rounding.
+    """
+    trainer = build(job, scenario, lr=0.1, eps=1.0, max_grad_norm=1e9)
+    items = sequences(12)
+    bins = deal(items, scenario["budget"], job["ranks"])[job["rank"]]
+    mine = [microbatch([items[i] for i in members], CPU) for members in bins]
+    norms = []
+    for _ in range(2):
+        norms.append(trainer.critic_step(mine, critic_loss_over(tokens_of(items))).grad_norm)
+        norms.append(trainer.step(mine, loss_over(tokens_of(items))).grad_norm)
+    result = everything(trainer)
+    trainer.close()
+    return result, {"norms": norms, "microbatches": len(mine)}
+
+
+def critic(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Which models a step changes, one with a NaN on the last rank, and how a critic learns a constant return."""
+    trainer = build(job, scenario, lr=3e-3)
+    items = sequences()
+    batches = [microbatch(items[job["rank"] :: job["ranks"]], CPU), microbatch([], CPU)]
+    total = tokens_of(items)
+    state, moved = everything(trainer), {}
+
+    def poisoned(batch: MicroBatch, values_T: Tensor) -> LossSums:
+        return LossSums(loss=values_T.sum() * (math.nan if job["rank"] == job["ranks"] - 1 else 1.0))
+
+    def learn() -> StepResult:
+        return trainer.critic_step(batches, critic_loss_over(total, 0.7))
+
+    results = []
+    for name, step in {
+        "step": lambda: trainer.step(batches, loss_over(total)),
+        "bad": lambda: trainer.critic_step(batches, poisoned),
+        "none": lambda: trainer.critic_step([], poisoned),
+        "critic_step": learn,
+    }.items():
+        before = state
+        results.append(step())
+        state = everything(trainer)
+        moved[name] = [results[-1].metrics["skipped_steps"], changed(before, state)]
+    losses = [result.metrics["loss"] for result in (results[-1], *(learn() for _ in range(20)))]
+    values = trainer.measure(batches, ["values_T"])
+    report = {"moved": moved, "losses": losses, "columns": [sorted(part) for part in values]}
+    trainer.close()
+    return {"values_T": values[0]["values_T"]}, report
+
+
+def reference(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """A reference that follows the policy, by the trainer and beside it."""
+    trainer = build(job, scenario, lr=1e-2)
+    items = sequences()
+    batches = [microbatch(items[job["rank"] :: job["ranks"]], CPU)]
+    columns = ["logprobs_T", "reference_logprobs_T"]
+
+    def apart() -> float:
+        measured = trainer.measure(batches, columns)[0]
+        return float((measured["logprobs_T"] - measured["reference_logprobs_T"]).abs().max())
+
+    def models() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state = everything(trainer)
+        return tuple(
+            {name.partition(".")[2]: state[name] for name in state if name.startswith(m)} for m in ("policy", "reference")
+        )
+
+    expected, far = models()[1], []
+    for _ in range(4):
+        trainer.step(batches, loss_over(50))
+        far.append(apart())  # the forward pass before the update gathers what the update makes stale
+        trainer.update_reference(0.6)
+        policy = models()[0]
+        expected = {name: 0.6 * expected[name] + 0.4 * policy[name] for name in expected}
+    followed = apart()
+    average = models()[1]
+    trainer.update_reference(1.0)
+    still = all(torch.equal(average[name], tensor) for name, tensor in models()[1].items())
+    trainer.update_reference(0.0)
+    policy, copy = models()
+    report = {
+        "far": far,
+        "followed": followed,
+        "still": still,
+        "equal": all(torch.equal(policy[name], copy[name]) for name in policy),
+        "apart": apart(),
+        "error": max(float((average[name] - expected[name]).abs().max()) for name in expected),
+        "span": max(float((average[name] - policy[name]).abs().max()) for name in expected),
+    }
+    trainer.close()
+    return {"done": torch.zeros(1)}, report
 
 
 def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
@@ -167,10 +288,15 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
             sums = plain(batch, logprobs_T, entropy_T)
             return LossSums(loss=sums.loss * noise, metrics=sums.metrics)
 
-        losses.append(trainer.step([microbatch(members[:2], CPU), microbatch(members[2:], CPU)], loss).metrics["loss"])
+        batches = [microbatch(members[:2], CPU), microbatch(members[2:], CPU)]
+        losses.append(trainer.step(batches, loss).metrics["loss"])
+        if scenario.get("critic"):
+            losses.append(trainer.critic_step(batches, critic_loss_over(60)).metrics["loss"])
+        if scenario.get("reference") and (decay := scenario.get("decay", 0.9)):
+            trainer.update_reference(decay)
     if store and not start:
         store.save(stop, trainer, {"version": stop, "ledger": [1, 2]})
-    result = parameters(trainer)
+    result = everything(trainer)
     trainer.close()
     return result, {"losses": losses, "state": state}
 

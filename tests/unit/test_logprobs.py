@@ -17,6 +17,7 @@ from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.loading import load_policy
 from asyncrl.trainer.packing import Sequence, microbatch
 from asyncrl.trainer.policy import PolicyModule, TokenLogprobs
+from asyncrl.trainer.trained_model import run
 
 CPU = torch.device("cpu")
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"
@@ -46,11 +47,9 @@ def random_sequences(rng: np.random.Generator, vocabulary: int, shapes: list[tup
     ]
 
 
-def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5) -> tuple[Tensor, Tensor]:
-    logprobs_T, entropy_T = policy(
-        batch.input_ids_N, batch.position_ids_N, batch.sequence_starts, batch.source_T, batch.target_T, TEMPERATURE, chunk
-    )
-    return logprobs_T, entropy_T
+def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5, with_squares: bool = False) -> Tensor:
+    columns_RT: Tensor = run(policy, batch, batch.target_T, TEMPERATURE, chunk, with_squares)
+    return columns_RT
 
 
 def padded(path: Path, sequences: list[Sequence], dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor, Tensor]:
@@ -141,6 +140,21 @@ def test_derivatives_are_those_of_log_softmax_and_finite_for_huge_logits(scale: 
         torch.testing.assert_close(found, expected, atol=1e-5 * scale, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_the_sum_of_squared_probabilities_is_that_of_a_full_softmax(scale: float, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD, weight_VD = torch.randn(7, 3, generator=generator) * scale, torch.randn(11, 3, generator=generator)
+    target_T = torch.arange(7)
+    expected_T = (hidden_TD.double() @ weight_VD.T.double() / 0.5).softmax(-1).square().sum(-1).float()
+    with_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, True)
+    torch.testing.assert_close(with_T[2], expected_T, atol=1e-6, rtol=1e-5)
+    assert torch.equal(with_T[:2], TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False))
+    assert expected_T.min() >= 1 / 11 - 1e-6  # the uniform distribution has the smallest
+    if scale == 0:
+        assert with_T[2].tolist() == pytest.approx([1 / 11] * 7)
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the largest number of elements, and of leading rows beside V columns, that any operation returned."""
 
@@ -165,7 +179,7 @@ def test_neither_full_logits_nor_an_attention_mask_over_all_tokens_ever_exist(tm
     batch = microbatch(random_sequences(np.random.default_rng(3), vocabulary, [(20, 30)] * 24), CPU)
     assert batch.target_T.numel() > 400
     with LargestTensor(vocabulary) as seen:
-        logprobs_T, entropy_T = packed(policy, batch, chunk=100)
+        logprobs_T, entropy_T, _ = packed(policy, batch, chunk=100, with_squares=True)
         (logprobs_T.sum() + entropy_T.sum()).backward()
     num_tokens = batch.input_ids_N.numel()
     assert seen.logit_rows == 100  # and not the action tokens
