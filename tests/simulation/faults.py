@@ -1,0 +1,58 @@
+"""What goes wrong, how often: drawn per seed, so that some runs see one kind of fault only and some see all."""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+CHANCES = {"lost_request": 0.03, "delayed_request": 0.02, "lost_reply": 0.04, "late_duplicate": 0.04}
+"""Per request."""
+MEAN_S = {
+    "generator_kill": 20.0,
+    "generator_pause": 30.0,
+    "generator_leave": 60.0,
+    "learner_kill": 25.0,
+    "learner_pause": 50.0,
+    "second_learner": 50.0,
+    "store_kill": 30.0,
+    "store_wipe": 60.0,
+    "store_pause": 60.0,
+    "functions_lost": 60.0,
+    "clock_jump": 60.0,
+    "out_of_memory": 60.0,
+}
+"""Mean time between two faults of a kind."""
+CONTENT = {"garbage_frame": 0.03, "reward_fails": 0.1, "torn_checkpoint": 0.3}
+"""Per group, and per start of a learner."""
+
+
+@dataclass(slots=True)
+class Faults:
+    """The faults of one run; none after `end`."""
+
+    random: random.Random
+    chances: dict[str, float]
+    means_s: dict[str, float]
+    is_on: bool = True
+    struck: dict[str, int] | None = None
+
+    NAMES: ClassVar[tuple[str, ...]] = (*CHANCES, *CONTENT, *MEAN_S)
+
+    @classmethod
+    def draw(cls, random: random.Random) -> "Faults":
+        """Half of all kinds, each more or less often."""
+        chances = {name: chance * random.choice([0, 0, 1, 3]) for name, chance in (CHANCES | CONTENT).items()}
+        means_s = {name: mean_s * random.choice([0.5, 1.0]) for name, mean_s in MEAN_S.items() if random.random() < 0.5}
+        return cls(random, chances, means_s, struck={})
+
+    def strikes(self, name: str) -> bool:
+        """Whether this happens now."""
+        chance = self.chances[name]
+        if not (self.is_on and chance and self.random.random() < chance):
+            return False
+        self.count(name)
+        return True
+
+    def count(self, name: str) -> None:
+        """For the figures."""
+        assert self.struck is not None
+        self.struck[name] = self.struck.get(name, 0) + 1

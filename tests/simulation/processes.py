@@ -1,0 +1,282 @@
+"""The generators and the learner: the loops are the simulation's, everything that touches the store or a ledger is shipped code."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.algo.filters import GroupOutcome
+from asyncrl.buffer.base import PutOutcome
+from asyncrl.buffer.intake import Collected, Intake, make_judge
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.files import FileOps
+from asyncrl.types import Ticket
+
+from .content import DEAD, decode, encode
+from .engine import Process
+from .violation import Violation
+
+if TYPE_CHECKING:
+    from .world import World
+
+RUN = "run"
+KEY = b"key"
+WEIGHTS = "weights.json"
+STALL_S = 1e9
+"""The engine has a deadline of its own."""
+
+
+class GeneratorProcess:
+    """Leases, samples, renews; several tickets at once."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world, self.engine = world, world.engine
+        self.process = Process(name)
+        self.buffer = RedisBuffer(world.connect(self.process), RUN, world.rules)
+        self.version = world.published
+        self.held: set[int] = set()
+        self.is_leaving = False
+        for loop in (self._lease_forever, self._renew_forever, self._adopt_forever):
+            self._thread(loop)
+
+    def _thread(self, body: Any, *arguments: Any) -> None:
+        def until_it_fails() -> None:
+            try:
+                body(*arguments)
+            except StoreError:
+                self.world.generator_died(self)
+                self.engine.exit()
+
+        self.engine.start(self.process, until_it_fails)
+
+    def _lease_forever(self) -> None:
+        random = self.engine.random
+        while not self.is_leaving:
+            self.engine.sleep(random.uniform(0.2, 1.5))
+            if len(self.held) >= self.world.scenario.held_at_most:
+                continue
+            lease = self.buffer.lease(self.process.name, random.randint(1, 4))
+            for ticket in lease.tickets:
+                self.held.add(ticket.id)
+                self._thread(self._produce, ticket)
+            if lease.closed:
+                break
+        self.is_leaving = True
+        self.buffer.give_back(self.process.name, sorted(self.held))
+        self.world.generator_left(self)
+        self.engine.exit()
+
+    def _renew_forever(self) -> None:
+        while True:
+            self.engine.sleep(self.world.rules.lease_s / 3)
+            if self.held:
+                self.buffer.renew(self.process.name, sorted(self.held))
+
+    def _adopt_forever(self) -> None:
+        while True:
+            self.engine.sleep(self.engine.random.uniform(0.2, 3.0))
+            self.version = self.world.published
+
+    def _produce(self, ticket: Ticket) -> None:
+        self._attempt(ticket)
+        if not self.is_leaving:
+            self.held.discard(ticket.id)
+
+    def _attempt(self, ticket: Ticket) -> None:
+        world, waited_until_s = self.world, self.engine.now_s + self.world.rules.lease_s
+        while self.version < ticket.minimum_version:
+            if self.engine.now_s > waited_until_s:
+                self.buffer.give_back(self.process.name, [ticket.id])
+                return
+            self.engine.sleep(0.5)
+        version = self.version
+        self.engine.sleep(self.engine.random.expovariate(1 / world.scenario.sampling_s))
+        if self.is_leaving:
+            return
+        if world.faults.strikes("reward_fails"):
+            self.buffer.fail(self.process.name, ticket.id, "why", encode(ticket.id, DEAD, version, 0))
+            return
+        frame = world.sample(self.process.name, ticket.id, version)
+        while self.buffer.put(self.process.name, ticket.id, frame) is PutOutcome.FULL and not self.is_leaving:
+            self.engine.sleep(1.0)
+
+
+@dataclass(slots=True)
+class WatchedLedger(Ledger):
+    """The shipped ledger; the world sees every take that enters it."""
+
+    learner: Any = None
+
+    def consume(self, ids: tuple[int, ...]) -> None:
+        self.learner.world.consumed(self.takes + 1, self.chain, ids)
+        Ledger.consume(self, ids)
+        self.learner.takes.append(ids)
+
+    def count_rejected(self, reason: str, groups: int = 1) -> None:
+        Ledger.count_rejected(self, reason, groups)
+        self.learner.allow(self.learner.version)
+
+
+@dataclass(slots=True)
+class Weights:
+    """A trainer for `CheckpointStore`: its weights are the list of everything they were trained on."""
+
+    history: list[dict[str, Any]] = field(default_factory=list)
+    rank: int = 0
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        assert value is not None
+        return value
+
+    def save(self, directory: Path) -> None:
+        (directory / WEIGHTS).write_text(json.dumps(self.history))
+
+    def load(self, directory: Path) -> None:
+        self.history = json.loads((directory / WEIGHTS).read_text())
+
+
+class Files(FileOps):
+    """A disk that takes its time, so that a learner can die between any two operations, and that obeys the run's lock."""
+
+    def __init__(self, learner: "LearnerProcess") -> None:
+        self._learner = learner
+
+    def _before(self) -> None:
+        world = self._learner.world
+        world.engine.sleep(world.engine.random.uniform(0.0, 0.2))
+        if world.learner is not self._learner:
+            raise OSError("the lock of the run is held by another learner")
+
+    def write(self, path: Path, data: bytes) -> None:
+        self._before()
+        super().write(path, data)
+
+    def fsync(self, path: Path) -> None:
+        """Nothing: the simulated disk loses nothing."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._before()
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._before()
+        super().remove(path)
+
+
+class LearnerProcess:
+    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and launch.head."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world, self.engine = world, world.engine
+        self.process = Process(name)
+        self.connection = world.connect(self.process)
+        self.buffer = RedisBuffer(self.connection, RUN, world.rules)
+        self.weights = Weights()
+        self.takes: list[tuple[int, ...]] = []
+        self.version = 0
+        self.engine.start(self.process, self._run)
+
+    def revoke(self, holder: str) -> None:
+        """What the control plane asks for when a generator has died."""
+
+        def attempt() -> None:
+            try:
+                self.buffer.revoke(holder)
+            except StoreError:
+                pass  # the leases run out by themselves
+
+        self.engine.start(self.process, attempt)
+
+    def _run(self) -> None:
+        try:
+            self._learn()
+        except CheckpointError as error:
+            if "lock of the run" not in str(error):
+                raise Violation(f"{type(error).__name__}: {error}") from error
+        except RunError as error:
+            raise Violation(f"the learner gives up: {error}") from error
+        except BufferFenced:
+            self.world.faults.count("fenced")
+        except StoreError:
+            self.world.faults.count("learner_lost_store")
+        self.world.learner_ended(self)
+        self.engine.exit()
+
+    def _learn(self) -> None:
+        scenario = self.world.scenario
+        checkpoints = CheckpointStore(self.world.directory, KEY, scenario.keep, Files(self))
+        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledger().to_dict()}
+        version = state["version"]
+        record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
+        RunRecord(self.connection).claim(record, fresh=version == 0)
+        self.intake = self._intake(state["ledger"])
+        self._publish(version, self.intake.recover)
+        while version < scenario.steps:
+            collected = self._collect(version)
+            self.engine.sleep(self.engine.random.uniform(0.1, 2.0))
+            self._train(version, collected)
+            version += 1
+            self._publish(version, self.intake.open)
+            if version == scenario.steps or version % scenario.every == 0:
+                self._save(checkpoints, version)
+        self.buffer.close()
+        self.world.learner_finished(self, version)
+
+    def _intake(self, ledger: dict[str, Any]) -> Intake:
+        scenario, watched = self.world.scenario, WatchedLedger.from_dict(ledger)
+        watched.learner = self
+
+        def judge_reward(outcome: GroupOutcome) -> str | None:
+            return "zero_reward" if outcome.rewards[0] == 0 else None
+
+        return Intake(
+            buffer=self.buffer,
+            ledger=watched,
+            decode=decode,
+            judge=make_judge([judge_reward], drop_older_than=scenario.max_lag if scenario.drop else None),
+            groups=self.world.rules.groups,
+            window=scenario.window,
+            max_lag=scenario.max_lag,
+            max_refills=10_000,
+            stall_s=STALL_S,
+        )
+
+    def _publish(self, version: int, announce: Any) -> None:
+        if self.world.learner is self:
+            self.world.published = version
+        self.version = version
+        self.allow(version)
+        announce(version)
+
+    def allow(self, version: int) -> None:
+        """The credit that this learner may open, by its definition."""
+        scenario, groups = self.world.scenario, self.world.rules.groups
+        credit = (scenario.max_lag + version + 1) * groups + self.intake.ledger.total_rejected
+        self.world.credit = max(self.world.credit, credit)
+
+    def _collect(self, version: int) -> Collected:
+        while (collected := self.intake.poll(version, wait_s=0.0)) is None:
+            self.engine.sleep(self.engine.random.uniform(0.2, 1.0))
+        return collected
+
+    def _train(self, version: int, collected: Collected) -> None:
+        for group in collected.groups:
+            self.world.trained(version, group)
+        entry = {
+            "version": version,
+            "takes": self.takes,
+            "trained": [(group.ticket_id, group.generator_id) for group in collected.groups],
+            "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
+        }
+        self.weights.history.append(json.loads(json.dumps(entry)))
+        self.takes = []
+
+    def _save(self, checkpoints: CheckpointStore, version: int) -> None:
+        ledger = self.intake.settled
+        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledger.to_dict()})
+        state = checkpoints.state(oldest)["ledger"]
+        self.intake.commit(state["takes"], state["chain"], version)

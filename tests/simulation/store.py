@@ -1,0 +1,360 @@
+"""A Redis server in one object: the commands that the client and functions.lua use, and the functions in real Lua 5.1.
+
+Replies and refusals are those of Redis 7 (types, integer parsing, the "-0" that HINCRBY refuses, OOM with and without
+`allow-oom`, a transaction whose second command fails and whose first one stays done). Nothing is checked for speed.
+"""
+
+import fnmatch
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lupa.lua51 as lupa
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from .violation import Violation
+
+Reply = Any
+Request = tuple[Any, ...]
+"""A command's name and its arguments."""
+
+OOM = "OOM command not allowed when used memory > 'maxmemory'."
+
+
+class SortedSet(dict[bytes, float]):
+    """member -> score"""
+
+    def ascending(self) -> list[bytes]:
+        return sorted(self, key=lambda member: (self[member], member))
+
+
+class Data:
+    """Keys and values, and the commands on them."""
+
+    def __init__(self) -> None:
+        self.keys: dict[bytes, Any] = {}
+
+    def copy(self) -> "Data":
+        other = Data()
+        other.keys = {key: type(value)(value) for key, value in self.keys.items()}
+        return other
+
+    def look(self, key: bytes, kind: type) -> Any:
+        """The value, an empty one when there is none."""
+        value = self.keys.get(key)
+        if value is None:
+            return kind()
+        if type(value) is not kind:
+            raise ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
+        return value
+
+    def open(self, key: bytes, kind: type) -> Any:
+        """The value, to be changed."""
+        value = self.look(key, kind)
+        self.keys[key] = value
+        return value
+
+    def tidy(self, key: bytes) -> None:
+        """Redis knows no empty values."""
+        if not self.keys.get(key, True):
+            del self.keys[key]
+
+    def command(self, name: str, *arguments: bytes) -> Reply:
+        handler: Callable[..., Reply] | None = getattr(self, f"_{name.lower()}", None)
+        if handler is None:
+            raise ResponseError(f"ERR unknown command '{name}'")
+        return handler(*arguments)
+
+    # -- hashes
+
+    def _hget(self, key: bytes, name: bytes) -> Reply:
+        return self.look(key, dict).get(name)
+
+    def _hmget(self, key: bytes, *names: bytes) -> Reply:
+        value = self.look(key, dict)
+        return [value.get(name) for name in names]
+
+    def _hgetall(self, key: bytes) -> Reply:
+        return [part for pair in self.look(key, dict).items() for part in pair]
+
+    def _hkeys(self, key: bytes) -> Reply:
+        return list(self.look(key, dict))
+
+    def _hexists(self, key: bytes, name: bytes) -> Reply:
+        return int(name in self.look(key, dict))
+
+    def _hstrlen(self, key: bytes, name: bytes) -> Reply:
+        return len(self.look(key, dict).get(name, b""))
+
+    def _hset(self, key: bytes, *pairs: bytes) -> Reply:
+        value = self.open(key, dict)
+        before = len(value)
+        value.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return len(value) - before
+
+    def _hsetnx(self, key: bytes, name: bytes, content: bytes) -> Reply:
+        value = self.open(key, dict)
+        return 0 if name in value else value.update({name: content}) or 1
+
+    def _hincrby(self, key: bytes, name: bytes, by: bytes) -> Reply:
+        value = self.open(key, dict)
+        result = _integer(value.get(name, b"0")) + _integer(by)
+        value[name] = b"%d" % result
+        return result
+
+    def _hdel(self, key: bytes, *names: bytes) -> Reply:
+        value = self.look(key, dict)
+        removed = sum(value.pop(name, None) is not None for name in names)
+        self.tidy(key)
+        return removed
+
+    # -- sorted sets and sets
+
+    def _zadd(self, key: bytes, score: bytes, member: bytes) -> Reply:
+        value = self.open(key, SortedSet)
+        is_new = member not in value
+        value[member] = float(score)
+        return int(is_new)
+
+    def _zrem(self, key: bytes, *members: bytes) -> Reply:
+        value = self.look(key, SortedSet)
+        removed = sum(value.pop(member, None) is not None for member in members)
+        self.tidy(key)
+        return removed
+
+    def _zscore(self, key: bytes, member: bytes) -> Reply:
+        score = self.look(key, SortedSet).get(member)
+        return None if score is None else b"%.17g" % score
+
+    def _zcard(self, key: bytes) -> Reply:
+        return len(self.look(key, SortedSet))
+
+    def _zrange(self, key: bytes, first: bytes, last: bytes) -> Reply:
+        return self.look(key, SortedSet).ascending()[_span(first, last)]
+
+    def _zremrangebyrank(self, key: bytes, first: bytes, last: bytes) -> Reply:
+        return self._zrem(key, *self._zrange(key, first, last))
+
+    def _zrangebyscore(self, key: bytes, low: bytes, high: bytes, *limit: bytes) -> Reply:
+        value = self.look(key, SortedSet)
+        found = [member for member in value.ascending() if float(low) <= value[member] <= float(high)]
+        if limit:
+            start, count = _integer(limit[1]), _integer(limit[2])
+            found = found[start : start + count] if count >= 0 else found[start:]
+        return found
+
+    def _sadd(self, key: bytes, *members: bytes) -> Reply:
+        value = self.open(key, set)
+        before = len(value)
+        value.update(members)
+        return len(value) - before
+
+    def _srem(self, key: bytes, *members: bytes) -> Reply:
+        value = self.look(key, set)
+        before = len(value)
+        value.difference_update(members)
+        self.tidy(key)
+        return before - len(value)
+
+    def _sismember(self, key: bytes, member: bytes) -> Reply:
+        return int(member in self.look(key, set))
+
+    def _scard(self, key: bytes) -> Reply:
+        return len(self.look(key, set))
+
+    # -- lists and keys
+
+    def _lpush(self, key: bytes, *values: bytes) -> Reply:
+        value = self.open(key, list)
+        for one in values:
+            value.insert(0, one)
+        return len(value)
+
+    def _ltrim(self, key: bytes, first: bytes, last: bytes) -> Reply:
+        value = self.look(key, list)
+        value[:] = value[_span(first, last)]
+        self.tidy(key)
+        return b"OK"
+
+    def _del(self, *keys: bytes) -> Reply:
+        return sum(self.keys.pop(key, None) is not None for key in keys)
+
+    def _unlink(self, *keys: bytes) -> Reply:
+        return self._del(*keys)
+
+    def _keys(self, pattern: bytes) -> Reply:
+        return sorted(key for key in self.keys if fnmatch.fnmatchcase(key.decode(), pattern.decode()))
+
+
+def _integer(text: bytes) -> int:
+    number = int(text)
+    if b"%d" % number != text:
+        raise ResponseError("ERR value is not an integer or out of range")
+    return number
+
+
+def _span(first: bytes, last: bytes) -> slice:
+    end = _integer(last)
+    return slice(_integer(first), None if end == -1 else end + 1)
+
+
+SHIM = """
+local command, to_table = ...
+redis = {sha1hex = python_sha1hex}
+function redis.call(...)
+  local arguments = {...}
+  for i = 1, select('#', ...) do
+    local kind = type(arguments[i])
+    if kind == 'number' then arguments[i] = string.format('%.17g', arguments[i])
+    elseif kind ~= 'string' then error('Lua redis lib command arguments must be strings or integers') end
+  end
+  local reply = command(unpack(arguments))
+  if reply == nil then return false end
+  return reply
+end
+function redis.register_function(described) python_register(described) end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    body: Any
+    flags: frozenset[str]
+
+
+class Interpreter:
+    """Lua 5.1 with Redis' `redis`; compiled libraries are kept, for many stores of many simulations."""
+
+    def __init__(self) -> None:
+        self._lua = lupa.LuaRuntime(encoding=None, unpack_returned_tuples=False)
+        self._libraries: dict[bytes, dict[str, Function]] = {}
+        self._found: dict[str, Function] = {}
+        self._data = Data()
+        self._clock: Callable[[], float] = lambda: 0.0
+        table = self._lua.globals()
+        table[b"python_sha1hex"] = lambda text: hashlib.sha1(text).hexdigest().encode()
+        table[b"python_register"] = self._register
+        self._lua.execute(SHIM.encode(), self._command)
+
+    def library(self, source: bytes) -> dict[str, Function]:
+        """The functions that a library registers."""
+        if source not in self._libraries:
+            shebang, _, code = source.partition(b"\n")
+            if not shebang.startswith(b"#!lua name="):
+                raise ResponseError("ERR Missing library metadata")
+            self._found = {}
+            self._lua.execute(code)
+            self._libraries[source] = self._found
+        return self._libraries[source]
+
+    def run(self, function: Function, keys: tuple[bytes, ...], arguments: tuple[bytes, ...], data: Data, clock: Any) -> Reply:
+        self._data, self._clock = data, clock
+        table = self._lua.table_from
+        return self._to_reply(function.body(table(keys), table(arguments)))
+
+    def _register(self, described: Any) -> None:
+        flags = frozenset(flag.decode() for flag in described[b"flags"].values())
+        self._found[described[b"function_name"].decode()] = Function(described[b"callback"], flags)
+
+    def _command(self, name: bytes, *arguments: bytes) -> Any:
+        if name == b"TIME":
+            microseconds = round(self._clock() * 1e6)
+            reply: Reply = [b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000)]
+        else:
+            reply = self._data.command(name.decode(), *arguments)
+        if isinstance(reply, list):
+            return self._lua.table_from([False if part is None else part for part in reply])
+        return reply
+
+    def _to_reply(self, value: Any) -> Reply:
+        if value is None or value is False:
+            return None
+        if isinstance(value, bytes):
+            return value
+        if isinstance(value, int | float):
+            return int(value)
+        parts, i = [], 1
+        while (part := value[i]) is not None:
+            parts.append(self._to_reply(part))
+            i += 1
+        return parts
+
+
+INTERPRETER = Interpreter()
+
+
+Snapshot = tuple[Data, dict[str, Function], set[int]]
+
+
+@dataclass(slots=True)
+class VirtualStore:
+    """The server. `after` is told of every function that ran, and of UNLINK: (name, arguments, reply)."""
+
+    clock: Callable[[], float]
+    after: Callable[[str, tuple[bytes, ...], Reply], None] = lambda name, arguments, reply: None
+    data: Data = field(default_factory=Data)
+    libraries: dict[str, Function] = field(default_factory=dict)
+    strays: set[int] = field(default_factory=set)
+    """Ids whose frame was stored by a transaction that then found no functions."""
+    out_of_memory: bool = False
+    calls: int = 0
+
+    def snapshot(self) -> Snapshot:
+        """What is on its disk when everything so far is."""
+        return self.data.copy(), dict(self.libraries), set(self.strays)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        data, libraries, strays = snapshot
+        self.data, self.libraries, self.strays = data.copy(), dict(libraries), set(strays)
+
+    def execute(self, requests: tuple[Request, ...]) -> list[Reply]:
+        """Replies to one command, or to a transaction. A refusal is a reply."""
+        writes = any(name in ("HSETNX", "HSET") for name, *_ in requests)
+        if self.out_of_memory and writes:
+            return [OutOfMemoryError(OOM) if len(requests) == 1 else ResponseError(f"Transaction discarded because of: {OOM}")]
+        replies: list[Reply] = []
+        for name, *arguments in requests:
+            try:
+                replies.append(self._one(name, [_encoded(argument) for argument in arguments]))
+            except ResponseError as refusal:
+                replies.append(refusal)
+        if requests[0][0] == "HSETNX" and len(requests) == 2 and isinstance(replies[1], ResponseError):
+            self.strays.add(int(requests[0][2]))
+        return replies
+
+    def _one(self, name: str, arguments: list[bytes]) -> Reply:
+        self.calls += 1
+        if name == "FCALL":
+            return self._fcall(arguments[0].decode(), int(arguments[1]), arguments[2:])
+        if name == "FUNCTION LOAD":
+            self.libraries.update(INTERPRETER.library(arguments[0]))
+            return b"ok"
+        reply = self.data.command(name, *arguments)
+        if name == "UNLINK":
+            self.strays.clear()
+            self.after("unlink", tuple(arguments), reply)
+        return reply
+
+    def _fcall(self, name: str, count: int, rest: list[bytes]) -> Reply:
+        function = self.libraries.get(name)
+        if function is None:
+            raise ResponseError("ERR Function not found")
+        if self.out_of_memory and not function.flags & {"allow-oom", "no-writes"}:
+            self.after(name.split("_", 2)[2], tuple(rest[count:]), OOM)
+            raise OutOfMemoryError(OOM)
+        try:
+            reply = INTERPRETER.run(function, tuple(rest[:count]), tuple(rest[count:]), self.data, self.clock)
+        except lupa.LuaError as error:
+            raise Violation(f"{name} failed half-way: {error}") from error
+        short = name.split("_", 2)[2]
+        self.after(short, tuple(rest[count:]), reply)
+        return reply
+
+
+def _encoded(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value).encode()
+    raise Violation(f"redis-py would refuse an argument of type {type(value).__name__}: {value!r}")

@@ -1,0 +1,5 @@
+"""What the simulation reports."""
+
+
+class Violation(Exception):
+    """Something happened that must never happen."""

@@ -1,0 +1,379 @@
+"""One run from the first lease to the last commit, with everything that goes wrong on the way."""
+
+import collections
+import functools
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer import connection as connection_module
+from asyncrl.buffer import intake as intake_module
+from asyncrl.buffer import redis as redis_module
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.errors import BufferGap, CheckpointError
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.types import Group
+
+from .client import LATEST_S, Client, Network
+from .content import encode
+from .engine import Engine, Process, virtual_time
+from .faults import Faults
+from .invariants import Lane, check_age, check_call, check_lineage, check_nothing_is_left, check_state, require
+from .processes import KEY, RUN, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
+from .store import VirtualStore
+from .violation import Violation
+
+EPOCH_S = 1e9
+"""The store's clock at the beginning."""
+PATIENCE_S = 3000.0
+"""After the last fault a run ends within this time, plus what the store's clock was turned back."""
+SNAPSHOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """The size of a run."""
+
+    steps: int
+    max_lag: int
+    window: int
+    drop: bool
+    every: int
+    keep: int
+    generators: int
+    held_at_most: int
+    sampling_s: float
+    fsync_s: float
+    """0: nothing that was answered is lost; else the time between two."""
+    faults_s: float
+
+    @classmethod
+    def draw(cls, random: random.Random, groups: int) -> "Scenario":
+        return cls(
+            steps=random.randint(3, 9),
+            max_lag=random.choice([0, 1, 1, 2]),
+            window=random.choice([1, groups, 2 * groups, 3 * groups]),
+            drop=random.random() < 0.25,
+            every=random.randint(1, 3),
+            keep=random.randint(1, 3),
+            generators=random.randint(1, 3),
+            held_at_most=random.randint(2, 6),
+            sampling_s=random.choice([0.5, 2.0, 6.0]),
+            fsync_s=random.choice([0.0, 0.2, 1.0, 5.0]),
+            faults_s=random.uniform(20.0, 120.0),
+        )
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.engine = Engine(seed)
+        chance = self.engine.random
+        self.rules = BufferRules(
+            groups=chance.randint(1, 4),
+            lease_s=10.0,
+            max_attempts=chance.randint(1, 3),
+            max_bytes=chance.choice([150, 600, 1 << 30]),
+        )
+        self.scenario = Scenario.draw(chance, self.rules.groups)
+        self.faults = Faults.draw(chance)
+        self.directory = directory
+        self.clock_offset_s, self.turned_back_s = 0.0, 0.0
+        self.store = VirtualStore(clock=lambda: EPOCH_S + self.engine.now_s + self.clock_offset_s, after=self._after)
+        self.network = Network(self.engine, self.store, self.faults)
+        self.network.before_transaction = self._before
+        self.produced: dict[int, set[str]] = {}
+        self.published, self.credit = 0, 0
+        self.learner: LearnerProcess | None = None
+        self.generators: dict[int, GeneratorProcess] = {}
+        self._incarnations = 0
+        self._samples = 0
+        self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._last = 0
+        self._snapshots = [self.store.snapshot()]
+        self._snapshot_at_s = 0.0
+        self._is_finished = False
+        self.drained = False
+        self.trace: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=60)
+        """The last calls of the store."""
+
+    # -- the run
+
+    def run(self) -> None:
+        """Raises Violation."""
+        with virtual_time(self.engine, connection_module, intake_module, redis_module):
+            try:
+                self._start_learner()
+                for slot in range(self.scenario.generators):
+                    self._start_generator(slot)
+                for name, mean_s in self.faults.means_s.items():
+                    self._schedule(name, mean_s)
+                self.engine.at(self.scenario.faults_s, self._calm)
+                self.engine.run(lambda: self._is_finished, self._deadline_s)
+                self._check_end()
+                self.engine.start(Process("drain"), self._drain)
+                self.engine.run(lambda: self.drained, self._deadline_s)
+            finally:
+                self.engine.close()
+
+    def _deadline_s(self) -> float:
+        return self.scenario.faults_s + PATIENCE_S + 2 * self.turned_back_s
+
+    def _calm(self) -> None:
+        self.faults.is_on = False
+
+    def connect(self, process: Process) -> StoreConnection:
+        """The shipped connection over the simulated network."""
+        connection = StoreConnection("redis://store:6379", retry_s=30.0)
+        connection.client = Client(self.network, process)  # type: ignore[assignment]
+        return connection
+
+    # -- processes come and go
+
+    def _start_learner(self) -> None:
+        if self._is_finished:
+            return
+        if self.faults.strikes("torn_checkpoint"):
+            kept = sorted(self.directory.glob("step-*"))
+            if len(kept) > 1:
+                (kept[-1] / WEIGHTS).write_text("torn")
+        self._incarnations += 1
+        self.learner = LearnerProcess(self, f"learner.{self._incarnations}")
+
+    def _start_generator(self, slot: int) -> None:
+        if not self._is_finished:
+            self._incarnations += 1
+            self.generators[slot] = GeneratorProcess(self, f"g{slot}.{self._incarnations}")
+
+    def learner_ended(self, learner: LearnerProcess) -> None:
+        """A supervisor starts the next one, unless another has taken its place."""
+        if self.learner is learner and not self._is_finished:
+            self.engine.at(self.engine.random.uniform(0.5, 3.0), lambda: self._replace_learner(learner))
+
+    def _replace_learner(self, ended: LearnerProcess) -> None:
+        if self.learner is ended:
+            self._start_learner()
+
+    def generator_died(self, generator: GeneratorProcess) -> None:
+        """A supervisor starts the next one; the control plane notices, and mostly says so."""
+        random = self.engine.random
+        self.generator_left(generator)
+        if random.random() < 0.7:
+            holder = generator.process.name
+            self.engine.at(random.uniform(1.0, 4.0), lambda: self._revoke(holder))
+
+    def _revoke(self, holder: str) -> None:
+        if self.learner is not None and self.learner.process.is_alive:
+            self.learner.revoke(holder)
+
+    def generator_left(self, generator: GeneratorProcess) -> None:
+        for slot, one in self.generators.items():
+            if one is generator:
+                self.engine.at(self.engine.random.uniform(0.5, 5.0), functools.partial(self._start_generator, slot))
+
+    # -- what the processes tell
+
+    def sample(self, holder: str, ticket_id: int, version: int) -> bytes:
+        """The frame of a new sample."""
+        random = self.engine.random
+        self._samples += 1
+        name = f"{holder}#{self._samples}"
+        frame = encode(ticket_id, name, version, int(random.random() > 0.2), padding=random.choice([0, 20, 80]))
+        if self.faults.strikes("garbage_frame"):
+            return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, version, 1)])
+        self.produced.setdefault(ticket_id, set()).add(name)
+        return frame
+
+    def consumed(self, number: int, chain: str, ids: tuple[int, ...]) -> None:
+        """The same take again, after a crash, has the same ids, unless the store lost something."""
+        before = self._seen.setdefault((number, chain), ids)
+        require(before == ids, "a replayed take has other ids", number, before, ids)
+
+    def trained(self, version: int, group: Group) -> None:
+        (oldest,) = (span.version for span in group.rollouts[0].version_spans)
+        scenario = self.scenario
+        check_age(version, oldest, max_lag=scenario.max_lag, rules=self.rules, window=scenario.window, drop=scenario.drop)
+
+    def learner_finished(self, learner: LearnerProcess, version: int) -> None:
+        if self.learner is learner:
+            require(version == self.scenario.steps, "the learner stopped early", version)
+            self._is_finished = True
+            self._calm()
+
+    # -- the store
+
+    def _before(self) -> None:
+        if self.engine.now_s - self._snapshot_at_s >= self.scenario.fsync_s > 0:
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        self._snapshot_at_s = self.engine.now_s
+        self._snapshots = [*self._snapshots, self.store.snapshot()][-SNAPSHOTS:]
+
+    def _after(self, name: str, arguments: tuple[bytes, ...], reply: Any) -> None:
+        self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
+        lane = Lane(self.store.data, RUN)
+        if name == "unlink":  # a learner without a checkpoint deletes what was there
+            self._forget()
+        assigned, self._last = self._last < lane.number("last"), lane.number("last")
+        check_call(lane, name, arguments, reply, credit=self.credit, durable=self._durable_takes(name), assigned=assigned)
+        if name == "recover":
+            self._recovered(arguments)
+        check_state(lane, self.store.strays)
+
+    def _recovered(self, arguments: tuple[bytes, ...]) -> None:
+        """The store let go of what the ledger holds; told another learner's ledger, or an old one, of more than that."""
+        self.store.strays.clear()
+        learner, owner, takes = self.learner, arguments[1].decode(), int(arguments[2])
+        if learner is None or learner.buffer._owner != owner or learner.intake.ledger.takes != takes:
+            self._forget()
+        self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
+
+    def _durable_takes(self, name: str) -> int:
+        if name != "commit" or self._is_finished:  # at the end the whole ledger is as good as saved
+            return 1 << 62
+        steps = sorted(self.directory.glob("step-*"))
+        return checkpoint_store(self.directory).state(int(steps[0].name[5:]))["ledger"]["takes"] if steps else 0
+
+    def _forget(self) -> None:
+        """What was assigned before the store lost something may be assigned otherwise."""
+        self._seen.clear()
+        self._last = Lane(self.store.data, RUN).number("last")
+
+    # -- faults
+
+    def _schedule(self, name: str, mean_s: float) -> None:
+        def strike() -> None:
+            if self.faults.is_on:
+                self.faults.count(name)
+                getattr(self, f"_{name}")()
+                self._schedule(name, mean_s)
+
+        self.engine.at(self.engine.random.expovariate(1 / mean_s), strike)
+
+    def _any_generator(self) -> GeneratorProcess:
+        return self.generators[self.engine.random.randrange(self.scenario.generators)]
+
+    def _generator_kill(self) -> None:
+        generator = self._any_generator()
+        if generator.process.is_alive:
+            self.engine.kill(generator.process)
+            self.generator_died(generator)
+
+    def _generator_pause(self) -> None:
+        self._any_generator().process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 90.0)
+
+    def _generator_leave(self) -> None:
+        self._any_generator().is_leaving = True
+
+    def _learner_kill(self) -> None:
+        learner = self.learner
+        if learner is not None and learner.process.is_alive:
+            self.engine.kill(learner.process)
+            self.learner_ended(learner)
+
+    def _learner_pause(self) -> None:
+        if self.learner is not None:
+            self.learner.process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 60.0)
+
+    def _second_learner(self) -> None:
+        """The old one sleeps, and does not know when it wakes up that another has the lock."""
+        self._learner_pause()
+        self.engine.at(self.engine.random.uniform(0.5, 5.0), self._start_learner)
+
+    def _store_kill(self) -> None:
+        random = self.engine.random
+        self.network.down_until_s = self.engine.now_s + random.uniform(0.2, 5.0)
+        self.network.loading_until_s = self.network.down_until_s + random.uniform(0.0, 0.5)
+        if self.scenario.fsync_s:
+            self.store.restore(random.choice(self._snapshots))
+            self._snapshots = [self.store.snapshot()]
+            self._forget()
+
+    def _store_wipe(self) -> None:
+        self.network.down_until_s = self.engine.now_s + self.engine.random.choice([0.0, 2.0])
+        self.store.restore(VirtualStore(clock=self.store.clock).snapshot())
+        self._snapshots = [self.store.snapshot()]
+        self._forget()
+
+    def _store_pause(self) -> None:
+        self.network.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 40.0)
+
+    def _functions_lost(self) -> None:
+        self.store.libraries.clear()
+
+    def _clock_jump(self) -> None:
+        by_s = self.engine.random.choice([-3600.0, -30.0, 30.0, 3600.0])
+        self.clock_offset_s += by_s
+        self.turned_back_s += max(0.0, -by_s)
+
+    def _out_of_memory(self) -> None:
+        self.store.out_of_memory = True
+
+        def relieve() -> None:
+            self.store.out_of_memory = False
+
+        self.engine.at(self.engine.random.uniform(1.0, 15.0), relieve)
+
+    # -- the end
+
+    def _check_end(self) -> None:
+        weights = Weights()
+        state = checkpoint_store(self.directory).load(weights)
+        require(state is not None and state["version"] == self.scenario.steps, "the last checkpoint is not there", state)
+        assert state is not None
+        self.ledger = Ledger.from_dict(state["ledger"])
+        try:
+            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups)
+        except CheckpointError as error:
+            raise Violation(f"an id was trained twice: {error}") from error
+        for generator in self.generators.values():
+            self.engine.kill(generator.process)
+
+    def _drain(self) -> None:
+        """Whatever is still issued is consumed too: then nothing is left."""
+        buffer = RedisBuffer(self.connect(self.engine.process), RUN, self.rules)
+        limit = max(buffer.audit().issued, self.ledger.consumed)
+        self.engine.sleep(2 * LATEST_S)
+        buffer.recover(self.ledger, version=self.scenario.steps, limit=limit)
+        while self.ledger.consumed < limit:
+            for ticket in buffer.lease("drain", 4).tickets:
+                buffer.put("drain", ticket.id, self.sample("drain", ticket.id, self.scenario.steps))
+            self._take_one(buffer, limit)
+        buffer.commit(self.ledger.takes, self.ledger.chain)
+        check_nothing_is_left(Lane(self.store.data, RUN))
+        self.drained = True
+
+    def _take_one(self, buffer: RedisBuffer, limit: int) -> None:
+        try:
+            take = buffer.take(self.ledger, 1, window=1)
+        except BufferGap:
+            buffer.recover(self.ledger, version=self.scenario.steps, limit=limit)
+            return
+        if take is None:
+            self.engine.sleep(60.0)
+        else:
+            self.ledger.consume(take.ids)
+
+
+def checkpoint_store(directory: Path) -> CheckpointStore:
+    """For looking at what is on the disk."""
+    return CheckpointStore(directory, KEY, 1)
+
+
+def simulate(seed: int) -> World:
+    """Run a seed. Raises Violation."""
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(seed, Path(directory))
+        try:
+            world.run()
+        except Exception as error:
+            error.add_note("\n".join(map(str, world.trace)))
+            raise
+        return world
