@@ -205,7 +205,7 @@ def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_
 
 def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
     """Index into `BANDS` of each length: thirds of `max_response_tokens`, their upper ends included."""
-    return ((lengths - 1) * len(BANDS)).div(max_response_tokens, rounding_mode="floor").clamp(0, len(BANDS) - 1)
+    return (lengths * len(BANDS) - 1).div(max_response_tokens, rounding_mode="floor").clamp(0, len(BANDS) - 1)
 
 
 def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:

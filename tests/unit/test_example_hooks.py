@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from test_learner_loop import World, learn
 
 from asyncrl.algo import registry
+from asyncrl.config.base import Choice
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.launch.report import step_metrics
 from asyncrl.trainer.hooks import Hooks
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +109,20 @@ def test_coming_back_and_leaving_again_warns_again(config: Config, caplog: pytes
     for version, length in enumerate([20, 20, 50, 90, 90], start=1):
         hook.after_step(step(version, length))
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", "step 4"]
+
+
+def test_it_runs_in_the_learner_and_shapes_what_the_advantages_see(config: Config):
+    world = World()
+    hooks = Hooks.load(config.learner.hooks)
+    learn(world, hooks=hooks, advantage=Choice(name="dr_grpo"), shaping=config.algorithm.shaping)
+    for trained in world.reported:
+        assert set(trained.hook_metrics) == {f"hook/length/{name}" for name in ("mean", "drift", "pull", "outside_share")}
+        assert trained.hook_metrics["hook/length/outside_share"] == 1.0  # of 1 to 8 tokens
+        rollouts = [one for taken in trained.collected.groups for one in taken.rollouts]
+        expected = [one.reward - 0.1 * (30 - len(one.response_ids)) / 30 for one in rollouts]
+        assert trained.plan.rewards.rewards_S.tolist() == pytest.approx(expected)
+        published = step_metrics(trained)
+        assert published["hook/length/mean"] == pytest.approx(published["completions/length_mean"])
 
 
 def test_every_number_of_the_example_is_in_the_guide(config: Config):

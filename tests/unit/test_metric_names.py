@@ -13,7 +13,15 @@ from asyncrl.launch.report import step_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["generator.py", "evaluation.py", "algo/metrics.py", "trainer/objective.py", "launch/report.py", "launch/head.py"]
+SOURCES = [
+    "generator.py",
+    "evaluation.py",
+    "algo/metrics.py",
+    "trainer/objective.py",
+    "trainer/masks.py",
+    "launch/report.py",
+    "launch/head.py",
+]
 INTERNAL = {
     "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
     "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "groups/collapsed_<>",

@@ -103,6 +103,31 @@ def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():
     assert {length for length, _ in plain.keys() - filtered.keys()} == {10}
 
 
+def test_what_masks_take_out_is_told_by_reason_and_by_length():
+    """Lengths 3, 5, 8, 1, 2 actions of 4, 6, 7, 2; the limit is 8, so up to 2 is short and up to 5 is medium."""
+    settings = replace(SETTINGS, max_lag=2, mask_truncated=True)
+    plan = make_plan(GROUPS, 6, advantage=grpo, settings=settings)  # of version 3, and its first token of 2: too old
+    assert plan.masked == pytest.approx(
+        {
+            "staleness/masked_share": 6 / 34,
+            "staleness/masked_share/short": 0.0,
+            "staleness/masked_share/medium": 0.0,
+            "staleness/masked_share/long": 6 / 21,
+            "completions/masked_share": 8 / 34,
+        }
+    )
+    kept = sum(int(sequence.keep.sum()) for sequence in plan.sequences)
+    assert kept == round(34 * (1 - plan.masked["staleness/masked_share"] - plan.masked["completions/masked_share"]))
+    free = make_plan(GROUPS, 6, advantage=grpo, settings=replace(SETTINGS, mask_stale=False))
+    assert set(free.masked.values()) == {0.0}
+
+
+def test_a_token_that_two_masks_take_out_counts_once_as_stale():
+    old = [group(1, rollout(1.0, 8, version=2, finish="length"), rollout(0.0, 8, version=2))]
+    masked = make_plan(old, 5, advantage=grpo, settings=replace(SETTINGS, mask_truncated=True)).masked
+    assert (masked["staleness/masked_share"], masked["completions/masked_share"]) == (1.0, 0.0)
+
+
 def test_shaping_changes_the_advantage_and_not_the_recorded_reward():
     shape = partial(soft_overlong, buffer_tokens=4, penalty=1.0)
     plan = make_plan(GROUPS, 5, advantage=dr_grpo, shaping=[shape], settings=SETTINGS)
