@@ -1,0 +1,237 @@
+"""Every preset trains: real rollouts of one vLLM engine, the real trainer, two steps of lag; and three of them as whole runs."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from asyncrl.buffer.intake import Collected
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.sampler import Sampler
+from asyncrl.engine.vllm import VLLMEngine
+from asyncrl.launch.report import step_metrics
+from asyncrl.launch.warmup import WarmupSettings, build
+from asyncrl.learner import Step, run_learner
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.trainer.algorithm import Algorithm
+from asyncrl.trainer.deepspeed import DeepSpeedTrainer
+from asyncrl.trainer.hooks import Hooks
+from asyncrl.trainer.measure import columns_of
+from asyncrl.trainer.plan import PlanSettings
+from asyncrl.types import Group
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
+NAMES = [path.stem for path in PRESETS]
+B, G, STEPS = 8, 8, 3
+
+FITTED = {
+    "dr_grpo": ["algorithm.aggregation.scale=5"],
+    "dapo": ["algorithm.shaping.0.buffer_tokens=2"],
+    "ppo": ["critic.warmup_steps=1"],
+}
+"""What a preset asks to be adapted to the length of a response or of a run."""
+
+REWARDS = """
+def digits(prompt, response, answer, **row):
+    return sum(a == b for a, b in zip(response, answer)) / len(answer)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A model that can hardly add, its config, and what it was seen to answer."""
+
+    directory: Path
+    batches: tuple[tuple[Group, ...], ...]
+    """One per step, all sampled by the weights of version 0: step k trains with a lag of k."""
+
+    def config(self, preset: Path, *overrides: str) -> Config:
+        run = self.directory / f"{preset.stem}.yaml"
+        run.write_text(f"extends: {preset}\n{(self.directory / 'base.yaml').read_text()}")
+        return load_config(run, [*FITTED.get(preset.stem, ()), *overrides])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    directory = tmp_path_factory.mktemp("presets")
+    tiny = WarmupSettings(
+        layers=1, hidden=64, heads=2, intermediate=128, test_rows=16, batch=64, steps=60, report_every=60, lr=3e-3
+    )
+    built = build(directory / "quickstart", tiny, lambda line: None)
+    (directory / "rewards.py").write_text(REWARDS)
+    base = {
+        "run": {"name": "presets", "root": str(directory / "runs")},
+        "model": {"path": str(built.model), "dtype": "float32"},
+        "data": {"train": str(built.train), "eval": str(built.test)},
+        "reward": {"functions": [{"function": "arithmetic"}, {"function": f"{directory}/rewards.py:digits", "name": "digits"}]},
+        "batch": {"groups": B, "group_size": G},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 5},
+        "staleness": {"max_lag": STEPS - 1},
+        "learner": {"steps": STEPS, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
+        "generator": {"count": 1, "threads": 1, "max_running": 64, "kv_cache_gib": 0.25, "lease_s": 10},
+        "eval": {"every": 2, "prompts": 8},
+        "checkpoint": {"every": 10},
+    }
+    (directory / "base.yaml").write_text(yaml.safe_dump(base))
+    config = load_config(directory / "base.yaml")
+    groups = record(config, STEPS * B)
+    return World(directory=directory, batches=tuple(tuple(groups[i : i + B]) for i in range(0, STEPS * B, B)))
+
+
+def record(config: Config, count: int) -> list[Group]:
+    """Groups with greedy rewards, from one real engine, scored by real reward processes."""
+    prompts = PromptSource(config.data, config.model, config.sampling, seed=0)
+    spec = SamplingSpec(temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens)
+
+    async def sample() -> list[Group]:
+        pool = RewardPool(config.reward)
+        await pool.start()
+        engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device="cpu")
+        try:
+            sampler = Sampler(engine, pool, prompts.decode, "g0")
+            tickets = range(1, count + 1)
+            return await asyncio.gather(*(sampler.group(prompts.prompt(i), i, G, spec, greedy=True) for i in tickets))
+        finally:
+            await engine.close()
+            await pool.close()
+
+    groups = asyncio.run(sample())
+    rewards = {rollout.reward for group in groups for rollout in group.rollouts}
+    assert len(rewards) > 3 and len({group.greedy_reward for group in groups}) > 1, "nothing to learn from"
+    return groups
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """`learner.Run` on recorded batches; remembers the weights of every version."""
+
+    trainer: DeepSpeedTrainer
+    batches: Sequence[Sequence[Group]]
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def collect(self, version: int) -> Collected:
+        return Collected(groups=tuple(self.batches[version]), rejected=(), takes=1)
+
+    def publish(self, version: int) -> None:
+        self.weights.append({name: tensor.clone() for name, tensor in self.trainer.parameters()})
+
+    def report(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def checkpoint(self, version: int, *, last: bool) -> None:
+        pass
+
+
+def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
+    """One step per batch with the real trainer, as the learner's process would."""
+    columns = columns_of(config.algorithm, config.batch)
+    trainer = DeepSpeedTrainer(
+        config.model,
+        config.learner,
+        temperature=config.sampling.temperature,
+        reference="reference_logprobs_T" in columns,
+        critic=config.critic if "values_T" in columns else None,
+    )
+    try:
+        settings = PlanSettings(
+            max_lag=config.staleness.max_lag,
+            mask_stale=config.staleness.policy == "mask",
+            mask_truncated=config.algorithm.mask_truncated,
+            minibatches=config.batch.minibatches,
+            tokens_per_microbatch=config.learner.tokens_per_microbatch,
+            rank=0,
+            ranks=1,
+            device=trainer.device,
+        )
+        algorithm = Algorithm.build(
+            config.algorithm, config.batch, config.critic, settings, max_response_tokens=config.sampling.max_response_tokens
+        )
+        run = Recorded(trainer=trainer, batches=batches)
+        run_learner(trainer, run, algorithm, Hooks(), version=0, steps=len(batches))
+    finally:
+        trainer.close()
+    return run
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any weight."""
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+TRAINED: dict[str, dict[str, torch.Tensor]] = {}
+"""Final weights by preset, for the test that follows."""
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=NAMES)
+def test_a_preset_trains_on_stale_rollouts(world: World, preset: Path) -> None:
+    config = world.config(preset)
+    run = train(config, world.batches)
+    warmup = config.critic.warmup_steps if preset.stem == "ppo" else 0
+    for version, (before, after) in enumerate(zip(run.weights, run.weights[1:], strict=False)):
+        assert (distance(before, after) > 1e-5) == (version >= warmup), f"step {version}"
+    for version, step in enumerate(run.steps):
+        metrics = step_metrics(step)
+        assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+        assert metrics["staleness/max"] == metrics["staleness/mean"] == version
+        assert metrics["policy/skipped_steps"] == 0
+        expected = config.batch.minibatches * config.batch.epochs
+        assert len(step.results) == (expected if version >= warmup else 0)
+        for result in (*step.results, *step.critic_results):
+            assert math.isfinite(result.metrics["loss"]) and math.isfinite(result.grad_norm)
+        assert len(step.critic_results) == (expected if preset.stem == "ppo" else 0)
+    TRAINED[preset.stem] = run.weights[-1]
+
+
+def test_no_two_presets_are_the_same() -> None:
+    for i, one in enumerate(TRAINED):
+        for other in list(TRAINED)[i + 1 :]:
+            assert distance(TRAINED[one], TRAINED[other]) > 1e-6, (one, other)
+
+
+def test_the_critic_of_ppo_learns_to_tell_good_states_from_bad(world: World) -> None:
+    """One batch again and again, the policy at rest: the values move towards the returns."""
+    ppo = next(path for path in PRESETS if path.stem == "ppo")
+    again = [world.batches[0]] * 12
+    config = world.config(ppo, "critic.warmup_steps=12", "learner.steps=13", "staleness.max_lag=12", "critic.optimizer.lr=3e-3")
+    run = train(config, again)
+    assert distance(run.weights[0], run.weights[-1]) == 0
+    losses = [sum(result.metrics["loss"] for result in step.critic_results) for step in run.steps]
+    assert losses[-1] < 0.9 * losses[0]
+    first, last = (step.plan.rewards.values_T for step in (run.steps[0], run.steps[-1]))
+    assert first is not None and last is not None and not torch.equal(first, last)
+
+
+LINEAR = ["learner.optimizer.lr=1000", "learner.optimizer.eps=1000", "learner.optimizer.max_grad_norm=1e9"]
+"""AdamW's first step is lr * g / (|g| + eps): with these the gradient itself."""
+FRESH = [
+    "staleness.max_lag=0",
+    "batch.minibatches=1",
+    "algorithm.proximal=recompute",
+    "algorithm.correction=none",
+    "critic.warmup_steps=0",
+]
+NO_CANDIDATES = {"clip_cov": ["algorithm.policy_loss.covariance_low=1e6", "algorithm.policy_loss.covariance_high=1e7"]}
+RATIO = [path for path in PRESETS if "policy_loss: {name: reinforce}" not in path.read_text() and path.stem != "gpg"]
+
+
+@pytest.mark.parametrize("preset", RATIO, ids=[path.stem for path in RATIO])
+def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: World, preset: Path) -> None:
+    """One step per batch, fresh data: the gradient of -A ln pi under the preset's advantage, KL and aggregation."""
+    gradients = []
+    for loss in (NO_CANDIDATES.get(preset.stem, []), ["algorithm.policy_loss=reinforce"]):
+        before, after = train(world.config(preset, *FRESH, *LINEAR, *loss), world.batches[:1]).weights
+        gradients.append({name: before[name] - after[name] for name in before})
+    size = max(float(gradient.abs().max()) for gradient in gradients[0].values())
+    assert size > 1e-5
+    assert distance(*gradients) < 1e-3 * size
