@@ -81,6 +81,26 @@ def test_behaviour_logprobs_are_the_models_at_the_sampling_temperature(stories, 
         assert_sampled_from(model, rollout, temperature)
 
 
+def test_a_greedy_request_beside_sampled_ones_says_the_likeliest_tokens_with_their_logprobs(stories):
+    runner, engine, model = stories
+
+    async def scenario():
+        requests = (
+            engine.sample([1, 403, 407], count, spec(temperature, tokens=40)) for count, temperature in ((6, 1.0), (1, 0.0))
+        )
+        return await asyncio.gather(*requests)
+
+    sampled, (greedy,) = runner.run(scenario())
+    assert_sampled_from(model, greedy)  # temperature 0 is recorded as temperature 1
+    for rollout in sampled:
+        assert_sampled_from(model, rollout)
+    ids = torch.tensor([[1, 403, 407, *greedy.response_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, 2:-1]
+    best = logits.max(-1).values - logits.gather(-1, ids[0, 3:, None]).squeeze(-1)
+    np.testing.assert_allclose(best, 0.0, atol=1e-4)  # ties aside, the argmax
+
+
 def test_score_is_at_temperature_one(stories):
     runner, engine, model = stories
     ids = [1, *range(300, 331)]

@@ -1,9 +1,11 @@
 """Weights that arrive in a real vLLM engine are the weights that were sent, or the engine does not sample."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 from vllm_helpers import (
     STAGING,
     STORIES,
@@ -65,9 +67,12 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
     async def scenario():
         await apply(engine, disk_order(1, old, tmp_path))
         paused_before_s = engine.stats().paused_s
-        arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, Sender(tmp_path).order(2, new, delay_s=2.0)))
+        leave = threading.Event()
+        update = Sender(tmp_path, deadline_s=60.0).order(2, new, after=leave)
+        arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, update))
         during = await engine.sample([1, 300], 4, SPEC)
         assert not arriving.done() and engine.version == 1 and engine.stats().paused_s == paused_before_s
+        leave.set()
         ready = await arriving
         np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)  # nothing is loaded yet
         across = asyncio.create_task(engine.sample([1, 300], 32, SPEC))
@@ -137,3 +142,23 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
     assert {version for rollout in running for version, _ in rollout.version_spans} == {1, 6}
     assert {version for version, _ in waiting[0].version_spans} == {6}
     assert_same_weights(runner, engine, scrambled(model, 6))
+
+
+@pytest.mark.parametrize("last", ["mlp.up_proj", "self_attn.v_proj"])
+def test_half_a_fused_layer_of_a_failed_update_is_not_mixed_into_the_next(world, last, tmp_path):
+    """vLLM buffers the parts of a fused layer until all are there; here the file of the last one cannot be read."""
+    runner, engine, model = world
+    tensors = {name: parameter.detach().clone() for name, parameter in scrambled(model, 1).named_parameters()}
+    del tensors[f"model.layers.1.{last}.weight"]
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    save_file(tensors, torn / "1.safetensors")
+    (torn / "2.safetensors").write_bytes(b"torn")
+
+    async def scenario():
+        with pytest.raises(TransferError, match="incomplete"):
+            await apply(engine, order(1, "disk", {"directory": str(torn)}))
+        await apply(engine, disk_order(2, scrambled(model, 2), tmp_path))
+
+    runner.run(scenario())
+    assert_same_weights(runner, engine, scrambled(model, 2))
