@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from asyncrl.algo.staleness import lag_bound
-from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger, next_chain
 from asyncrl.buffer.redis import PLACES
 
@@ -12,6 +10,8 @@ from .violation import Violation
 
 NEEDS_MEMORY = {"lease", "offer", "put"}
 """Everything else frees memory, or is needed by what does."""
+RUN = "run"
+KEYS = {place: f"{{{RUN}:train}}:{place}".encode() for place in PLACES}
 OF_A_LEARNER = {"take", "reject", "commit", "version", "close"}
 
 
@@ -23,9 +23,9 @@ def require(holds: bool, message: str, *found: object) -> None:
 class Lane:
     """The keys of a lane, read as Python values."""
 
-    def __init__(self, data: Data, run: str) -> None:
+    def __init__(self, data: Data) -> None:
         self._data = data
-        self._keys = {place: f"{{{run}:train}}:{place}".encode() for place in PLACES}
+        self._keys = KEYS
 
     def _ids(self, place: str, kind: type) -> set[int]:
         return set(map(int, self._data.look(self._keys[place], kind)))
@@ -124,27 +124,24 @@ def check_call(
         require(found == (int(arguments[6]), above), "the store disagrees with the ledger it was given", found, arguments[6:])
 
 
-def check_age(version: int, oldest: int, *, max_lag: int, rules: BufferRules, window: int, drop: bool) -> None:
-    """A group that is trained is not older than the bound."""
-    bound = max_lag if drop else lag_bound(max_lag, window=window, groups=rules.groups)
-    require(version - oldest <= bound, "a group is older than the bound", version, oldest, bound)
-
-
-def check_lineage(history: list[dict[str, Any]], ledger: Ledger, produced: dict[int, set[str]], *, groups: int) -> None:
-    """The weights of a checkpoint: every id once, only what was sampled for it, and the ledger says the same."""
+def check_lineage(
+    history: list[dict[str, Any]], ledger: Ledger, produced: dict[int, set[str]], *, groups: int, max_age: int
+) -> None:
+    """The weights of a checkpoint: every id once, only what was sampled for it and in time, and the ledger says the same."""
     replayed, trained = Ledger(), 0
     for step, entry in enumerate(history):
         require(entry["version"] == step, "a step is missing or repeated", entry["version"], step)
         require(len(entry["trained"]) == groups, "a step has another size", entry)
         for ids in entry["takes"]:
             replayed.consume(tuple(ids))  # refuses an id that comes twice
-        ids_in_step = [i for i, _ in entry["trained"] + entry["rejected"]]
+        ids_in_step = [i for i, *_ in entry["trained"] + entry["rejected"]]
         require(
             sorted(ids_in_step) == sorted(i for ids in entry["takes"] for i in ids),
             "a step's ids are not those of its takes",
             entry,
         )
-        for ticket_id, sample in entry["trained"]:
+        for ticket_id, sample, oldest in entry["trained"]:
+            require(0 <= step - oldest <= max_age, "a group is older than the bound, or younger than its learner", step, ticket_id, oldest)
             require(sample in produced.get(ticket_id, ()), "trained on what nobody sampled for it", ticket_id, sample)
         trained += len(entry["trained"])
     same = ("watermark", "above", "takes", "chain")

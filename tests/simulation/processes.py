@@ -14,17 +14,19 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
-from asyncrl.types import Ticket
+from asyncrl.types import Group, Ticket
 
 from .content import DEAD, decode, encode
 from .engine import Process
+from .invariants import RUN
 from .violation import Violation
 
 if TYPE_CHECKING:
     from .world import World
 
-RUN = "run"
 KEY = b"key"
+LONGEST_PAUSE_S = 20.0
+"""Whoever waits in vain asks less often: a simulated hour is short."""
 WEIGHTS = "weights.json"
 STALL_S = 1e9
 """The engine has a deadline of its own."""
@@ -54,13 +56,15 @@ class GeneratorProcess:
         self.engine.start(self.process, until_it_fails)
 
     def _lease_forever(self) -> None:
-        random = self.engine.random
+        random, longest_s = self.engine.random, 1.0
         while not self.is_leaving:
-            self.engine.sleep(random.uniform(0.2, 1.5))
+            self.engine.sleep(random.uniform(0.2, longest_s))
+            longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
             if len(self.held) >= self.world.scenario.held_at_most:
                 continue
             lease = self.buffer.lease(self.process.name, random.randint(1, 4))
             for ticket in lease.tickets:
+                longest_s = 1.0
                 self.held.add(ticket.id)
                 self._thread(self._produce, ticket)
             if lease.closed:
@@ -259,17 +263,17 @@ class LearnerProcess:
         self.world.credit = max(self.world.credit, credit)
 
     def _collect(self, version: int) -> Collected:
+        longest_s = 1.0
         while (collected := self.intake.poll(version, wait_s=0.0)) is None:
-            self.engine.sleep(self.engine.random.uniform(0.2, 1.0))
+            self.engine.sleep(self.engine.random.uniform(0.2, longest_s))
+            longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
         return collected
 
     def _train(self, version: int, collected: Collected) -> None:
-        for group in collected.groups:
-            self.world.trained(version, group)
         entry = {
             "version": version,
             "takes": self.takes,
-            "trained": [(group.ticket_id, group.generator_id) for group in collected.groups],
+            "trained": [(group.ticket_id, group.generator_id, oldest(group)) for group in collected.groups],
             "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
         }
         self.weights.history.append(json.loads(json.dumps(entry)))
@@ -280,3 +284,8 @@ class LearnerProcess:
         oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledger.to_dict()})
         state = checkpoints.state(oldest)["ledger"]
         self.intake.commit(state["takes"], state["chain"], version)
+
+
+def oldest(group: Group) -> int:
+    """The version that its first token was sampled with."""
+    return group.rollouts[0].version_spans[0].version

@@ -353,6 +353,7 @@ class VirtualStore:
 
 
 def _encoded(value: object) -> bytes:
+    """As redis-py sends it."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str | int) and not isinstance(value, bool):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.algo.staleness import lag_bound
 from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import intake as intake_module
 from asyncrl.buffer import redis as redis_module
@@ -17,13 +18,12 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.types import Group
 
 from .client import LATEST_S, Client, Network
 from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
-from .invariants import Lane, check_age, check_call, check_lineage, check_nothing_is_left, check_state, require
+from .invariants import RUN, Lane, check_call, check_lineage, check_nothing_is_left, check_state, require
 from .processes import KEY, RUN, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
 from .store import VirtualStore
 from .violation import Violation
@@ -33,6 +33,7 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
+READS_ONLY = {"audit"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +196,6 @@ class World:
         before = self._seen.setdefault((number, chain), ids)
         require(before == ids, "a replayed take has other ids", number, before, ids)
 
-    def trained(self, version: int, group: Group) -> None:
-        (oldest,) = (span.version for span in group.rollouts[0].version_spans)
-        scenario = self.scenario
-        check_age(version, oldest, max_lag=scenario.max_lag, rules=self.rules, window=scenario.window, drop=scenario.drop)
-
     def learner_finished(self, learner: LearnerProcess, version: int) -> None:
         if self.learner is learner:
             require(version == self.scenario.steps, "the learner stopped early", version)
@@ -218,14 +214,15 @@ class World:
 
     def _after(self, name: str, arguments: tuple[bytes, ...], reply: Any) -> None:
         self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
-        lane = Lane(self.store.data, RUN)
+        lane = Lane(self.store.data)
         if name == "unlink":  # a learner without a checkpoint deletes what was there
             self._forget()
         assigned, self._last = self._last < lane.number("last"), lane.number("last")
         check_call(lane, name, arguments, reply, credit=self.credit, durable=self._durable_takes(name), assigned=assigned)
         if name == "recover":
             self._recovered(arguments)
-        check_state(lane, self.store.strays)
+        if name not in READS_ONLY:
+            check_state(lane, self.store.strays)
 
     def _recovered(self, arguments: tuple[bytes, ...]) -> None:
         """The store let go of what the ledger holds; told another learner's ledger, or an old one, of more than that."""
@@ -244,7 +241,7 @@ class World:
     def _forget(self) -> None:
         """What was assigned before the store lost something may be assigned otherwise."""
         self._seen.clear()
-        self._last = Lane(self.store.data, RUN).number("last")
+        self._last = Lane(self.store.data).number("last")
 
     # -- faults
 
@@ -330,11 +327,15 @@ class World:
         assert state is not None
         self.ledger = Ledger.from_dict(state["ledger"])
         try:
-            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups)
+            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups, max_age=self._max_age())
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
         for generator in self.generators.values():
             self.engine.kill(generator.process)
+
+    def _max_age(self) -> int:
+        scenario = self.scenario
+        return scenario.max_lag if scenario.drop else lag_bound(scenario.max_lag, window=scenario.window, groups=self.rules.groups)
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""
@@ -347,7 +348,7 @@ class World:
                 buffer.put("drain", ticket.id, self.sample("drain", ticket.id, self.scenario.steps))
             self._take_one(buffer, limit)
         buffer.commit(self.ledger.takes, self.ledger.chain)
-        check_nothing_is_left(Lane(self.store.data, RUN))
+        check_nothing_is_left(Lane(self.store.data))
         self.drained = True
 
     def _take_one(self, buffer: RedisBuffer, limit: int) -> None:
