@@ -21,7 +21,7 @@ def check_files(config: Config) -> None:
     Raises:
         ConfigError: its text lists everything that is missing or does not fit.
     """
-    problems = [*_data(config), *_rewards(config), *_model(config), *_division(config)]
+    problems = [*_data(config), *_functions(config), *_model(config), *_division(config)]
     if problems:
         raise ConfigError(panel(problems, title=f"the files of run `{config.run.name}` (looked from {Path.cwd()})"))
 
@@ -33,11 +33,13 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.{key}: {_absent(source)}; give a JSONL or parquet file, a directory, or a Hugging Face dataset"
 
 
-def _rewards(config: Config) -> Iterator[str]:
-    for index, reward in enumerate(config.reward.functions):
-        file = reward.function.rpartition(":")[0]
+def _functions(config: Config) -> Iterator[str]:
+    named = [(f"reward.functions.{i}.function", one.function, "function") for i, one in enumerate(config.reward.functions)]
+    named += [(f"learner.hooks.{i}.name", hook.name, "Class") for i, hook in enumerate(config.learner.hooks)]
+    for key, name, kind in named:
+        file = name.rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
-            yield f"reward.functions.{index}.function: {_absent(file)}; give `path.py:function`"
+            yield f"{key}: {_absent(file)}; give `path.py:{kind}`"
 
 
 def _is_local(source: str) -> bool:

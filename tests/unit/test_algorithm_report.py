@@ -9,7 +9,6 @@ import torch
 from test_metric_names import documented
 from test_report import rollout, step
 
-from asyncrl.algo.value import explained_variance
 from asyncrl.launch.report import step_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.base import StepResult
@@ -54,14 +53,6 @@ def test_skipped_steps_of_the_critic_are_said(caplog):
         published = step_metrics(step_with_critic(critic_result(0.2, math.nan, 1.0, 1.0), critic_result(0.4, 3.0, 2.0)))
     assert published["critic/skipped_steps"] == 1 and math.isnan(published["critic/grad_norm"])
     assert "step 1: 1 of 2 optimizer steps of the critic were left out" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("values", "returns", "expected"),
-    [([1.0, 2.0], [1.0, 2.0], 1.0), ([7.0, 7.0], [1.0, 2.0], 0.0), ([2.0, 1.0], [1.0, 2.0], -3.0), ([1.0, 2.0], [3.0, 3.0], 0.0)],
-)
-def test_explained_variance_is_that_of_the_errors(values, returns, expected):
-    assert explained_variance(torch.tensor(values), torch.tensor(returns)) == pytest.approx(expected)
 
 
 def test_coefficients_and_hooks_keep_their_names():
