@@ -338,7 +338,9 @@ def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explos
     growing = Alarms(probe_limit=0.05)
     assert not any(growing.watch({"completions/length_mean": 100.0 * 1.05**step}, step)["alarm/length"] for step in range(100))
     assert growing.watch({"completions/length_mean": 40_000.0}, 100) == {"alarm/length": 1.0}
-    assert Alarms(probe_limit=1.0).watch({"completions/length_mean": 9.0}, 1) == {"alarm/length": 0.0}  # nothing to compare with
+    for known, expected in ((WINDOW // 2 - 1, False), (WINDOW // 2, True)):  # a few first steps are nothing to compare with
+        past = Past(first={}, recent=[{"completions/length_mean": 9.0}] * known, probe_limit=0.05)
+        assert causes({"completions/length_mean": 99.0}, past) == {"length": expected}
 
 
 def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
