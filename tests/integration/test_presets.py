@@ -1,10 +1,14 @@
 """Every preset trains: real rollouts of one vLLM engine, the real trainer, two steps of lag; and three of them as whole runs."""
 
 import asyncio
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm import VLLMEngine
+from asyncrl.launch.down import processes_of
 from asyncrl.launch.report import step_metrics
 from asyncrl.launch.warmup import WarmupSettings, build
 from asyncrl.learner import Step, run_learner
@@ -32,6 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
 NAMES = [path.stem for path in PRESETS]
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 B, G, STEPS = 8, 8, 3
 
 FITTED = {
@@ -44,6 +50,20 @@ FITTED = {
 REWARDS = """
 def digits(prompt, response, answer, **row):
     return sum(a == b for a, b in zip(response, answer)) / len(answer)
+
+
+def odd_only(prompt, response, answer, **row):
+    return digits(prompt, response, answer) if int(answer) % 2 else 0.0
+"""
+
+HOOK = """
+class Baseline:
+    def before_step(self, plan):
+        rewards = plan.rewards
+        baseline = rewards.greedy_rewards_group[rewards.group_S]
+        first = [one.advantages[one.keep.argmax()] for one in plan.sequences]
+        error = max(abs(float(r - b) - a) for r, b, a in zip(rewards.rewards_S, baseline, first))
+        return {"greedy/mean": float(baseline.mean()), "greedy/error": error}
 """
 
 
@@ -69,6 +89,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     )
     built = build(directory / "quickstart", tiny, lambda line: None)
     (directory / "rewards.py").write_text(REWARDS)
+    (directory / "hook.py").write_text(HOOK)
     base = {
         "run": {"name": "presets", "root": str(directory / "runs")},
         "model": {"path": str(built.model), "dtype": "float32"},
@@ -235,3 +256,59 @@ def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: Wor
     size = max(float(gradient.abs().max()) for gradient in gradients[0].values())
     assert size > 1e-5
     assert distance(*gradients) < 1e-3 * size
+
+
+def whole_run(world: World, preset: str, *overrides: str) -> tuple[Path, list[dict[str, float]]]:
+    """`asyncrl up` to its end; the run directory and the learner's metrics of each step."""
+    path = next(path for path in PRESETS if path.stem == preset)
+    world.config(path)  # writes the file
+    run = world.directory / "runs" / preset
+    arguments = [f"run.name={preset}", "learner.steps=3", "learner.optimizer.lr=1e-3", *FITTED.get(preset, ()), *overrides]
+    command = [*ASYNCRL, "up", "--plain", "--config", str(world.directory / f"{preset}.yaml"), *arguments]
+    try:
+        with (world.directory / f"{preset}.out").open("w+") as output:
+            done = subprocess.run(command, stdout=output, stderr=output, timeout=400, check=False)
+            output.seek(0)
+            assert done.returncode == 0, output.read()[-4000:]
+        assert processes_of(run) == []
+    finally:
+        for process in processes_of(run):
+            process.kill()
+    rows = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "time/step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["groups/trained"] == B and "nonfinite" not in row for row in steps)
+    return run, steps
+
+
+def ledger_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())["ledger"]
+
+
+def test_ppo_as_a_whole_run(world: World) -> None:
+    _, steps = whole_run(world, "ppo")
+    for row in steps:
+        assert all(math.isfinite(row[f"critic/{name}"]) for name in ("loss", "explained_variance", "value_mean", "grad_norm"))
+    assert [row["policy/lr"] > 0 for row in steps] == [False, True, True]  # one step of warm-up
+    assert steps[1]["policy/kl_coefficient"] == 0.001
+    assert all(row["time/critic"] > 0 and row["time/measure"] > 0 for row in steps)
+
+
+def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: World) -> None:
+    _, steps = whole_run(world, "remax", f"learner.hooks=[{world.directory}/hook.py:Baseline]")
+    for row in steps:
+        assert row["hook/greedy/error"] < 1e-6
+        assert not any(name.startswith("groups/rejected") for name in row)
+    assert max(row["hook/greedy/mean"] for row in steps) > 0.1
+
+
+def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
+    """Half of the prompts never earn anything: their groups are flat, rejected, counted, and refilled without a deadlock."""
+    run, steps = whole_run(world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]")
+    rejected = sum(row.get("groups/rejected_zero_variance", 0) for row in steps)
+    ledger = ledger_of(run)
+    assert rejected >= B
+    assert ledger["trained"] == 3 * B
+    assert ledger["rejected"].get("zero_variance") == rejected
+    assert max(row["groups/takes"] for row in steps) > 1
+    assert all(row["group/zero_variance"] == 0 for row in steps)
