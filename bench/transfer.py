@@ -1,10 +1,11 @@
 """Gloo transfer of one version of the weights against a raw torch broadcast of the same bytes, in the same run.
 
-    python bench/transfer.py [--mib 512] [--bucket-mib 64] [--rounds 7] [--out bench/results/transfer.json]
+    python bench/transfer.py [--mib 512] [--bucket-mib 64] [--rounds 45] [--out bench/results/transfer.json]
 
-Two processes on this host. Rounds of the three kinds alternate, so that all see the same machine; medians are
-reported. All receive into memory that is already there: "raw" in one broadcast, "layout" in buckets, "checksums" in
-buckets that are verified too, as an update does. "checksum_gb_per_s" is one thread over a whole version, nothing else.
+Two processes on this host. The three kinds take turns and change places, so that all see the same machine; ratios are
+formed within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
+already there: "raw" in one broadcast, "layout" in buckets, "checksums" in buckets that are verified too, as an update
+does. "checksum_gb_per_s" is one thread over a whole version, nothing else.
 """
 
 import argparse
@@ -43,8 +44,8 @@ def work(rank: int, options: argparse.Namespace, directory: str) -> dict[str, li
     sums = checksums(buffer, layout)
     group = gloo.open_group({"name": "bench", "directory": directory}, rank=rank, deadline_s=120.0)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(options.rounds + 1):
-        for kind in KINDS:
+    for turn in range(options.rounds + 1):
+        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:
             group.process_group.barrier().wait()
             started_s = time.perf_counter()
             if kind == "raw":
@@ -63,6 +64,13 @@ def receive(group: gloo.Group, buffer: torch.Tensor, layout: Layout, sums: tuple
         gloo.receive(group, buffer, layout, sums)
 
 
+def quartiles(seconds: dict[str, list[float]], kind: str) -> dict[str, float]:
+    """Of the rate relative to the raw broadcast of the same round."""
+    ratios = [raw / own for raw, own in zip(seconds["raw"], seconds[kind], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"lower": round(low, 3), "median": round(median, 3), "upper": round(high, 3)}
+
+
 def checksum_rate(options: argparse.Namespace) -> float:
     layout = make_layout(options.mib, options.bucket_mib)
     buffer = torch.empty(layout.total_bytes, dtype=torch.uint8).fill_(7)
@@ -78,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--receiver", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -106,8 +114,8 @@ def main() -> None:
         "torch": torch.__version__,
         "gb_per_s": {kind: round(rate, 3) for kind, rate in rates.items()},
         "checksum_gb_per_s": round(checksum_rate(options), 1),
-        "ratio_without_checksums": round(rates["layout"] / rates["raw"], 3),
-        "ratio": round(rates["checksums"] / rates["raw"], 3),
+        "ratio_without_checksums": quartiles(seconds, "layout"),
+        "ratio": quartiles(seconds, "checksums"),
     }
     text = json.dumps(result, indent=2)
     print(text)

