@@ -1,36 +1,36 @@
-"""Run one seed, or many."""
+"""Simulate one seed, or many: `python -m tests.simulation FIRST [COUNT]`. Seeds whose invariants do not hold are printed."""
 
 import logging
 import sys
 import time
 import traceback
+from collections import Counter
 
+from .violation import Violation
 from .world import simulate
+
+MOST_FAILURES = 10
 
 
 def main() -> int:
+    """The number of seeds that failed."""
     first, count = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
     logging.disable(logging.CRITICAL)
-    bad = 0
-    start = time.perf_counter()
-    totals: dict = {}
+    failed, totals, started_s = 0, Counter[str](), time.perf_counter()
     for seed in range(first, first + count):
         try:
             world = simulate(seed)
-            totals["s"] = totals.get("s", 0) + world.engine.now_s
-            totals["calls"] = totals.get("calls", 0) + world.store.calls
-            totals["events"] = totals.get("events", 0) + world.engine._count
-            for k, v in world.faults.struck.items():
-                totals[k] = totals.get(k, 0) + v
-        except Exception as error:
-            bad += 1
-            print(seed, type(error).__name__, str(error)[:300], flush=True)
-            if count == 1:
-                traceback.print_exc()
-            if bad > 10:
+            totals.update(world.faults.struck)
+            totals["calls"] += world.store.calls
+        except (Violation, AssertionError):
+            failed += 1
+            sys.stdout.write(f"seed {seed}: {traceback.format_exc(limit=0 if count > 1 else None)}\n")
+            if failed > MOST_FAILURES:
                 break
-    print(bad, "bad", (seed - first + 1) / (time.perf_counter() - start), "seeds/s", totals)
-    return bad
+    done = seed - first + 1
+    speed = done / (time.perf_counter() - started_s)
+    sys.stdout.write(f"{failed} of {done} seeds failed, {speed:.1f} seeds/s, {dict(totals)}\n")
+    return failed
 
 
 if __name__ == "__main__":

@@ -114,9 +114,6 @@ class Client:
     def scan_iter(self, match: str, count: int) -> Iterator[bytes]:
         yield from self._one("KEYS", match)
 
-    def unlink(self, *keys: Any) -> Any:
-        return self._one("UNLINK", *keys)
-
 
 class Pipeline:
     """MULTI ... EXEC: all commands run, the first refusal is raised, and the pipeline is empty again."""
@@ -136,6 +133,12 @@ class Pipeline:
 
     def fcall(self, *arguments: Any) -> None:
         self._requests.append(("FCALL", *arguments))
+
+    def unlink(self, *keys: Any) -> None:
+        self._requests.append(("UNLINK", *keys))
+
+    def hset(self, *arguments: Any) -> None:
+        self._requests.append(("HSET", *arguments))
 
     def execute(self) -> list[Any]:
         requests, self._requests = tuple(self._requests), []

@@ -141,7 +141,8 @@ def check_lineage(
             entry,
         )
         for ticket_id, sample, oldest in entry["trained"]:
-            require(0 <= step - oldest <= max_age, "a group is older than the bound, or younger than its learner", step, ticket_id, oldest)
+            age = step - oldest
+            require(0 <= age <= max_age, "a group is older than the bound, or younger than its learner", step, ticket_id)
             require(sample in produced.get(ticket_id, ()), "trained on what nobody sampled for it", ticket_id, sample)
         trained += len(entry["trained"])
     same = ("watermark", "above", "takes", "chain")

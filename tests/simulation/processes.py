@@ -1,5 +1,6 @@
-"""The generators and the learner: the loops are the simulation's, everything that touches the store or a ledger is shipped code."""
+"""The generators and the learner: the loops are the simulation's, what touches the store or a ledger is shipped code."""
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,10 +189,8 @@ class LearnerProcess:
         """What the control plane asks for when a generator has died."""
 
         def attempt() -> None:
-            try:
+            with contextlib.suppress(StoreError):  # the leases run out by themselves
                 self.buffer.revoke(holder)
-            except StoreError:
-                pass  # the leases run out by themselves
 
         self.engine.start(self.process, attempt)
 
@@ -241,7 +240,7 @@ class LearnerProcess:
             buffer=self.buffer,
             ledger=watched,
             decode=decode,
-            judge=make_judge([judge_reward], drop_older_than=scenario.max_lag if scenario.drop else None),
+            judge=make_judge([judge_reward], drop_older_than=self.world.max_age),
             groups=self.world.rules.groups,
             window=scenario.window,
             max_lag=scenario.max_lag,

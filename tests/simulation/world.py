@@ -24,7 +24,7 @@ from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
 from .invariants import RUN, Lane, check_call, check_lineage, check_nothing_is_left, check_state, require
-from .processes import KEY, RUN, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
+from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
 from .store import VirtualStore
 from .violation import Violation
 
@@ -92,11 +92,12 @@ class World:
         self.produced: dict[int, set[str]] = {}
         self.published, self.credit = 0, 0
         self.learner: LearnerProcess | None = None
+        self._learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
         self._incarnations = 0
         self._samples = 0
         self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._last = 0
+        self._last, self._recovered_takes = 0, 0
         self._snapshots = [self.store.snapshot()]
         self._snapshot_at_s = 0.0
         self._is_finished = False
@@ -146,6 +147,7 @@ class World:
                 (kept[-1] / WEIGHTS).write_text("torn")
         self._incarnations += 1
         self.learner = LearnerProcess(self, f"learner.{self._incarnations}")
+        self._learners.append(self.learner)
 
     def _start_generator(self, slot: int) -> None:
         if not self._is_finished:
@@ -225,11 +227,13 @@ class World:
             check_state(lane, self.store.strays)
 
     def _recovered(self, arguments: tuple[bytes, ...]) -> None:
-        """The store let go of what the ledger holds; told another learner's ledger, or an old one, of more than that."""
+        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
         self.store.strays.clear()
         learner, owner, takes = self.learner, arguments[1].decode(), int(arguments[2])
-        if learner is None or learner.buffer._owner != owner or learner.intake.ledger.takes != takes:
+        is_newest = learner is not None and learner.buffer._owner == owner and learner.intake.ledger.takes == takes
+        if not is_newest or takes < self._recovered_takes:
             self._forget()
+        self._recovered_takes = takes
         self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
 
     def _durable_takes(self, name: str) -> int:
@@ -327,21 +331,24 @@ class World:
         assert state is not None
         self.ledger = Ledger.from_dict(state["ledger"])
         try:
-            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups, max_age=self._max_age())
+            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups, max_age=self.max_age)
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
-        for generator in self.generators.values():
-            self.engine.kill(generator.process)
+        for one in [*self.generators.values(), *self._learners]:
+            self.engine.kill(one.process)
 
-    def _max_age(self) -> int:
-        scenario = self.scenario
-        return scenario.max_lag if scenario.drop else lag_bound(scenario.max_lag, window=scenario.window, groups=self.rules.groups)
+    @property
+    def max_age(self) -> int:
+        """Of a group when it is trained."""
+        if self.scenario.drop:
+            return self.scenario.max_lag
+        return lag_bound(self.scenario.max_lag, window=self.scenario.window, groups=self.rules.groups)
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""
         buffer = RedisBuffer(self.connect(self.engine.process), RUN, self.rules)
-        limit = max(buffer.audit().issued, self.ledger.consumed)
         self.engine.sleep(2 * LATEST_S)
+        limit = max(buffer.audit().issued, self.ledger.watermark, *self.ledger.above)
         buffer.recover(self.ledger, version=self.scenario.steps, limit=limit)
         while self.ledger.consumed < limit:
             for ticket in buffer.lease("drain", 4).tickets:
