@@ -24,7 +24,6 @@ from asyncrl.errors import ControlError
 from asyncrl.evaluation import round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.keys import join_keys
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
@@ -69,7 +68,6 @@ async def _generate(
         heartbeat_s=config.control.heartbeat_s,
         timeout_s=config.control.timeout_s,
         wire_key=wire_key(),
-        keys=join_keys().control,
     )
     tracker = JsonlTracker(directory.metrics / f"{generator_id}.jsonl")
     staging = GlooStaging()
