@@ -18,7 +18,7 @@ import zmq.asyncio
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.membership import holder_name
 from asyncrl.control.messages import CODEC, UnknownMember, set_options
-from asyncrl.errors import ControlError, WireError
+from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class ControlClient:
         if self._answer.done():
             self._put(Stop(reason=f"refused when coming back: {reason}"))
         else:
-            self._answer.set_exception(ControlError(f"control plane: the learner refused this generator: {reason}"))
+            self._answer.set_exception(ControlRefused(f"control plane: the learner refused this generator: {reason}"))
 
     def _put(self, order: UpdateOrder | Stop) -> None:
         """Newer replaces older, except that nothing replaces a stop."""
