@@ -42,7 +42,8 @@ class BufferRules:
     lease_s: float = 60.0
     max_attempts: int = 3
     max_bytes: int = 4 << 30
-    """Cap on stored frames. Over it only the oldest unfinished group is stored, and only while the learner waits for it."""
+    """Cap on stored frames. Over it a group is stored only while the learner waits: the oldest unfinished one, or any while
+    nobody has that one."""
 
 
 class PutOutcome(StrEnum):

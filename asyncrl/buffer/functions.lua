@@ -194,9 +194,13 @@ local function put_outcome(k, id, bytes, max_bytes)
   local issued, starving, stored = metas(k, 'issued', 'starving', 'bytes')
   if tonumber(id) > issued then return 'unknown' end
   if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end
-  -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
-  if stored + bytes > max_bytes and not (starving == 1 and tonumber(id) == anchor(k)) then return 'full' end
-  return 'stored'
+  if stored + bytes <= max_bytes then return 'stored' end
+  -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock. So
+  -- would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
+  expire(k)
+  local oldest = anchor(k)
+  local is_awaited = tonumber(id) == oldest or call('ZSCORE', k.reissue, oldest)
+  return starving == 1 and is_awaited and 'stored' or 'full'
 end
 
 -- offer id bytes max_bytes -> outcome that put would have

@@ -91,6 +91,7 @@ class Intake:
                 continue
             if time.monotonic() >= until_s:
                 self._check_stall()
+                self.open(version)  # a store that lost only this would wait for the learner, and the learner for it
                 return None
             time.sleep(0.005)
         return self._finish()
@@ -196,8 +197,9 @@ def make_judge(
     """Rejects what cannot be trained on, and what the group filters reject.
 
     Never trained: tokens newer than the version being trained (their weights were lost when the learner went back to a
-    checkpoint), under `staleness.policy: drop` tokens older than the bound, and, where the advantage needs a greedy reward,
-    groups without one (of an earlier algorithm).
+    checkpoint), groups with a token older than `drop_older_than` (under `staleness.policy: mask` only those can be that were
+    sampled for a history that the learner lost), and, where the advantage needs a greedy reward, groups without one (of an
+    earlier algorithm).
     """
 
     def judge(group: Group, version: int) -> str | None:

@@ -163,9 +163,13 @@ class MemoryBuffer:
             return PutOutcome.DUPLICATE
         if ticket_id > store.issued:
             return PutOutcome.UNKNOWN
+        if store.stored_bytes + frame_bytes <= self._rules.max_bytes:
+            return PutOutcome.STORED
         # Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
-        awaited = store.starving and ticket_id == store.anchor
-        if store.stored_bytes + frame_bytes > self._rules.max_bytes and not awaited:
+        # So would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
+        self._expire()
+        is_awaited = ticket_id == store.anchor or store.anchor in store.reissue
+        if not (store.starving and is_awaited):
             return PutOutcome.FULL
         return PutOutcome.STORED
 

@@ -83,13 +83,22 @@ class RunRecord:
 
 
 def _claim_name(client: redis.Redis, name: str) -> str:
-    client.hsetnx(_KEY, "name", name)
-    holder: Any = client.hget(_KEY, "name")
+    holder: Any = None
+    while holder is None:  # not more than once, unless the store is wiped at this very moment
+        client.hsetnx(_KEY, "name", name)
+        holder = client.hget(_KEY, "name")
     return str(holder.decode())
 
 
 def _delete_lanes(client: redis.Redis, name: str) -> None:
     lanes = {key.rpartition(b":")[0] for key in client.scan_iter(match=f"{{{name}:*}}:*", count=_SCAN_COUNT)}
     for lane in sorted(lanes):
-        # In one command, with what a generator may have added since: half a lane would be no history of any run.
-        client.unlink(*(b"%s:%s" % (lane, place.encode()) for place in PLACES))
+        places = {place: b"%s:%s" % (lane, place.encode()) for place in PLACES}
+        epoch: Any = client.hget(places["meta"], "epoch")
+        # At once, with what a generator may have added since: half a lane would be no history of any run. The epoch stays,
+        # so that a learner that is still alive is fenced and does not take this for a store that was wiped.
+        with client.pipeline(transaction=True) as transaction:
+            transaction.unlink(*places.values())
+            if epoch is not None:
+                transaction.hset(places["meta"], "epoch", epoch)
+            transaction.execute()

@@ -180,7 +180,7 @@ class Head:
             decode=partial(decode_group, key=wire_key()),
             judge=make_judge(
                 filters,
-                drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else None,
+                drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
                 needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
             ),
             groups=config.batch.groups,

@@ -12,6 +12,7 @@ NEEDS_MEMORY = {"lease", "offer", "put"}
 """Everything else frees memory, or is needed by what does."""
 RUN = "run"
 KEYS = {place: f"{{{RUN}:train}}:{place}".encode() for place in PLACES}
+NUMBERS = [place for place in PLACES if place in ("meta", "totals")]
 OF_A_LEARNER = {"take", "reject", "commit", "version", "close"}
 
 
@@ -34,11 +35,10 @@ class Lane:
         kinds = {"leased": SortedSet, "deadlines": SortedSet, "reissue": SortedSet, "ready": SortedSet, "done": set}
         return self._ids(place, kinds.get(place, dict))
 
-    def number(self, name: str, place: str = "meta") -> int:
-        return int(self._data.look(self._keys[place], dict).get(name.encode(), b"0"))
-
-    def total(self, name: str) -> int:
-        return self.number(name, "totals")
+    def number(self, name: str) -> int:
+        """A number that the lane keeps, 0 before it is written."""
+        kept = (self._data.look(self._keys[place], dict) for place in NUMBERS)
+        return int(next((values[name.encode()] for values in kept if name.encode() in values), b"0"))
 
     def text(self, name: str) -> str:
         return str(self._data.look(self._keys["meta"], dict).get(name.encode(), b"").decode())
@@ -58,7 +58,7 @@ class Lane:
 
     @property
     def anchor(self) -> int:
-        return min(self.leased | self.reissue | {self.total("issued") + 1})
+        return min(self.leased | self.reissue | {self.number("issued") + 1})
 
     @property
     def places_in_use(self) -> set[str]:
@@ -71,7 +71,7 @@ def check_state(lane: Lane, strays: set[int]) -> None:
     Args:
         strays: ids whose frame came with a call that found no functions; a recovery clears them up.
     """
-    issued, watermark, frames, takes = lane.total("issued"), lane.number("watermark"), lane.frames, lane.takes
+    issued, watermark, frames, takes = lane.number("issued"), lane.number("watermark"), lane.frames, lane.takes
     leased, taken = lane.leased, [i for _, _, ids in takes.values() for i in ids]
     places = [*range(1, watermark + 1), *lane.done, *leased, *lane.reissue, *lane.ready, *taken]
     require(len(places) == issued and set(places) == set(range(1, issued + 1)), "an id is lost or in two places",
@@ -81,7 +81,7 @@ def check_state(lane: Lane, strays: set[int]) -> None:
     require(stored <= frames.keys(), "a group has no frame", stored - frames.keys())
     require(frames.keys() - stored <= strays, "a frame belongs to no group", frames.keys() - stored)
     counted = sum(len(frames[i]) for i in stored)
-    require(lane.total("bytes") == counted, "bytes do not add up", lane.total("bytes"), counted)
+    require(lane.number("bytes") == counted, "bytes do not add up", lane.number("bytes"), counted)
     number, chain = lane.number("committed"), None
     for n in sorted(takes):
         previous, after, ids = takes[n]
@@ -156,6 +156,6 @@ def check_lineage(
 
 def check_nothing_is_left(lane: Lane) -> None:
     """After everything issued was consumed and committed."""
-    allowed = {"meta", "counters", "requests", "dead_letters", "totals"}
+    allowed = {*NUMBERS, "counters", "requests", "dead_letters"}
     require(lane.places_in_use <= allowed, "keys are left behind", lane.places_in_use - allowed)
-    require(lane.total("bytes") == 0, "bytes are left behind", lane.total("bytes"))
+    require(lane.number("bytes") == 0, "bytes are left behind", lane.number("bytes"))
