@@ -190,7 +190,12 @@ def critic(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
         moved[name] = [results[-1].metrics["skipped_steps"], changed(before, state)]
     losses = [result.metrics["loss"] for result in (results[-1], *(learn() for _ in range(20)))]
     values = trainer.measure(batches, ["values_T"])
-    report = {"moved": moved, "losses": losses, "columns": [sorted(part) for part in values]}
+    report = {
+        "moved": moved,
+        "losses": losses,
+        "columns": [sorted(part) for part in values],
+        "with_gradient": values[0]["values_T"].requires_grad,
+    }
     trainer.close()
     return {"values_T": values[0]["values_T"]}, report
 
@@ -258,6 +263,7 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
         "none": [none.metrics["skipped_steps"], none.grad_norm],
         "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.parameters()}),
         "logprob_dtype": str(before[0]["logprobs_T"].dtype),
+        "with_gradient": any(column.requires_grad for part in before for column in part.values()),
     }
     trainer.close()
     return {
