@@ -1,0 +1,30 @@
+"""Commands for what a run leaves behind."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import RunArgument
+
+app = typer.Typer()
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run (its newest checkpoint) or a model directory.")],
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Needed with a model directory.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value")] = None,
+) -> None:
+    """Evaluate a checkpoint or model on the held-out prompts of a config."""
+    from asyncrl.launch.evaluate import evaluate_model
+
+    evaluate_model(model, config, overrides or [])
+
+
+@app.command()
+def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
+    """Copy the newest checkpoint as a Hugging Face model directory."""
+    from asyncrl.launch.inspect import export_run
+
+    export_run(run, to)

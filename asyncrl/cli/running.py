@@ -1,0 +1,90 @@
+"""Commands that start, watch and stop a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import ConfigOption, Overrides, RunArgument, StoreOption
+
+app = typer.Typer()
+
+
+@app.command()
+def up(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
+    plain: Annotated[bool, typer.Option(help="Lines instead of the dashboard.")] = False,
+) -> None:
+    """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
+    from asyncrl.config.load import load_config
+    from asyncrl.launch.up import run_here
+
+    run_here(load_config(config, overrides or []), fresh=fresh, generators=True, plain=plain)
+
+
+@app.command()
+def learner(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
+) -> None:
+    """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
+    from asyncrl.config.load import load_config
+    from asyncrl.launch.up import run_here
+
+    run_here(load_config(config, overrides or []), fresh=fresh, generators=False, plain=True)
+
+
+@app.command()
+def generator(
+    count: Annotated[int, typer.Option(min=1, help="Generators to start on this host.")] = 1,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Default: the run's own config, from the store.")] = None,
+    store: StoreOption = None,
+) -> None:
+    """Run generators that join a run. With neither option, the newest run on this host."""
+    from asyncrl.launch.join import run_generators
+
+    run_generators(count=count, config_path=config, store_url=store)
+
+
+@app.command()
+def status(
+    run: RunArgument = None,
+    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    watch: Annotated[bool, typer.Option(help="Keep showing the dashboard.")] = False,
+) -> None:
+    """Show how a run is doing."""
+    from asyncrl.launch.inspect import show_status
+
+    show_status(run, as_json=json, watch_it=watch)
+
+
+@app.command()
+def samples(
+    run: RunArgument = None,
+    count: Annotated[int, typer.Option(min=1)] = 5,
+    step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
+    kind: Annotated[str | None, typer.Option(help="train or eval.")] = None,
+) -> None:
+    """Show rollouts: prompt, response, reward parts, versions."""
+    from asyncrl.launch.inspect import show_samples
+
+    show_samples(run, count=count, step=step, kind=kind)
+
+
+@app.command()
+def audit(run: RunArgument = None, store: StoreOption = None) -> None:
+    """Prove that no group was lost or trained twice: where is every issued id?"""
+    from asyncrl.launch.inspect import show_audit
+
+    show_audit(run, store_url=store)
+
+
+@app.command()
+def down(run: RunArgument = None) -> None:
+    """Stop a run and check that nothing of it is left."""
+    from asyncrl.launch.down import stop_run
+
+    stop_run(run)
