@@ -8,7 +8,8 @@
 --   takes      hash  number -> "previous chain unshortened id id ...", the frames of its ids are kept until the commit
 --   done       set   ids above meta.watermark
 -- and beside them
---   meta          hash  epoch owner version limit closed starving issued last chain committed watermark bytes
+--   meta          hash  epoch owner version limit closed starving last chain committed watermark; the learner's alone
+--   totals        hash  issued bytes
 --   requests      hash  holder -> "request id id ..." of its last lease, so that a lost reply can be asked for again
 --   attempts      hash  id -> failures so far
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
@@ -16,9 +17,11 @@
 --
 -- Validate first, then write: a function that fails half-way is not undone. Only the server's clock is read, and only
 -- for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short, because they free it.
+-- The server checks the caller's rights at every command in here (users.py): what generators may call writes no place
+-- that is the learner's, and what only the learner may call begins with a write of meta.
 
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
-                'attempts', 'dead_letters', 'counters'}
+                'attempts', 'dead_letters', 'counters', 'totals'}
 local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
 local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
 
@@ -35,14 +38,7 @@ local function register(name, flags, body)
 end
 
 local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
-
--- Several numbers of meta in one call.
-local function metas(k, ...)
-  local values = call('HMGET', k.meta, ...)
-  for i, value in ipairs(values) do values[i] = tonumber(value or '0') end
-  return unpack(values)
-end
-
+local function total(k, field) return tonumber(call('HGET', k.totals, field) or '0') end
 local function count(k, counter, n) if n ~= 0 then call('HINCRBY', k.counters, counter, n) end end
 local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
 local function id_text(id) return string.format('%d', id) end
@@ -60,7 +56,7 @@ end
 
 -- The oldest unfinished id, or the next one to be issued.
 local function anchor(k)
-  return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, meta(k, 'issued') + 1)
+  return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, total(k, 'issued') + 1)
 end
 
 -- One call for many ids; Lua passes a few thousand values at most.
@@ -68,9 +64,7 @@ local function each_batch(ids, visit)
   for first = 1, #ids, 1000 do visit(unpack(ids, first, math.min(first + 999, #ids))) end
 end
 
-local function is_done(k, id)
-  return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1
-end
+local function is_done(k, id) return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1 end
 
 local function unlease(k, id)
   call('ZREM', k.leased, id)
@@ -103,7 +97,7 @@ end
 local function make_ready(k, id)
   unlease(k, id)
   call('ZREM', k.reissue, id)
-  call('HINCRBY', k.meta, 'bytes', call('HSTRLEN', k.frames, id))
+  call('HINCRBY', k.totals, 'bytes', call('HSTRLEN', k.frames, id))
   call('ZADD', k.ready, id, id)
 end
 
@@ -111,7 +105,7 @@ local function drop_frames(k, ids)
   local freed = 0
   for _, id in ipairs(ids) do freed = freed + call('HSTRLEN', k.frames, id) end
   each_batch(ids, function(...) call('HDEL', k.frames, ...) end)
-  call('HSET', k.meta, 'bytes', meta(k, 'bytes') - freed) -- HINCRBY would refuse Lua's "-0"
+  call('HSET', k.totals, 'bytes', total(k, 'bytes') - freed) -- HINCRBY would refuse Lua's "-0"
 end
 
 local function assignment(k, number)
@@ -142,8 +136,16 @@ local function stranger(k, args)
   end
 end
 
+-- Changes nothing, and ends the call of a user who may not write meta, before any effect.
+local function register_privileged(name, body)
+  register(name, {'allow-oom'}, function(k, args)
+    call('HSETNX', k.meta, 'epoch', 0)
+    return body(k, args)
+  end)
+end
+
 local function register_for_learner(name, body)
-  register(name, {'allow-oom'}, function(k, args) return stranger(k, args) or body(k, args) end)
+  register_privileged(name, function(k, args) return stranger(k, args) or body(k, args) end)
 end
 
 local function expire(k)
@@ -162,7 +164,7 @@ end
 -- lease holder count lease_ms request -> version, limit, closed, ids
 register('lease', {}, function(k, args)
   local holder, wanted, request = args[1], tonumber(args[2]), args[4]
-  local version, limit, closed, issued = metas(k, 'version', 'limit', 'closed', 'issued')
+  local version, limit, closed, issued = meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed'), total(k, 'issued')
   expire(k)
   local again = repeated(k, holder, request)
   if again or closed == 1 then return {version, limit, closed, again or {}} end
@@ -178,7 +180,7 @@ register('lease', {}, function(k, args)
     call('ZADD', k.deadlines, ends_ms, id)
     call('HSET', k.holders, id, holder)
   end
-  call('HSET', k.meta, 'issued', issued)
+  call('HSET', k.totals, 'issued', issued)
   call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' '))
   return {version, limit, closed, ids}
 end)
@@ -191,16 +193,15 @@ end)
 
 local function put_outcome(k, id, bytes, max_bytes)
   if is_done(k, id) then return 'duplicate' end
-  local issued, starving, stored = metas(k, 'issued', 'starving', 'bytes')
-  if tonumber(id) > issued then return 'unknown' end
+  if tonumber(id) > total(k, 'issued') then return 'unknown' end
   if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end
-  if stored + bytes <= max_bytes then return 'stored' end
+  if total(k, 'bytes') + bytes <= max_bytes then return 'stored' end
   -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock. So
   -- would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
   expire(k)
   local oldest = anchor(k)
   local is_awaited = tonumber(id) == oldest or call('ZSCORE', k.reissue, oldest)
-  return starving == 1 and is_awaited and 'stored' or 'full'
+  return meta(k, 'starving') == 1 and is_awaited and 'stored' or 'full'
 end
 
 -- offer id bytes max_bytes -> outcome that put would have
@@ -361,24 +362,25 @@ local function rebuild(k, kept, watermark, issued)
       call('ZADD', k.reissue, id, id)
     end
   end
-  call('HSET', k.meta, 'bytes', bytes)
+  call('HSET', k.totals, 'bytes', bytes)
 end
 
 -- recover known_epoch owner takes chain version limit watermark "id id ..." -> OK epoch
-register('recover', {'allow-oom'}, function(k, args)
+register_privileged('recover', function(k, args)
   local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
   if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
   local above = ids_in(args[8])
   call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0,
        'watermark', watermark, 'committed', args[3])
   call('DEL', k.done)
-  local issued = math.max(meta(k, 'issued'), watermark)
+  local issued = math.max(total(k, 'issued'), watermark)
   for _, id in ipairs(above) do
     call('SADD', k.done, id)
     issued = math.max(issued, tonumber(id))
   end
   local kept, last, chain = keep_takes(k, tonumber(args[3]), args[4])
-  call('HSET', k.meta, 'issued', issued, 'last', last, 'chain', chain)
+  call('HSET', k.totals, 'issued', issued)
+  call('HSET', k.meta, 'last', last, 'chain', chain)
   rebuild(k, kept, watermark, issued)
   return {'OK', epoch}
 end)
@@ -390,7 +392,7 @@ register_for_learner('version', function(k, args)
 end)
 
 -- revoke holder -> ids issued again
-register('revoke', {'allow-oom'}, function(k, args)
+register_privileged('revoke', function(k, args)
   local ids = held(k, args[1], call('HKEYS', k.holders))
   for _, id in ipairs(ids) do issue_again(k, id) end
   call('HDEL', k.requests, args[1])
@@ -408,6 +410,6 @@ end)
 register('audit', {'no-writes'}, function(k)
   local taken = 0
   for _, n in ipairs(call('HKEYS', k.takes)) do taken = taken + #assignment(k, n).ids end
-  return {meta(k, 'issued'), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
-          meta(k, 'watermark') + call('SCARD', k.done), meta(k, 'bytes'), call('HGETALL', k.counters)}
+  return {total(k, 'issued'), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
+          meta(k, 'watermark') + call('SCARD', k.done), total(k, 'bytes'), call('HGETALL', k.counters)}
 end)

@@ -21,7 +21,7 @@ _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 """Part of every function's name, so that a release can only call its own code, also beside another on one server."""
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
 PLACES = (
-    "meta leased deadlines holders reissue ready frames takes done requests attempts dead_letters counters".split()  # noqa: SIM905
+    "meta leased deadlines holders reissue ready frames takes done requests attempts dead_letters counters totals".split()  # noqa: SIM905
 )
 """Keys of a lane, in the order of functions.lua."""
 MAX_COUNT = 1 << 40
