@@ -1,14 +1,19 @@
-"""Rewrites what docs/algorithms.md has from the code and the presets: `python docs/generate.py`.
+"""Rewrites what the documentation has from the code, the schema and the presets: `python docs/generate.py`.
+
+Also docs/config.schema.json, a JSON schema for editors.
 
 Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters` that column alone
 is written, from the signatures of the functions that its first column names; other tables are written whole.
 """
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from config_reference import json_schema, minimal, shown, tables
 
 from asyncrl.algo import registry
 from asyncrl.config.base import Choice, Part
@@ -18,7 +23,8 @@ from asyncrl.config.report import describe, schema_at
 from asyncrl.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "config.md")
+SCHEMA = ROOT / "docs" / "config.schema.json"
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
 CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
@@ -31,10 +37,17 @@ def rewritten(page: str) -> str:
 
     def region(match: re.Match[str]) -> str:
         start, kind, table, end = match.groups()
-        rows = {"presets": presets, "settings": settings}.get(kind, lambda: with_parameters(kind, table.splitlines()))()
+        rows = {"presets": presets, "settings": settings, "keys": tables}.get(
+            kind, lambda: with_parameters(kind, table.splitlines())
+        )()
         return start + "\n".join(rows) + "\n" + end
 
     return REGION.sub(region, page)
+
+
+def schema_text() -> str:
+    """docs/config.schema.json as it should be."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
@@ -43,7 +56,7 @@ def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
     column = head.index("parameters (default)")
     listed = [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", cells(row)[0])]
     if sorted(listed) != sorted(registry.names(kind)):
-        raise SystemExit(f"{PAGE.name}: the table of {kind} lists {sorted(listed)}; registered are {registry.names(kind)}")
+        raise SystemExit(f"the table of {kind} lists {sorted(listed)}; registered are {registry.names(kind)}")
     yield from rows[:2]
     for row in rows[2:]:
         values = cells(row)
@@ -64,7 +77,7 @@ def settings() -> Iterator[str]:
     yield "|---|---|---|---|"
     below = [f"{section}.{key}" for section in SECTIONS for key in schema_at(tuple(section.split(".")))["properties"]]
     for path in (*SETTINGS, *below):
-        schema, default = schema_at(tuple(path.split("."))), value_at(Config.model_validate(minimal()), path)
+        schema, default = schema_at(tuple(path.split("."))), value_at(minimal(), path)
         if isinstance(default, Choice):
             yield line([f"`{path}`", "a function, see KL below", f"`{default.name}`", ""])
         elif isinstance(default, Part):
@@ -79,7 +92,7 @@ def presets() -> Iterator[str]:
     """One row per file of configs/algorithms."""
     yield "| preset | advantage | policy loss | correction | aggregation | further |"
     yield "|---|---|---|---|---|---|"
-    plain = flat(Config.model_validate(minimal()))
+    plain = flat(minimal())
     for path in sorted((ROOT / "configs" / "algorithms").glob("*.yaml")):
         config = load_preset(path)
         own = {key: value for key, value in flat(config).items() if value != plain.get(key)}
@@ -136,19 +149,6 @@ def value_at(part: Any, path: str) -> Any:
     return part
 
 
-def minimal() -> dict[str, Any]:
-    """The least that is a config."""
-    functions = [{"function": "exact_match"}]
-    return {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"functions": functions}}
-
-
-def shown(value: Any) -> str:
-    """A value as YAML has it, short: 1e-6, null, true."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return re.sub(r"e([+-])0+", r"e\1", f"{value:g}") if isinstance(value, float) else str(value)
-
-
 def cells(row: str) -> list[str]:
     """Cells of a row of a Markdown table."""
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
@@ -160,4 +160,6 @@ def line(values: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -11,6 +11,7 @@ class KLConfig(Part):
     coefficient: NonNegativeFloat = 0.0
     """0 switches the reference model off."""
     estimator: Choice = Choice(name="k3")
+    """How the divergence of a token is estimated."""
     placement: Literal["loss", "reward"] = "loss"
     """In the loss, or subtracted from the reward of every token."""
     target: PositiveFloat | None = None
@@ -38,12 +39,15 @@ class AlgorithmConfig(Part):
     """Four independent choices, plus KL, entropy, filters and reward shaping."""
 
     advantage: Choice = Choice(name="grpo")
+    """From rewards to what each token is trained with."""
     policy_loss: Choice = Choice(name="ppo_clip")
+    """Loss of a token, from its advantage and its probabilities."""
     correction: Choice = Choice(name="truncate")
     """Behaviour to proximal: importance weights of stale tokens."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
     """Decoupled (weights at the start of the update, by a forward pass or interpolated), or bypass (the behaviour policy)."""
     aggregation: Choice = Choice(name="token-mean")
+    """How the losses of tokens become one."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     filters: tuple[Choice, ...] = ()
@@ -60,11 +64,17 @@ class OptimizerConfig(Part):
     """AdamW."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate after the warm-up; constant."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled, as in AdamW."""
     warmup_steps: NonNegative = 0
+    """Steps in which the learning rate rises linearly to `lr`."""
     max_grad_norm: PositiveFloat = 1.0
+    """A longer gradient is scaled down to this norm."""
 
 
 class CriticConfig(Part):

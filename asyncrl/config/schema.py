@@ -44,6 +44,7 @@ class ModelConfig(Part):
     chat_template: bool = False
     """True: prompts are rendered as chat messages with the tokenizer's template."""
     trust_remote_code: bool = False
+    """True runs Python code that comes with the model; read it first."""
 
 
 class DataConfig(Part):
@@ -62,6 +63,7 @@ class DataConfig(Part):
     split: str = "train"
     """Split of a Hugging Face dataset."""
     eval_split: str = "test"
+    """Split of `eval`, where that is a Hugging Face dataset."""
     shuffle: bool = True
     """New order each epoch, fixed by `run.seed`."""
 
@@ -72,6 +74,7 @@ class RewardFunctionConfig(Part):
     function: str
     """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
     weight: float = 1.0
+    """Factor of the part in the sum that is trained on."""
     name: str | None = None
     """Name of the part in metrics; default: the function's."""
 
@@ -85,6 +88,7 @@ class RewardConfig(Part):
     """How rollouts are scored."""
 
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)]
+    """Parts of the reward; it is their weighted sum."""
     timeout_s: PositiveFloat = 10.0
     """A call that takes longer is killed; the ticket is given back."""
     workers: Positive = 1
@@ -131,13 +135,19 @@ class SamplingConfig(Part):
     """How rollouts are sampled for training."""
 
     temperature: PositiveFloat = 1.0
+    """Of the policy that is trained: generator and learner both use it."""
     max_prompt_tokens: Positive = 512
     """Longer prompts are refused at start, with their row."""
     max_response_tokens: Positive = 512
+    """Longer responses are cut off there; `finish_reason` says so."""
     stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the model's own end token."""
     top_p: float = 1.0
+    """1 only: the learner cannot correct for a truncated distribution."""
     top_k: int = -1
+    """-1 or 0 (off) only, for the same reason."""
     min_p: float = 0.0
+    """0 only, for the same reason."""
 
     @property
     def max_tokens(self) -> int:
@@ -171,13 +181,17 @@ class LearnerConfig(Part):
     steps: Positive = 100
     """Batches to train on in the whole run."""
     ranks: Positive = 1
+    """Processes of the learner, one GPU each; on one host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU. cpu holds for the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO: what the ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too."""
     tokens_per_microbatch: Positive = 16384
     """Token budget of one packed forward and backward."""
     logprob_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at the same time."""
     gradient_checkpointing: bool = False
+    """True saves memory: activations are computed again in the backward pass."""
     threads: Positive | None = None
     """CPU threads per rank; default: cores shared out by the supervisor."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -191,13 +205,17 @@ class GeneratorConfig(Part):
     count: Positive = 2
     """Started by `asyncrl up`; more may join at any time."""
     tensor_parallel: Positive = 1
+    """GPUs per generator; a divisor of the model's attention heads."""
     max_running: Positive = 256
     """Sequences in flight per generator; tickets are leased to fill it."""
     gpu_memory_utilization: Share = 0.85
+    """Share of a GPU's memory that vLLM may take: weights, KV cache, activations."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache per generator on CPU."""
     enforce_eager: bool = False
+    """True: no CUDA graphs; starts faster, samples slower."""
     threads: Positive | None = None
+    """CPU threads per generator; default: cores shared out by the supervisor."""
     recompute_kv: bool = False
     """True: running requests are prefilled again after every weight update."""
     lease_s: PositiveFloat = 60.0
@@ -214,6 +232,7 @@ class WeightsConfig(Part):
     bucket_mib: Positive = 64
     """Parameters are sent in buckets of this size."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
+    """Length of the fixed sequence that both sides score after every update."""
     probe_limit: PositiveFloat = 0.05
     """Largest allowed log-probability difference, generator against learner, on the probe."""
 
@@ -237,6 +256,7 @@ class ControlConfig(Part):
     bind: str | None = None
     """tcp://HOST:PORT for generators on other hosts; default: a socket file in the run directory."""
     heartbeat_s: PositiveFloat = 1.0
+    """How often a generator says that it is alive."""
     timeout_s: PositiveFloat = 15.0
     """A generator silent this long is counted dead; its tickets are issued again."""
     stall_s: PositiveFloat = 1800.0
@@ -251,9 +271,11 @@ class EvalConfig(Part):
     every: Positive = 10
     """Optimizer steps between evaluations; needs `data.eval`."""
     prompts: Positive = 128
+    """The first so many of `data.eval`, in every round the same."""
     samples: Positive = 1
     """Per prompt; more than one reports pass@k and mean@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy; `samples` above 1 needs more."""
 
 
 class CheckpointConfig(Part):
@@ -269,7 +291,9 @@ class TelemetryConfig(Part):
     """Seeing it. JSONL is always written."""
 
     wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases; offline writes files for `wandb sync`."""
     wandb_project: str = "asyncrl"
+    """Project there; the run's name is `run.name`."""
     samples_per_step: NonNegative = 4
     """Rollouts written to samples.jsonl each step."""
 

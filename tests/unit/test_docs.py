@@ -11,8 +11,14 @@ GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
-def test_docs_are_generated():
-    assert GENERATE["rewritten"](PAGE) == PAGE, "run `python docs/generate.py`"
+@pytest.mark.parametrize("path", GENERATE["PAGES"], ids=lambda path: path.stem)
+def test_docs_are_generated(path):
+    page = path.read_text(encoding="utf-8")
+    assert GENERATE["rewritten"](page) == page, "run `python docs/generate.py`"
+
+
+def test_the_schema_for_editors_is_generated():
+    assert GENERATE["SCHEMA"].read_text(encoding="utf-8") == GENERATE["schema_text"](), "run `python docs/generate.py`"
 
 
 def test_every_kind_of_function_has_a_generated_table():

@@ -1,0 +1,188 @@
+"""From the schema of a config: the table of every key in docs/config.md, and a JSON schema for editors.
+
+The JSON schema says less than `asyncrl validate`: it knows keys, types, ranges and the parameters of registered functions, not
+the rules between keys. Nothing in it is required except inside lists, since a file may stand on top of others (`extends`).
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl.algo import registry
+from asyncrl.config.base import Choice, Part
+from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
+from asyncrl.config.report import describe, known_keys, schema_at
+from asyncrl.config.schema import Config
+
+Schema = dict[str, Any]
+
+REQUIRED = {"run.name", "model.path", "data.train", "reward.functions", "reward.functions.function"}
+EXTENDS: Schema = {
+    "description": "YAML files below this one, paths relative to it; this one wins.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
+}
+OWN: Schema = {"type": "string", "pattern": ":"}
+"""A user's own function: `package.module:function` or `path.py:function`."""
+SCALARS: Mapping[str, Schema] = {
+    "float": {"type": "number"},
+    "int": {"type": "integer"},
+    "bool": {"type": "boolean"},
+    "str": {"type": "string"},
+    "Positive": {"type": "number", "exclusiveMinimum": 0},
+    "NonNegative": {"type": "number", "minimum": 0},
+    "AboveOne": {"type": "number", "exclusiveMinimum": 1},
+    "Share": {"type": "number", "minimum": 0, "maximum": 1},
+    "PositiveInt": {"type": "integer", "minimum": 1},
+}
+"""Annotation of a function's parameter -> JSON schema; `asyncrl.algo.ranges` has the tests that a config is held to."""
+
+
+def json_schema() -> Schema:
+    """JSON schema (draft 2020-12) of one YAML file."""
+    schema = Config.model_json_schema()
+    definitions: Schema = schema.pop("$defs")
+    top = _bare("Config", schema)
+    top["properties"] = {"extends": EXTENDS} | top["properties"]
+    parts = {name: _bare(name, definition) for name, definition in definitions.items() if name != Choice.__name__}
+    parts["OwnClass"] = {"anyOf": [OWN, _section({"name": OWN}, required=["name"], closed=False)]}
+    parts["LearnerConfig"]["properties"]["hooks"]["items"] = {"$ref": "#/$defs/OwnClass"}
+    for keys, kind in (CHOICES | CHOICE_LISTS).items():
+        parts[kind] = _choice(kind, in_list=keys in CHOICE_LISTS)
+        place = _place(top, parts, keys)
+        target = place["items"] if keys in CHOICE_LISTS else place
+        target["$ref"] = f"#/$defs/{kind}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl run", **top, "$defs": parts}
+
+
+def _bare(name: str, schema: Schema) -> Schema:
+    """Without titles, without defaults of whole sections, and with nothing required but in items of lists."""
+    properties: Schema = {}
+    for key, value in schema["properties"].items():
+        is_section = "$ref" in value
+        properties[key] = {
+            word: what for word, what in value.items() if word != "title" and not (is_section and word == "default")
+        }
+    required = {"required": schema["required"]} if name == "RewardFunctionConfig" else {}
+    return (
+        {"type": "object", "description": schema["description"], "properties": properties}
+        | required
+        | {"additionalProperties": False}
+    )
+
+
+def _place(top: Schema, parts: Schema, keys: Keys) -> Schema:
+    """The schema at `keys`, to be changed."""
+    section, place = top, top
+    for key in keys:
+        place = section["properties"][key]
+        if "$ref" in place:
+            section = parts.get(place["$ref"].rsplit("/", 1)[-1], {})
+    return place
+
+
+def _choice(kind: str, *, in_list: bool) -> Schema:
+    """A name, or a section with a name and parameters. Outside lists the name may be missing: a file below this one has it."""
+    options: list[Schema] = [{"enum": list(registry.names(kind))}, OWN, _section({"name": OWN}, required=["name"], closed=False)]
+    every: dict[str, list[Schema]] = {}
+    for name in registry.names(kind):
+        known = registry.parameters(kind, name)
+        values = {key: parameter_schema(parameter) for key, parameter in known.items()}
+        needed = [key for key, parameter in known.items() if parameter.required]
+        options.append(_section({"name": {"const": name}} | values, required=["name", *needed]))
+        for key, value in values.items():
+            if value not in every.setdefault(key, []):
+                every[key].append(value)
+    if not in_list:
+        options.append(_section({key: {"anyOf": values} for key, values in every.items()}, required=[]))
+    return {"description": f"A function of docs/algorithms.md ({kind}), or your own.", "anyOf": options}
+
+
+def _section(properties: Schema, *, required: list[str], closed: bool = True) -> Schema:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": not closed}
+
+
+def parameter_schema(parameter: registry.Parameter) -> Schema:
+    """What a parameter of a registered function may be, and its default."""
+    default = {} if parameter.required else {"default": parameter.default}
+    return _of(parameter.annotation) | default
+
+
+def _of(annotation: ast.expr) -> Schema:
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return {"anyOf": [_of(left), _of(right)]}
+        case ast.Constant(value=None):
+            return {"type": "null"}
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            value = ast.literal_eval(choices)
+            return {"enum": list(value) if isinstance(value, tuple) else [value]}
+        case ast.Subscript(value=ast.Name(id="Mapping"), slice=ast.Tuple(elts=[_, item])):
+            return {"type": "object", "additionalProperties": _of(item)}
+        case ast.Name(id=name):
+            return dict(SCALARS[name])
+    raise TypeError(f"no JSON schema for the annotation `{ast.unparse(annotation)}`; add it here")
+
+
+def tables() -> Iterator[str]:
+    """A heading and a table for every section."""
+    yield from _tables((), minimal())
+
+
+def _tables(keys: Keys, part: Any) -> Iterator[str]:
+    rows, below = [], []
+    for key in known_keys(keys):
+        path, schema = (*keys, key), schema_at((*keys, key))
+        value = getattr(part, key, None)
+        if isinstance(value, Part) and not isinstance(value, Choice):
+            below.append((path, value))
+        elif schema.get("items", {}).get("$ref", "").endswith("RewardFunctionConfig"):
+            rows.append(_row(path, schema, None))
+            below.append(((*path, 0), value[0]))
+        else:
+            rows.append(_row(path, schema, value))
+    if rows:
+        name = ".".join(map(str, keys)).replace(".0", "")
+        each = ", each item" if 0 in keys else ""
+        yield from ["", f"## `{name}`{each}", "", schema_at(keys)["description"], ""]
+        yield from ["| key | allowed | default | meaning |", "|---|---|---|---|", *rows]
+    for path, value in below:
+        yield from _tables(path, value)
+
+
+def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
+    name = ".".join(str(key) for key in path if key != 0)
+    allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
+    allowed = "a list of sections, see below" if name == "reward.functions" else allowed
+    default = "required" if name in REQUIRED else f"`{shown(value)}`"
+    return f"| `{name}` | {allowed} | {default} | {schema['description']} |".replace("\n", " ")
+
+
+def _function(path: Keys) -> str:
+    kind = CHOICES.get(path) or CHOICE_LISTS.get(path)
+    if path == ("learner", "hooks"):
+        return "a list of your own classes ([hooks.md](hooks.md))"
+    if kind is None:
+        return ""
+    return ("a list of functions: " if path in CHOICE_LISTS else "a function: ") + ", ".join(
+        f"`{name}`" for name in registry.names(kind)
+    )
+
+
+def shown(value: Any) -> str:
+    """A default as YAML has it, short: 1e-6, null, true."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Choice):
+        return value.name
+    if isinstance(value, tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:g}") if isinstance(value, float) else str(value)
+
+
+def minimal() -> Config:
+    """The least that is a config."""
+    functions = [{"function": "exact_match"}]
+    return Config.model_validate(
+        {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"functions": functions}}
+    )
