@@ -42,6 +42,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def starts(self) -> Path:
+        """Each start of the learner with its software, JSONL."""
+        return self.path / "starts.jsonl"
+
+    @property
     def status(self) -> Path:
         """What the learner says about itself, every second."""
         return self.path / "status.json"

@@ -27,7 +27,8 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.report import eval_records, sample_records, step_metrics
+from asyncrl.launch.records import dropped_records, eval_records, sample_records
+from asyncrl.launch.report import step_metrics
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.wiring import eval_lane, key_id, train_lane, wire_key
 from asyncrl.learner import Step
@@ -238,7 +239,9 @@ class Head:
         """Metrics and samples of a finished step."""
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
         self._trackers.log(step_metrics(step) | counters, step=step.version)
-        self._trackers.samples(sample_records(step, self._decode_text, self._config.telemetry.samples_per_step))
+        count = self._config.telemetry.samples_per_step
+        dropped = dropped_records(step, self._decode_text, count)
+        self._trackers.samples([*dropped, *sample_records(step, self._decode_text, count)])  # newest last: what was trained
         self._log_evaluation(self._evaluation.poll())
 
     def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig
 
 from asyncrl.buffer.connection import StoreConnection
@@ -24,6 +25,7 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head, LearnerState
 from asyncrl.launch.ranks import run_ranks
 from asyncrl.launch.roles import run_role
+from asyncrl.launch.starts import record_start
 from asyncrl.launch.wiring import connect_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
 from asyncrl.telemetry.logs import LogContext, setup_logging
@@ -184,6 +186,8 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection, logs:
         probe, layout = draw_probe(config), weights_layout(config, trainer)
         head = None
         if rendezvous.rank == 0:
+            gpu = torch.cuda.get_device_name() if trainer.device.type == "cuda" else None
+            record_start(directory.starts, state.version, gpu)
             head = stack.enter_context(
                 Head(config, directory, store, state, layout=layout, probe_ids=probe, device=trainer.device.type)
             )

@@ -2,24 +2,24 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.launch.algorithm_report import algorithm_metrics
 from asyncrl.learner import Step
-from asyncrl.telemetry.base import SampleRecord
 from asyncrl.trainer.objective import LOSS
 from asyncrl.types import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int]], str]
-
 EQUAL = 1e-6
 """Rewards closer than this are the same, as for the filter `zero_variance`."""
 COLLAPSED = ("below_0", "at_0", "between", "at_1", "above_1")
+LONGEST_LAG = 16
+"""Steps; the last bin of the histograms of lag holds all that is older."""
 
 
 def step_metrics(step: Step) -> dict[str, float]:
@@ -108,13 +108,22 @@ def _staleness_metrics(step: Step) -> dict[str, float]:
     lag_T, in_queue_T = np.concatenate(lag), np.concatenate(in_queue)
     if not lag_T.size:
         return {}
+    in_flight_T = lag_T - in_queue_T
     return {
         "staleness/mean": float(lag_T.mean()),
         "staleness/max": float(lag_T.max()),
         "staleness/in_queue": float(in_queue_T.mean()),
-        "staleness/in_flight": float((lag_T - in_queue_T).mean()),
+        "staleness/in_flight": float(in_flight_T.mean()),
+        **{f"staleness/in_queue/{steps}": share for steps, share in _histogram(in_queue_T).items()},
+        **{f"staleness/in_flight/{steps}": share for steps, share in _histogram(in_flight_T).items()},
         **step.plan.masked,
     }
+
+
+def _histogram(steps_T: NDArray[np.int64]) -> dict[int, float]:
+    """Share of the tokens by number of steps."""
+    counts = np.bincount(np.clip(steps_T, 0, LONGEST_LAG))
+    return {steps: float(count) / steps_T.size for steps, count in enumerate(counts)}
 
 
 def _time_metrics(step: Step) -> dict[str, float]:
@@ -127,41 +136,3 @@ def _time_metrics(step: Step) -> dict[str, float]:
         "idle/learner": seconds.get("wait_groups", 0.0) / total_s if total_s else 0.0,
         "perf/learner_tokens_per_s": tokens / max(total_s - seconds.get("wait_groups", 0.0), 1e-9),
     }
-
-
-def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
-    """`count` rollouts of the step, spread over its groups: the best and the worst of each."""
-    records: list[SampleRecord] = []
-    advantages = iter(step.plan.sequences)
-    for group in step.collected.groups:
-        owned = [next(advantages) for _ in group.rollouts]
-        ranked = sorted(zip(group.rollouts, owned, strict=True), key=lambda pair: -pair[0].reward)
-        for rollout, sequence in (ranked[0], ranked[-1]):
-            if len(records) == count:
-                return records
-            actions = sequence.advantages[rollout.action_mask]
-            advantage = float(actions[0]) if actions.size else 0.0
-            records.append(_record(group, rollout, step.version, decode, advantage=advantage, kind="train"))
-    return records
-
-
-def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
-    """The first rollout of `count` evaluated prompts."""
-    scored = [group for group in groups if group.rollouts][:count]
-    return [_record(group, group.rollouts[0], version, decode, advantage=0.0, kind="eval") for group in scored]
-
-
-def _record(group: Group, rollout: Rollout, step: int, decode: Decode, *, advantage: float, kind: str) -> SampleRecord:
-    return SampleRecord(
-        step=step,
-        ticket_id=group.ticket_id,
-        prompt=decode(rollout.prompt_ids.tolist()),
-        response=decode(rollout.response_ids.tolist()),
-        reward=rollout.reward,
-        parts=dict(rollout.reward_parts),
-        advantage=advantage,
-        versions=[(span.version, span.tokens) for span in rollout.version_spans],
-        finish_reason=rollout.finish_reason,
-        generator_id=group.generator_id,
-        kind=kind,
-    )

@@ -21,7 +21,9 @@ class SampleRecord:
     finish_reason: str
     generator_id: str
     kind: str = "train"
-    """train | eval"""
+    """train | eval | dropped"""
+    reason: str = ""
+    """Why a dropped one was not trained."""
 
 
 class Tracker(Protocol):
