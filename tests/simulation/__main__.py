@@ -1,36 +1,31 @@
-"""Simulate one seed, or many: `python -m tests.simulation FIRST [COUNT]`. Seeds whose invariants do not hold are printed."""
+"""Simulate one seed, or many on all cores: `python -m tests.simulation FIRST [COUNT]`; exit status 1 when an invariant broke.
 
-import logging
+Every night: `python -m tests.simulation $(date +%y%m%d)000000 100000`, other seeds each time.
+"""
+
 import sys
 import time
-import traceback
-from collections import Counter
 
-from .violation import Violation
-from .world import simulate
+from .campaign import Tally, campaign, simulate_all
 
-MOST_FAILURES = 10
+REPORT_S = 60.0
 
 
 def main() -> int:
-    """The number of seeds that failed."""
     first, count = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    logging.disable(logging.CRITICAL)
-    failed, totals, started_s = 0, Counter[str](), time.perf_counter()
-    for seed in range(first, first + count):
-        try:
-            world = simulate(seed)
-            totals.update(world.faults.struck)
-            totals["calls"] += world.store.calls
-        except (Violation, AssertionError):
-            failed += 1
-            sys.stdout.write(f"seed {seed}: {traceback.format_exc(limit=0 if count > 1 else None)}\n")
-            if failed > MOST_FAILURES:
-                break
-    done = seed - first + 1
-    speed = done / (time.perf_counter() - started_s)
-    sys.stdout.write(f"{failed} of {done} seeds failed, {speed:.1f} seeds/s, {dict(totals)}\n")
-    return failed
+    total, started_s, told_s = Tally(), time.perf_counter(), time.perf_counter()
+    for part in [simulate_all(first, 1)] if count == 1 else campaign(first, count):
+        total.add(part)
+        if part.failures:
+            print(part.told(), flush=True)
+        if time.perf_counter() > told_s + REPORT_S:
+            told_s = time.perf_counter()
+            print(f"{total.seeds} of {count} seeds, {len(total.failures)} failed", flush=True)
+    seconds = time.perf_counter() - started_s
+    print(total.told())
+    print(f"{total.seeds / seconds:.1f} seeds/s, {total.simulated_s / 3600:.1f} simulated hours, {total.calls} calls")
+    print(f"faults: {dict(total.faults.most_common())}\nresults: {dict(total.outcomes.most_common())}")
+    return bool(total.failures)
 
 
 if __name__ == "__main__":

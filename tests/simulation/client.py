@@ -10,7 +10,7 @@ from asyncrl.buffer.connection import SOCKET_TIMEOUT_S
 
 from .engine import Engine, Killed, Process
 from .faults import Faults
-from .store import Request, VirtualStore
+from .store import Request, VirtualStore, function_name
 
 LATEST_S = 120.0
 """A delayed request or a late duplicate arrives before that."""
@@ -25,12 +25,15 @@ class Network:
         self.loading_until_s = 0.0
         self.paused_until_s = 0.0
         self.before_transaction: Callable[[], None] = lambda: None
+        self.before_request: Callable[[str], None] = lambda function: None
 
     def request(self, process: Process, requests: tuple[Request, ...]) -> list[Any]:
         """The replies, after a while; raises what redis-py would."""
         if not process.is_alive:
             raise Killed
         engine, faults = self._engine, self._faults
+        if requests[-1][0] == "FCALL":
+            self.before_request(function_name(requests[-1][1]))
         answer, wait = engine.wait()
         if faults.strikes("lost_request"):
             answer(engine.random.uniform(0.0, 0.3), ConnectionError("Connection reset by peer"))

@@ -21,8 +21,8 @@ MEAN_S = {
     "out_of_memory": 60.0,
 }
 """Mean time between two faults of a kind."""
-CONTENT = {"garbage_frame": 0.03, "reward_fails": 0.1, "torn_checkpoint": 0.3}
-"""Per group, and per start of a learner."""
+OTHER = {"garbage_frame": 0.1, "reward_fails": 0.1, "torn_checkpoint": 0.3, "ambush": 0.15}
+"""Per group, per start of a learner, and per rare call of one."""
 
 
 @dataclass(slots=True)
@@ -35,19 +35,19 @@ class Faults:
     is_on: bool = True
     struck: dict[str, int] | None = None
 
-    NAMES: ClassVar[tuple[str, ...]] = (*CHANCES, *CONTENT, *MEAN_S)
+    NAMES: ClassVar[tuple[str, ...]] = (*CHANCES, *OTHER, *MEAN_S)
 
     @classmethod
     def draw(cls, random: random.Random) -> "Faults":
         """Half of all kinds, each more or less often."""
-        chances = {name: chance * random.choice([0, 0, 1, 3]) for name, chance in (CHANCES | CONTENT).items()}
+        chances = {name: chance * random.choice([0, 0, 1, 3]) for name, chance in (CHANCES | OTHER).items()}
         means_s = {name: mean_s * random.choice([0.5, 1.0]) for name, mean_s in MEAN_S.items() if random.random() < 0.5}
         return cls(random, chances, means_s, struck={})
 
-    def strikes(self, name: str) -> bool:
+    def strikes(self, name: str, *, also_in_calm: bool = False) -> bool:
         """Whether this happens now."""
         chance = self.chances[name]
-        if not (self.is_on and chance and self.random.random() < chance):
+        if not ((self.is_on or also_in_calm) and chance and self.random.random() < chance):
             return False
         self.count(name)
         return True

@@ -106,8 +106,10 @@ class GeneratorProcess:
             self.buffer.fail(self.process.name, ticket.id, "why", encode(ticket.id, DEAD, version, 0))
             return
         frame = world.sample(self.process.name, ticket.id, version)
+        pause_s = 0.5
         while self.buffer.put(self.process.name, ticket.id, frame) is PutOutcome.FULL and not self.is_leaving:
-            self.engine.sleep(1.0)
+            self.engine.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 @dataclass(slots=True)

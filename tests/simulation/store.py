@@ -341,15 +341,19 @@ class VirtualStore:
         if function is None:
             raise ResponseError("ERR Function not found")
         if self.out_of_memory and not function.flags & {"allow-oom", "no-writes"}:
-            self.after(name.split("_", 2)[2], tuple(rest[count:]), OOM)
+            self.after(function_name(name), tuple(rest[count:]), OOM)
             raise OutOfMemoryError(OOM)
         try:
             reply = INTERPRETER.run(function, tuple(rest[:count]), tuple(rest[count:]), self.data, self.clock)
         except lupa.LuaError as error:
             raise Violation(f"{name} failed half-way: {error}") from error
-        short = name.split("_", 2)[2]
-        self.after(short, tuple(rest[count:]), reply)
+        self.after(function_name(name), tuple(rest[count:]), reply)
         return reply
+
+
+def function_name(registered: str) -> str:
+    """Without the library's digest."""
+    return registered.split("_", 2)[2]
 
 
 def _encoded(value: object) -> bytes:

@@ -24,6 +24,7 @@ from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
 from .invariants import RUN, Lane, check_call, check_lineage, check_nothing_is_left, check_state, require
+from .outcomes import outcome
 from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
 from .store import VirtualStore
 from .violation import Violation
@@ -34,6 +35,7 @@ PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
 READS_ONLY = {"audit"}
+RARE = {"reject", "commit", "recover", "close"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class World:
         self.store = VirtualStore(clock=lambda: EPOCH_S + self.engine.now_s + self.clock_offset_s, after=self._after)
         self.network = Network(self.engine, self.store, self.faults)
         self.network.before_transaction = self._before
+        self.network.before_request = self._ambush
         self.produced: dict[int, set[str]] = {}
         self.published, self.credit = 0, 0
         self.learner: LearnerProcess | None = None
@@ -100,8 +103,9 @@ class World:
         self._last, self._recovered_takes = 0, 0
         self._snapshots = [self.store.snapshot()]
         self._snapshot_at_s = 0.0
-        self._is_finished = False
+        self._is_finished, self._is_over = False, False
         self.drained = False
+        self.outcomes = collections.Counter[str]()
         self.trace: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=60)
         """The last calls of the store."""
 
@@ -117,7 +121,7 @@ class World:
                 for name, mean_s in self.faults.means_s.items():
                     self._schedule(name, mean_s)
                 self.engine.at(self.scenario.faults_s, self._calm)
-                self.engine.run(lambda: self._is_finished, self._deadline_s)
+                self.engine.run(lambda: self._is_over, self._deadline_s)
                 self._check_end()
                 self.engine.start(Process("drain"), self._drain)
                 self.engine.run(lambda: self.drained, self._deadline_s)
@@ -203,6 +207,10 @@ class World:
             require(version == self.scenario.steps, "the learner stopped early", version)
             self._is_finished = True
             self._calm()
+            self.engine.at(self.engine.random.choice([0.0, 70.0]), self._end)  # generators see the end, and replaced learners
+
+    def _end(self) -> None:
+        self._is_over = True
 
     # -- the store
 
@@ -219,6 +227,8 @@ class World:
         lane = Lane(self.store.data)
         if name == "unlink":  # a learner without a checkpoint deletes what was there
             self._forget()
+        else:
+            self.outcomes[outcome(name, reply, lane.frames)] += 1
         assigned, self._last = self._last < lane.number("last"), lane.number("last")
         check_call(lane, name, arguments, reply, credit=self.credit, durable=self._durable_takes(name), assigned=assigned)
         if name == "recover":
@@ -237,7 +247,7 @@ class World:
         self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
 
     def _durable_takes(self, name: str) -> int:
-        if name != "commit" or self._is_finished:  # at the end the whole ledger is as good as saved
+        if name != "commit" or self._is_over:  # at the end the whole ledger is as good as saved
             return 1 << 62
         steps = sorted(self.directory.glob("step-*"))
         return checkpoint_store(self.directory).state(int(steps[0].name[5:]))["ledger"]["takes"] if steps else 0
@@ -257,6 +267,12 @@ class World:
                 self._schedule(name, mean_s)
 
         self.engine.at(self.engine.random.expovariate(1 / mean_s), strike)
+
+    def _ambush(self, function: str) -> None:
+        """Right before a rare call, where the schedule alone would hardly ever strike: the store or the caller changes."""
+        if function in RARE and self.faults.strikes("ambush", also_in_calm=function == "close"):
+            self.engine.random.choice([self._store_kill, self._store_wipe, self._second_learner])()
+            self.engine.sleep(self.engine.random.uniform(0.0, 5.0))
 
     def _any_generator(self) -> GeneratorProcess:
         return self.generators[self.engine.random.randrange(self.scenario.generators)]

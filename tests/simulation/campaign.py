@@ -1,0 +1,74 @@
+"""Many seeds on all cores, and what they have seen."""
+
+import logging
+import multiprocessing
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+from .violation import Violation
+from .world import simulate
+
+SEEDS_AT_ONCE = 20
+MOST_TRACES = 5
+"""Failures that are told in full."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What some seeds have seen."""
+
+    seeds: int = 0
+    calls: int = 0
+    simulated_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """"FUNCTION: KIND" of every reply."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """seed -> why"""
+
+    def add(self, other: "Tally") -> None:
+        self.seeds += other.seeds
+        self.calls += other.calls
+        self.simulated_s += other.simulated_s
+        self.faults.update(other.faults)
+        self.outcomes.update(other.outcomes)
+        self.failures.update(other.failures)
+
+    def told(self) -> str:
+        """The failures, each with the command that shows it again."""
+        lines = [f"{len(self.failures)} of {self.seeds} seeds failed"]
+        for number, (seed, why) in enumerate(sorted(self.failures.items())):
+            lines += [f"seed {seed}; replay it with: python -m tests.simulation {seed}"]
+            lines += [why] if number < MOST_TRACES else [why.rstrip().splitlines()[-1]]
+        return "\n".join(lines)
+
+
+def simulate_all(first: int, count: int) -> Tally:
+    """Seeds `first` to `first + count - 1`, one after the other."""
+    tally = Tally(seeds=count)
+    logging.disable(logging.CRITICAL)
+    for seed in range(first, first + count):
+        try:
+            world = simulate(seed)
+        except (Violation, AssertionError):
+            tally.failures[seed] = traceback.format_exc()
+            continue
+        tally.calls += world.store.calls
+        tally.simulated_s += world.engine.now_s
+        tally.faults.update(world.faults.struck)
+        tally.outcomes.update(world.outcomes)
+    return tally
+
+
+def campaign(first: int, count: int) -> Iterator[Tally]:
+    """The same on all cores: a tally of some seeds whenever it is there."""
+    starts = range(first, first + count, SEEDS_AT_ONCE)
+    # Not forked: the parent may have threads.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = [pool.submit(simulate_all, start, min(SEEDS_AT_ONCE, first + count - start)) for start in starts]
+        for part in as_completed(parts):
+            yield part.result()
