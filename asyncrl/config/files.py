@@ -1,6 +1,7 @@
-"""What can be known about a config's files without loading a model: they exist, and the sizes fit."""
+"""What can be known without loading a model: a config's files exist, the sizes fit, the packages it needs are installed."""
 
 import difflib
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,17 @@ from asyncrl.errors import ConfigError
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+OPTIONAL_TRACKERS = ("tensorboard", "trackio")
+"""Switch in `telemetry`, extra of this project, and module of the library: all of one name."""
 
 
 def check_files(config: Config) -> None:
-    """Checks the files a config names on this host; names of the Hugging Face hub are left alone.
+    """Checks the files and packages a config names on this host; names of the Hugging Face hub are left alone.
 
     Raises:
         ConfigError: its text lists everything that is missing or does not fit.
     """
-    problems = [*_data(config), *_functions(config), *_model(config), *_division(config)]
+    problems = [*_data(config), *_functions(config), *_model(config), *_division(config), *_packages(config)]
     if problems:
         raise ConfigError(panel(problems, title=f"the files of run `{config.run.name}` (looked from {Path.cwd()})"))
 
@@ -103,3 +106,9 @@ def _division(config: Config) -> Iterator[str]:
             f"learner.ranks: found {config.learner.ranks} ranks for {sequences} sequences per optimizer step "
             "(batch.groups * group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks"
         )
+
+
+def _packages(config: Config) -> Iterator[str]:
+    for name in OPTIONAL_TRACKERS:
+        if getattr(config.telemetry, name) and importlib.util.find_spec(name) is None:
+            yield f"telemetry.{name}: is true, but {name} is not installed; pip install 'asyncrl[{name}]', or set it to false"

@@ -294,6 +294,12 @@ class TelemetryConfig(Part):
     """Weights & Biases; offline writes files for `wandb sync`."""
     wandb_project: str = "asyncrl"
     """Project there; the run's name is `run.name`."""
+    tensorboard: bool = False
+    """Event files in RUN/tensorboard; needs asyncrl[tensorboard]."""
+    trackio: bool = False
+    """Trackio's local database; needs asyncrl[trackio]."""
+    trackio_project: str = "asyncrl"
+    """Project there; the run's name is `run.name`."""
     samples_per_step: NonNegative = 4
     """Rollouts written to samples.jsonl each step."""
 

@@ -119,6 +119,7 @@ class Head:
             metrics=directory.metrics / "learner.jsonl",
             samples=directory.samples,
             resolved=config.model_dump(mode="json"),
+            step=state.version,
         )
         self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
         self._status_path = directory.status

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
@@ -50,9 +51,16 @@ class Trackers:
 
 
 def open_trackers(
-    config: TelemetryConfig, *, run: str, directory: Path, metrics: Path, samples: Path, resolved: Mapping[str, Any]
+    config: TelemetryConfig,
+    *,
+    run: str,
+    directory: Path,
+    metrics: Path,
+    samples: Path,
+    resolved: Mapping[str, Any],
+    step: int = 0,
 ) -> Trackers:
-    """The learner's trackers: JSONL always, W&B when asked for.
+    """The learner's trackers: JSONL always, the others when asked for. Their libraries are imported only then.
 
     Args:
         config: what was asked for.
@@ -60,16 +68,30 @@ def open_trackers(
         directory: the run directory.
         metrics: JSONL file for metrics.
         samples: JSONL file for rollouts.
-        resolved: the whole config as plain values: for W&B, and for the limits that alarms go by.
+        resolved: the whole config as plain values: to be shown, and for the limits that alarms go by.
+        step: finished steps; later ones that an earlier process logged are made again.
     """
+
+    def open_wandb(mode: Literal["online", "offline"]) -> Tracker:
+        from asyncrl.telemetry.wandb import WandbTracker
+
+        return WandbTracker(mode=mode, project=config.wandb_project, name=run, directory=directory, config=resolved)
+
+    def open_tensorboard() -> Tracker:
+        from asyncrl.telemetry.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(directory / "tensorboard", config=resolved, step=step)
+
+    def open_trackio() -> Tracker:
+        from asyncrl.telemetry.trackio import TrackioTracker
+
+        return TrackioTracker(project=config.trackio_project, name=run, config=resolved)
+
     openers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(metrics, samples)]
-    mode = config.wandb
-    if mode != "off":
-
-        def open_wandb() -> Tracker:
-            from asyncrl.telemetry.wandb import WandbTracker
-
-            return WandbTracker(mode=mode, project=config.wandb_project, name=run, directory=directory, config=resolved)
-
-        openers.append(open_wandb)
+    if config.wandb != "off":
+        openers.append(partial(open_wandb, config.wandb))
+    if config.tensorboard:
+        openers.append(open_tensorboard)
+    if config.trackio:
+        openers.append(open_trackio)
     return Trackers(openers, Alarms(probe_limit=resolved["weights"]["probe_limit"]))

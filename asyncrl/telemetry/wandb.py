@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline: one run, metrics by step, a table of samples now and then."""
+"""Weights & Biases, online or offline: one run, metrics by step, distributions, a table of samples now and then."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,34 +6,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.histograms import split
+from asyncrl.telemetry.tables import COLUMNS, SampleTables
 
-COLUMNS = ("step", "kind", "prompt", "response", "reward", "parts", "advantage", "versions", "finish_reason", "generator_id")
 INIT_TIMEOUT_S = 60.0
+BEST = {"reward/mean": "max", "eval/accuracy": "max", "policy/entropy": "min", "mismatch/ess": "min", "alarm/*": "max"}
+"""What the run's summary tells besides the last value: best reward, worst entropy, whether an alarm ever rang."""
+OVERVIEW = (
+    "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm", "mismatch/k3",
+    "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step", "perf/learner_tokens_per_s",
+)  # fmt: skip
+"""Shown together as well. W&B makes one section of a workspace for each prefix, and the plain package can lay out no other."""
 
 
 class WandbTracker:
     """A W&B run of the same name as ours; a resumed run goes on in it."""
 
     def __init__(
-        self,
-        *,
-        mode: Literal["online", "offline"],
-        project: str,
-        name: str,
-        directory: Path,
-        config: Mapping[str, Any],
-        samples_every: int = 10,
+        self, *, mode: Literal["online", "offline"], project: str, name: str, directory: Path, config: Mapping[str, Any]
     ) -> None:
-        """Open the run. `directory` gets W&B's own files; samples are shown every `samples_every` steps."""
+        """Open the run. `directory` gets W&B's own files."""
         import wandb
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             # Without this, W&B would ask on a terminal that nobody looks at.
             raise RuntimeError("no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline")
         directory.mkdir(parents=True, exist_ok=True)
-        self._table = wandb.Table
-        self._samples_every = samples_every
-        self._shown_step = -samples_every
+        self._wandb = wandb
+        self._tables = SampleTables()
         self._run = wandb.init(
             mode=mode,
             project=project,
@@ -46,23 +46,22 @@ class WandbTracker:
         )
         # Their own step only grows; ours goes back when a run resumes from a checkpoint.
         self._run.define_metric("*", step_metric="step")
+        for metric, best in BEST.items():
+            self._run.define_metric(metric, step_metric="step", summary=f"last,{best}")
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log by step; without a step, by time."""
-        self._run.log(dict(metrics) if step is None else {"step": step, **metrics})
+        numbers, histograms = split(metrics)
+        overview = {f"overview/{name.replace('/', ' ')}": numbers[name] for name in OVERVIEW if name in numbers}
+        drawn = {name: self._wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()}
+        self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Show rollouts as a table, at most every `samples_every` steps."""
-        if not records or records[0].step - self._shown_step < self._samples_every:
-            return
-        self._shown_step = records[0].step
-        rows = [[_cell(getattr(record, column)) for column in COLUMNS] for record in records]
-        self._run.log({"step": records[0].step, "samples": self._table(columns=list(COLUMNS), data=rows)})
+        """Show rollouts as a table, where one is due."""
+        if rows := self._tables.rows(records):
+            table = self._wandb.Table(columns=list(COLUMNS), data=rows)
+            self._run.log({"step": records[-1].step, f"samples/{records[-1].kind}": table})
 
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
-
-
-def _cell(value: Any) -> str | int | float:
-    return value if isinstance(value, (str, int, float)) else str(value)

@@ -10,11 +10,12 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
+HISTOGRAM = "staleness/in_queue/histogram"
 SCRIPT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_telemetry import record
+from test_telemetry import LAGS, record
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
@@ -23,7 +24,7 @@ trackers = open_trackers(
     samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}},
 )
 for step in [1, 2, 3, 2, 3, 25]:  # a resume goes back
-    trackers.log({{"reward/mean": step / 10}}, step=step)
+    trackers.log({{"reward/mean": step / 10, **LAGS}}, step=step)
     trackers.samples([record(step=step), record(step=step, response="[red]\\x1b[31m")])
 trackers.close()
 """
@@ -52,6 +53,10 @@ for frame in frames(open(sys.argv[1], "rb").read()):
     if record.WhichOneof("record_type") == "history":
         row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         print(json.dumps({"history": row}))
+    if record.WhichOneof("record_type") == "metric":
+        kinds = [kind.name for kind, wanted in record.metric.summary.ListFields() if wanted]
+        name = record.metric.glob_name or record.metric.name
+        print(json.dumps({"metric": name, "x": record.metric.step_metric, "summary": kinds}))
     if record.WhichOneof("record_type") == "run":
         config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
         print(json.dumps({"run": record.run.run_id, "project": record.run.project, "config": config}))
@@ -85,8 +90,13 @@ def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path)
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.2), (3, 0.3), (25, 2.5),
     ]  # fmt: skip
-    tables = [row for row in rows if any(key.startswith("samples") for key in row)]
+    assert [row["overview/reward mean"] for row in rows if "overview/reward mean" in row] == [0.1, 0.2, 0.3, 0.2, 0.3, 2.5]
+    lags = [(row[f"{HISTOGRAM}.bins"], row[f"{HISTOGRAM}.values"]) for row in rows if f"{HISTOGRAM}._type" in row]
+    assert lags == [([0, 1, 2, 3], [0.625, 0, 0.375])] * 6
+    metrics = {record["metric"]: (record["x"], record["summary"]) for record in records if "metric" in record}
+    assert metrics["*"][0] == metrics["reward/mean"][0] == "step" and sorted(metrics["reward/mean"][1]) == ["last", "max"]
+    tables = [row for row in rows if any(key.startswith("samples/train") for key in row)]
     assert [row["step"] for row in tables] == [1, 25], "every ten steps"
-    (table,) = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/samples_*"))[:1]
+    (table,) = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/samples/train_*"))[:1]
     content = json.loads(table.read_text())
     assert content["columns"][:4] == ["step", "kind", "prompt", "response"] and content["data"][1][3] == "[red]\x1b[31m"

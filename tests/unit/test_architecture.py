@@ -22,6 +22,8 @@ OWNERS = {
     "redis": {"buffer"},
     "zmq": {"control"},
     "wandb": {"telemetry"},
+    "tensorboard": {"telemetry"},
+    "trackio": {"telemetry"},
     "typer": {"cli"},
 }
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}

@@ -335,6 +335,21 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
         (tmp_path / "model" / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", f"telemetry.{tracker}=true"]
+    path = write(tmp_path, GOOD)
+    check_files(load_config(path, fits))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"telemetry.{tracker}: is true, but {tracker} is not installed; pip install")
+    ):
+        check_files(load_config(path, fits))
+
+
 def test_hub_names_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_files(load_config(write(tmp_path, GOOD), ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k"]))

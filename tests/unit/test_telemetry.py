@@ -21,12 +21,15 @@ from asyncrl.errors import RunError
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers, open_trackers
+from asyncrl.telemetry.histograms import split
 from asyncrl.telemetry.history import History, Tail
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, read_status, status_json, write_status
+from asyncrl.telemetry.tables import COLUMNS, SampleTables
 
 RESOLVED = {"weights": {"probe_limit": 0.05}}
+LAGS = {"staleness/in_queue/0": 0.625, "staleness/in_queue/2": 0.375}
 
 
 def record(**changes: Any) -> SampleRecord:
@@ -191,7 +194,7 @@ trackers = open_trackers(TelemetryConfig(), run="a", directory=directory, metric
 trackers.log({{"a": 1.0}}, step=1)
 trackers.close()
 import asyncrl.telemetry.live, asyncrl.telemetry.status
-sys.exit(any(name in sys.modules for name in ("wandb", "torch", "plotext")))
+sys.exit(any(name in sys.modules for name in ("wandb", "tensorboard", "trackio", "torch", "plotext")))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
     assert lines(tmp_path / "m.jsonl")[0]["a"] == 1.0
@@ -372,3 +375,19 @@ def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Pa
     first, evaluation, by_time = lines(files["metrics"])
     assert ringing(first) == ["probe"] and first["alarm/entropy"] == 0.0
     assert not [name for name in (*evaluation, *by_time) if name.startswith("alarm/")]
+
+
+def test_bins_are_told_from_numbers_and_gaps_are_empty() -> None:
+    numbers, histograms = split({**LAGS, "staleness/in_queue": 0.75, "eval/pass@8": 0.5, "reward/mean": 1.0})
+    assert numbers == {"staleness/in_queue": 0.75, "eval/pass@8": 0.5, "reward/mean": 1.0}
+    (lag,) = histograms.values()
+    assert list(histograms) == ["staleness/in_queue/histogram"] and lag.counts == (0.625, 0.0, 0.375)
+    assert sum(low * share for low, share in zip(lag.edges, lag.counts, strict=False)) == numbers["staleness/in_queue"]
+
+
+def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_going_back() -> None:
+    tables = SampleTables()
+    shown = [step for step in (1, 2, 10, 11, 21, 12) if tables.rows([record(step=step)])]
+    assert shown == [1, 11, 21, 12] and tables.rows([]) == []
+    (row,) = tables.rows([record(step=12, kind="eval")])
+    assert dict(zip(COLUMNS, row, strict=True))["versions"] == "[(0, 3), (1, 2)]"

@@ -1,0 +1,65 @@
+"""TensorBoard event files: scalars and distributions by step, samples and the config as text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.histograms import Histogram, split
+from asyncrl.telemetry.tables import COLUMNS, SampleTables
+
+FLUSH_S = 10
+
+
+class TensorBoardTracker:
+    """Look with `tensorboard --logdir RUNS`."""
+
+    def __init__(self, directory: Path, *, config: Mapping[str, Any], step: int = 0) -> None:
+        """Begin a new event file in `directory`, in which everything after `step` is made again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._tables = SampleTables()
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=step + 1, flush_secs=FLUSH_S)
+        self._writer.add_text("config", _code(json.dumps(config, indent=1)), global_step=step)
+
+    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
+        """Log by step; TensorBoard has no other axis, so what has no step is left out."""
+        if step is None:
+            return
+        numbers, histograms = split(metrics)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        for name, histogram in histograms.items():
+            self._draw(name, histogram, step)
+
+    def _draw(self, name: str, histogram: Histogram, step: int) -> None:
+        counts, low = np.array(histogram.counts), np.array(histogram.edges[:-1])
+        self._writer.add_histogram_raw(
+            name,
+            min=histogram.edges[0],
+            max=histogram.edges[-1],
+            num=counts.sum(),
+            sum=(counts * low).sum(),
+            sum_squares=(counts * low**2).sum(),
+            bucket_limits=list(histogram.edges[1:]),
+            bucket_counts=list(histogram.counts),
+            global_step=step,
+        )
+
+    def samples(self, records: Sequence[SampleRecord]) -> None:
+        """Show rollouts as text, where it is due."""
+        if rows := self._tables.rows(records):
+            text = "\n\n".join("\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in rows)
+            self._writer.add_text(f"samples/{records[-1].kind}", _code(text), global_step=records[-1].step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def _code(text: str) -> str:
+    """Markdown that shows the text as it is: what a model wrote is no markup. Half an emoji has no UTF-8."""
+    return "\n".join(f"    {line}" for line in text.encode(errors="backslashreplace").decode().splitlines())
