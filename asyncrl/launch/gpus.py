@@ -1,6 +1,7 @@
 """Which GPUs which process of a machine gets: learner ranks first, then generators; with too few, they share."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -10,6 +11,13 @@ def count_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def visible_devices(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a child that gets these of ours: their names, not their places among them."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in ours.split(",") if name.strip()] if ours is not None else None
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 def learner_gpus(gpus: int, ranks: int) -> list[int]:

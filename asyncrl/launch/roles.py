@@ -19,6 +19,7 @@ from asyncrl.errors import (
     RunError,
     StoreRefused,
 )
+from asyncrl.launch.gpus import visible_devices
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import USER_ERROR
 
@@ -42,7 +43,7 @@ RUN_VARIABLE = "ASYNCRL_RUN_DIRECTORY"
 
 def child_environment(run_directory: Path, *, threads: int, gpus: Sequence[int]) -> dict[str, str]:
     """Environment of a role process; without `gpus` it sees what we see."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     return (
         os.environ
         | visible

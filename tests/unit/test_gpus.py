@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncrl.launch.gpus import generator_gpus, learner_gpus
+from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
+from asyncrl.launch.roles import child_environment
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,21 @@ from asyncrl.launch.gpus import generator_gpus, learner_gpus
 def test_deal(gpus, ranks, generators, width, learner, expected):
     assert learner_gpus(gpus, ranks) == learner
     assert [generator_gpus(gpus, index, ranks=ranks, width=width) for index in range(generators)] == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "learner", "generators"),
+    [
+        ("4,5, 6", "4", ["5", "6"]),
+        ("GPU-1f,GPU-2e,GPU-3d", "GPU-1f", ["GPU-2e", "GPU-3d"]),
+        ("3", "3", ["3", "3"]),
+    ],
+)
+def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, learner, generators):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+
+    def given(gpus):
+        return child_environment(tmp_path, threads=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"]
+
+    assert given(learner_gpus(count_gpus(), 1)) == learner
+    assert [given(generator_gpus(count_gpus(), index, ranks=1, width=1)) for index in range(2)] == generators
