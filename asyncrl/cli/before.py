@@ -20,6 +20,19 @@ def validate(config: Annotated[Path, typer.Argument()], overrides: Overrides = N
 
 
 @app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Check what this run needs, too.")] = None,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Try out this machine: every check is executed, every failure comes with its fix. Exit status 1 when one failed."""
+    from asyncrl.launch.doctor import examine
+
+    if not examine(config, overrides or [], as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
     from asyncrl.launch.warmup import build_quickstart

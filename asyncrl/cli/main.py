@@ -30,7 +30,8 @@ def version() -> None:
 def main() -> None:
     """Entry point: a mistake of the user's is a message and exit status 2, never a traceback."""
     try:
-        app(standalone_mode=False)
+        if status := app(standalone_mode=False):  # of `typer.Exit`; commands return nothing
+            sys.exit(status)
     except AsyncRLError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
         sys.exit(2)
@@ -39,8 +40,6 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
     except BrokenPipeError:
         # `asyncrl samples | head`: the reader has left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,1 @@
+"""What `asyncrl doctor` finds out."""

@@ -1,0 +1,90 @@
+"""What one run needs: its store, its model, its prompts, its reward functions."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from asyncrl.buffer.probe import StoreProbe, probe_store
+from asyncrl.buffer.run_record import RunRecord
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.errors import StoreError
+from asyncrl.launch.checks.base import Finding, doubtful, fine, wrong
+from asyncrl.launch.wiring import connect_store
+from asyncrl.rewards.pool import RewardPool
+
+SKEW_S = 5.0
+"""Nothing of the protocol compares clocks of two hosts; people who read logs do."""
+STORE_RETRY_S = 5.0
+
+
+def own_store() -> Finding:
+    """A server as a run would start it, in a directory of its own."""
+    from asyncrl.buffer.connection import StoreConnection
+
+    with tempfile.TemporaryDirectory() as directory, StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server:
+        return store_finding(probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check")
+
+
+def configured_store(config: Config) -> Finding:
+    """The store of `store.url`, and that no other run has it."""
+    assert config.store.url is not None
+    connection = connect_store(config, config.store.url, retry_s=STORE_RETRY_S)
+    finding = store_finding(probe_store(connection), connection.url)
+    try:
+        holder = RunRecord(connection).read().name
+    except StoreError:  # no run yet
+        holder = config.run.name
+    if holder != config.run.name:
+        return wrong(
+            f"{connection.url} serves run {holder!r}, and a store serves one",
+            f"add another database number to store.url, or if {holder!r} is over: redis-cli del asyncrl:run",
+        )
+    return finding
+
+
+def store_finding(probe: StoreProbe, where: str) -> Finding:
+    """What a probe says."""
+    text = (
+        f"{probe.version}, {where}: functions load, noeviction, a group of 1 MiB there and back in {probe.seconds * 1000:.0f} ms"
+    )
+    if abs(probe.skew_s) > SKEW_S:
+        return doubtful(
+            f"{text}; its clock is {probe.skew_s:+.1f} s from ours",
+            "let a time service set both clocks (timedatectl set-ntp true): logs of the hosts cannot be compared",
+        )
+    return fine(text)
+
+
+def model(config: Config) -> Finding:
+    """Its configuration, from disk or from the hub: without its weights."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    return fine(f"{config.model.path}: {found.model_type}")
+
+
+def prompts(config: Config) -> Finding:
+    """All prompts, tokenised as generators will."""
+    from asyncrl.data.prompts import PromptSource
+
+    source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    held_out = len(source.eval_prompts(config.eval.prompts))
+    longest = max(len(source.prompt(ticket).token_ids) for ticket in range(1, len(source.rows) + 1))
+    return fine(f"{len(source.rows):,} prompts of at most {longest} tokens, {held_out} held-out ones for an evaluation")
+
+
+def rewards(config: Config) -> Finding:
+    """Start the reward processes, which load the functions."""
+
+    async def load() -> None:
+        pool = RewardPool(config.reward)
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(load())
+    return fine(f"{', '.join(function.part for function in config.reward.functions)} can be loaded")

