@@ -23,6 +23,17 @@ def evaluate(
 
 
 @app.command()
+def report(
+    run: RunArgument = None,
+    to: Annotated[Path | None, typer.Option("--to", help="HTML file; default: report.html in the run directory.")] = None,
+) -> None:
+    """Write one HTML page with all there is to see of a run; it opens without a network."""
+    from asyncrl.launch.run_page import write_report
+
+    write_report(run, to)
+
+
+@app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory."""
     from asyncrl.launch.inspect import export_run

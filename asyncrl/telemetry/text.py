@@ -13,6 +13,11 @@ def visible(text: str) -> str:
     return "".join(_sign(character) for character in text)
 
 
+def visible_lines(text: str) -> str:
+    """`visible`, but its lines stay lines."""
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
 def _sign(character: str) -> str:
     if character in SIGNS:
         return SIGNS[character]

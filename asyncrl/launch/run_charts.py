@@ -1,0 +1,205 @@
+"""Which metrics of a run make which chart. A chart without values is left out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from asyncrl.launch.archive import Archive
+from asyncrl.telemetry.charts import Chart, Points, areas, bars, lines
+from asyncrl.telemetry.history import REJECTED, Row, Series
+
+MOST_GENERATORS = 8
+"""Drawn one by one: those that waited most."""
+BANDS = ("short", "medium", "long")
+"""Those of `algo.metrics`, which needs torch."""
+LENGTH_REJECTED = "groups/length_rejected_"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A chart over steps."""
+
+    title: str
+    names: tuple[str, ...]
+    """Metrics or globs; the first is the one to compare runs by."""
+    y: str = ""
+    log: bool = False
+
+
+CURVES = (
+    Curve("Reward", ("reward/mean", "reward/*/mean")),
+    Curve("Held-out accuracy", ("eval/accuracy", "eval/pass@*"), "share"),
+    Curve("Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"),
+    Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
+    Curve("Entropy", ("policy/entropy",), "nats"),
+    Curve("Gradient norm, before clipping", ("policy/grad_norm", "critic/grad_norm")),
+    Curve("Generator against learner", ("mismatch/k3", "weights/probe_max"), "nats", log=True),
+    Curve("Effective share of the tokens", ("mismatch/ess", "policy/ess"), "share"),
+    Curve(
+        "Clipped",
+        (
+            "policy/clipped_high",
+            "policy/clipped_low",
+            "policy/dual_clipped",
+            "policy/left_out",
+            "weight/truncated",
+            "weight/rejected",
+        ),
+        "share of the tokens",
+    ),
+    Curve("Groups without signal", ("group/zero_variance",), "share"),
+    Curve("KL to the reference", ("policy/kl_reference", "reference/k3"), "nats"),
+    Curve("Critic", ("critic/explained_variance",), "share"),
+    Curve("Speed of the learner", ("perf/learner_tokens_per_s",), "tokens/s"),
+)
+
+
+def learning_charts(archive: Archive) -> list[Chart]:
+    """Reward, held-out accuracy, lengths, and what announces that a run is lost."""
+    charts = []
+    for curve in CURVES:
+        found = _series(archive, curve.names)
+        if curve.log:
+            found = {name: tuple(point for point in points if point[1] > 0) for name, points in found.items()}
+        if any(found.values()):
+            charts.append(lines(curve.title, found, y=curve.y, log=curve.log))
+    return charts
+
+
+def staleness_charts(archive: Archive) -> list[Chart]:
+    """How old tokens were when they were trained, and where that age came from."""
+    mean = _series(archive, ("staleness/in_flight", "staleness/in_queue"))
+    most = _series(archive, ("staleness/max", "staleness/mean"))
+    masked = _series(archive, ("staleness/masked_share", *(f"staleness/masked_share/{band}" for band in BANDS)))
+    histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
+    charts = []
+    if any(histograms.values()):
+        charts.append(bars("Steps that a token spent", histograms, x="steps", y="share of the tokens"))
+    if mean:
+        charts.append(areas("Mean age of a token", mean, y="steps"))
+    if most:
+        charts.append(lines("Age of a token", most, y="steps"))
+    if masked:
+        charts.append(lines("Too old, and out of the loss", masked, y="share of the tokens"))
+    return charts
+
+
+def dropped_charts(archive: Archive) -> list[Chart]:
+    """Whether what was not trained was longer than what was: then dropping teaches brevity."""
+    reasons = sorted(name.removeprefix(REJECTED) for name in archive.names if name.startswith(REJECTED))
+    charts = []
+    if reasons:
+        counts = {"trained": _total(archive, "groups/trained")} | {
+            reason: _total(archive, REJECTED + reason) for reason in reasons
+        }
+        lengths = {"trained": _mean(archive, "completions/length_mean", "groups/trained")}
+        lengths |= {reason: _mean(archive, LENGTH_REJECTED + reason, REJECTED + reason) for reason in reasons}
+        charts.append(bars("Groups", {"groups": counts}, y="groups"))
+        known = {reason: length for reason, length in lengths.items() if length is not None}
+        charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
+    by_band = {
+        name: {band: mean for band in BANDS if (mean := _mean(archive, f"{name}/{band}", f"tokens/{band}")) is not None}
+        for name in ("staleness/masked_share", "policy/left_out", "weight/zero")
+    }
+    if any(share for shares in by_band.values() for share in shares.values()):
+        charts.append(bars("Tokens out of the loss, by length of the response", by_band, y="share of the tokens"))
+    if not archive.series("tokens/short"):
+        return charts
+    trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
+    return [*charts, bars("Trained tokens, by length of the response", trained, y="tokens")]
+
+
+def waiting_charts(archive: Archive) -> list[Chart]:
+    """Who waited for whom: the slow part is the one that never waits."""
+    if not archive.learner_times:
+        return []
+    began_at = archive.starts[0].time if archive.starts else archive.learner_times[0]
+    rows = archive.history.rows
+    learner = [
+        ((row["time"] - began_at) / 60, row["idle/learner"])
+        for _, row in sorted(rows.items())
+        if {"time", "idle/learner"} <= row.keys()
+    ]
+    idle = _of_generators(archive, "idle_s", began_at)
+    paused = _of_generators(archive, "paused_s", began_at)
+    # `sampling_s` and `reward_s` are per group, in the generators.
+    phases = [name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))]
+    charts = [
+        lines(
+            "Waiting: learner for groups, generators for leave", {"learner": learner, **idle}, x="minutes", y="share of the time"
+        )
+    ]
+    if phases:
+        charts.append(
+            areas("A step of the learner", {name.removeprefix("time/"): archive.series(name) for name in phases}, y="s")
+        )
+    if any(paused.values()):
+        charts.append(lines("Generators standing still for new weights", paused, x="minutes", y="share of the time"))
+    if speed := _speeds(archive, began_at):
+        charts.append(lines("Sampling", speed, x="minutes", y="tokens/s"))
+    return charts
+
+
+def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    """(Unix seconds, share of the time since the line before) of a counter of seconds; a restart begins anew."""
+    shares = []
+    for before, now in pairwise(rows):
+        if {name, "alive_s", "time"} <= now.keys():
+            restarted = now["alive_s"] <= before.get("alive_s", 0.0)
+            alive_s = now["alive_s"] - (0.0 if restarted else before.get("alive_s", 0.0))
+            waited_s = now[name] - (0.0 if restarted else before.get(name, 0.0))
+            if alive_s > 0:
+                shares.append((now["time"], min(1.0, max(0.0, waited_s / alive_s))))
+    return shares
+
+
+def _of_generators(archive: Archive, name: str, began_at: float) -> dict[str, Points]:
+    shares = {generator: growth_shares(rows, name) for generator, rows in archive.generators.items()}
+    worst = sorted(shares, key=lambda generator: -sum(share for _, share in shares[generator]))[:MOST_GENERATORS]
+    return {
+        generator: [((at - began_at) / 60, share) for at, share in shares[generator]]
+        for generator in sorted(worst)
+        if shares[generator]
+    }
+
+
+def _speeds(archive: Archive, began_at: float) -> dict[str, Points]:
+    return {
+        generator: [
+            ((row["time"] - began_at) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()
+        ]
+        for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
+        if rows
+    }
+
+
+def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
+    """Of all metrics that match, in the order of the patterns."""
+    found: dict[str, Series] = {}
+    for name in [name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)]:
+        series = archive.series(name)
+        # The only part of a reward is the reward, and pass@1 is the accuracy; but all zeros are worth telling of each.
+        if series not in found.values() or len({value for _, value in series}) == 1:
+            found[name] = series
+    return found
+
+
+def _histogram(archive: Archive, where: str) -> Mapping[str, float]:
+    """Mean over the run of `staleness/<where>/<steps>`; a step without a bin had none so old."""
+    prefix = f"staleness/{where}/"
+    bins = sorted(int(name.removeprefix(prefix)) for name in archive.names if name.startswith(prefix))
+    measured = len(archive.series(f"{prefix}0"))
+    return {str(steps): _total(archive, f"{prefix}{steps}") / measured for steps in bins}
+
+
+def _total(archive: Archive, name: str) -> float:
+    return sum(value for _, value in archive.series(name))
+
+
+def _mean(archive: Archive, name: str, weight: str) -> float | None:
+    """Over the steps, each by its weight; None without any."""
+    weights = dict(archive.series(weight))
+    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
+    total = sum(one for _, one in pairs)
+    return sum(value * one for value, one in pairs) / total if total else None

@@ -1,0 +1,180 @@
+"""`asyncrl report`: a run on one page that opens anywhere, also without a network."""
+
+import heapq
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.archive import Archive, read_archive
+from asyncrl.launch.directory import find_run
+from asyncrl.launch.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
+from asyncrl.telemetry.alarms import ALARMS
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.history import Series
+from asyncrl.telemetry.page import Section, Table, render_page
+from asyncrl.telemetry.text import duration, number
+
+HEADLINES = (
+    "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",
+    "staleness/mean", "idle/learner",
+)  # fmt: skip
+LOWER_IS_NOT_BETTER = ("eval/", "reward/")
+"""Metrics of which the largest value is the best."""
+SHOWN = 4
+"""Samples of each kind."""
+
+
+def write_report(run: Path | None, to: Path | None) -> None:
+    """Write the page, by default into the run directory, and print where it is."""
+    archive = read_archive(find_run(run))
+    path = to or archive.directory.path / "report.html"
+    path.write_text(report_page(archive), encoding="utf-8")
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and nothing beside it")  # noqa: T201 - the command's output
+
+
+def report_page(archive: Archive) -> str:
+    """The whole page of one run."""
+    sections = [
+        _summary(archive),
+        Section(title="Learning", charts=learning_charts(archive)),
+        Section(
+            title="Staleness",
+            note="The age of a token: optimizer steps between sampling it and training on it. In flight: while its group was "
+            "being sampled; in queue: while the group waited in the buffer.",
+            charts=staleness_charts(archive),
+        ),
+        Section(
+            title="Dropped against trained",
+            note="What is dropped should be as long as what is trained: else a rule against old or useless groups has become a "
+            "filter on length.",
+            charts=dropped_charts(archive),
+        ),
+        Section(title="Who waited for whom", note="The slow part is the one that never waits.", charts=waiting_charts(archive)),
+        *_sample_sections(archive.samples()),
+        _setup(archive),
+    ]
+    model, data = archive.config.get("model", {}).get("path", "?"), archive.config.get("data", {}).get("train", "?")
+    subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
+    return render_page(archive.name, subtitle, [section for section in sections if _has_content(section)])
+
+
+def _has_content(section: Section) -> bool:
+    return bool(section.facts or section.tables or section.charts or section.samples or section.text)
+
+
+def _summary(archive: Archive) -> Section:
+    audit = archive.status.audit if archive.status else None
+    learner = [value for _, value in archive.series("idle/learner")]
+    facts = [
+        ("state", archive.state),
+        ("step", f"{archive.step} of {archive.total_steps or '?'}"),
+        ("wall time", duration(archive.wall_s)),
+        ("trained tokens", f"{archive.trained_tokens:,.0f}"),
+        ("sampled tokens", f"{archive.sampled_tokens:,.0f}"),
+        ("groups trained", f"{sum(value for _, value in archive.series('groups/trained')):,.0f}"),
+        ("groups rejected", f"{sum(archive.history.rejected.values()):,}"),
+        ("learner waited", f"{sum(learner) / len(learner):.0%} of its steps" if learner else "-"),
+    ]
+    if audit:
+        facts.insert(7, ("groups lost", f"{audit.missing:,} of {audit.issued:,}"))
+    message = archive.status.message if archive.status else ""
+    return Section(title="Summary", note=message, facts=facts, tables=[headline_table(archive), *_alarms(archive)])
+
+
+def headline_table(archive: Archive) -> Table:
+    """First, best and last value of what matters most."""
+    names = [name for wanted in HEADLINES for name in archive.names if name == wanted or _matches(name, wanted)]
+    rows = []
+    for name in names:
+        series = archive.series(name)
+        best = best_of(name, series)
+        rows.append(
+            (
+                name,
+                *(f"{number(value)} (step {step})" for step, value in (series[0], series[-1])),
+                f"{number(best[1])} (step {best[0]})" if best else "",
+            )
+        )
+    return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
+
+
+def best_of(name: str, series: Series) -> tuple[int, float] | None:
+    """The first step with the largest value, where larger is better."""
+    return max(series, key=lambda point: (point[1], -point[0]), default=None) if name.startswith(LOWER_IS_NOT_BETTER) else None
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return wanted.endswith("*") and name.startswith(wanted[:-1])
+
+
+def _alarms(archive: Archive) -> list[Table]:
+    rows = [
+        (name, ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans), *_meaning(name))
+        for name, spans in archive.alarms.items()
+    ]
+    return [Table(("alarm", "steps", "metric", "what to do"), rows, "alarms")] if rows else []
+
+
+def _meaning(name: str) -> tuple[str, str]:
+    alarm = ALARMS.get(name)
+    return (alarm.metric, alarm.cure) if alarm else ("?", "an alarm of another release")
+
+
+def _sample_sections(samples: Iterable[SampleRecord]) -> list[Section]:
+    """One pass over a file that may be large: the newest of each kind, the best and the worst."""
+    newest: dict[str, list[SampleRecord]] = {"eval": [], "dropped": []}
+    best: list[tuple[float, int, SampleRecord]] = []
+    worst: list[tuple[float, int, SampleRecord]] = []
+    for index, sample in enumerate(samples):
+        if sample.kind in newest:
+            newest[sample.kind] = [*newest[sample.kind], sample][-SHOWN:]
+        elif sample.reward == sample.reward:  # not NaN
+            _keep(best, (sample.reward, index, sample))
+            _keep(worst, (-sample.reward, index, sample))
+    return [
+        Section(title="Held-out samples", note="Newest last.", samples=newest["eval"]),
+        Section(title="Best samples", note="Of those that were kept of each step; the newest of equals.", samples=_sorted(best)),
+        Section(title="Worst samples", note="The same from the other end.", samples=_sorted(worst)),
+        Section(
+            title="Dropped samples", note="Of groups that were taken and not trained, with the reason.", samples=newest["dropped"]
+        ),
+    ]
+
+
+def _keep(heap: list[tuple[float, int, SampleRecord]], item: tuple[float, int, SampleRecord]) -> None:
+    heapq.heappush(heap, item)
+    if len(heap) > SHOWN:
+        heapq.heappop(heap)
+
+
+def _sorted(heap: list[tuple[float, int, SampleRecord]]) -> list[SampleRecord]:
+    return [sample for _, _, sample in sorted(heap, reverse=True)]
+
+
+def _setup(archive: Archive) -> Section:
+    tables = []
+    if archive.starts:
+        last = archive.starts[-1]
+        rows = [("hardware of the learner", last.hardware), *last.versions.items()]
+        tables.append(Table(("software", "release"), rows, "at the last start"))
+        starts = [
+            (_date(start.time), str(start.step), _changes(before, start))
+            for before, start in zip([None, *archive.starts], archive.starts, strict=False)
+        ]
+        tables.append(Table(("started", "from step", "other releases than before"), starts))
+    return Section(
+        title="Setup", tables=tables, text=archive.directory.config.read_text(encoding="utf-8"), text_title="resolved config"
+    )
+
+
+def _changes(before: Any, start: Any) -> str:
+    if before is None:
+        return ""
+    names = sorted(before.versions.keys() | start.versions.keys())
+    changed = [(name, before.versions.get(name), start.versions.get(name)) for name in names]
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))

@@ -1,0 +1,107 @@
+"""Charts for a page: lines, areas and bars in one look. Which metrics go together is decided by who calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from asyncrl.telemetry.text import visible
+
+Points = Sequence[tuple[float, float]]
+MOST_POINTS = 1500
+"""Of one curve: more than there are pixels for."""
+FEW_POINTS = 40
+"""So few are marked."""
+COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0f8b8d", "#6b7280")
+GRID = "#e6e9ed"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure with its title, which stands outside it: a legend may need several rows."""
+
+    title: str
+    figure: Any
+    """Of plotly."""
+
+
+def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False) -> Chart:
+    """A curve for each name; `x` and `y` name the axes."""
+    figure = _figure(x, y)
+    for index, (name, points) in enumerate(series.items()):
+        shown = thinned(points)
+        figure.add_scatter(
+            x=[at for at, _ in shown],
+            y=[value for _, value in shown],
+            name=_label(name),
+            mode="lines" if len(shown) > FEW_POINTS else "lines+markers",
+            line={"color": COLOURS[index % len(COLOURS)], "width": 1.8},
+            marker={"size": 5},
+        )
+    if log:
+        figure.update_yaxes(type="log", exponentformat="power")
+    elif all(value >= 0 for points in series.values() for _, value in points):
+        figure.update_yaxes(rangemode="nonnegative")
+    return Chart(title, figure)
+
+
+def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "") -> Chart:
+    """Areas on top of each other, parts of a whole. A few sums far above the others (a first step) are cut off."""
+    chart = lines(title, series, x=x, y=y)
+    chart.figure.update_traces(stackgroup="all", mode="lines", line={"width": 0.5})
+    sums: dict[float, float] = {}
+    for points in series.values():
+        for at, value in points:
+            sums[at] = sums.get(at, 0.0) + value
+    usual = sorted(sums.values())[int(0.95 * (len(sums) - 1))] if sums else 0.0
+    if usual and max(sums.values()) > 4 * usual:
+        chart.figure.update_yaxes(range=[0, 2 * usual])
+    return chart
+
+
+def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", y: str = "") -> Chart:
+    """Bars side by side: for each name a value by category."""
+    figure = _figure(x, y)
+    for index, (name, values) in enumerate(series.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        figure.add_bar(
+            x=[_label(category) for category in values],
+            y=list(values.values()),
+            name=_label(name),
+            marker={"color": colour, "line": {"width": 0}},
+        )
+    figure.update_xaxes(type="category")
+    figure.update_layout(bargap=0.35, bargroupgap=0.08)
+    return Chart(title, figure)
+
+
+def thinned(points: Points) -> Points:
+    """At most `MOST_POINTS`: means of equal runs, each at its last place."""
+    size = -(-len(points) // MOST_POINTS)
+    if size <= 1:
+        return points
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(run[-1][0], sum(value for _, value in run) / len(run)) for run in runs]
+
+
+def _label(name: str) -> str:
+    """Plotly takes some tags in a label for markup."""
+    return visible(name).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _figure(x: str, y: str) -> Any:
+    axis = {"gridcolor": GRID, "linecolor": GRID, "zerolinecolor": GRID, "automargin": True, "title": {"standoff": 6}}
+    figure = go.Figure()
+    figure.update_layout(
+        template="none",
+        font={"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"},
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+        showlegend=True,
+        hovermode="x unified",
+        xaxis=axis,
+        yaxis=axis,
+    )
+    figure.update_xaxes(title_text=x)
+    return figure.update_yaxes(title_text=y)

@@ -1,0 +1,205 @@
+"""The report of a run is one file that loads nothing, shows what was measured, and gives no model a way out of its box."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_run import NASTY, SyntheticRun
+
+from asyncrl.algo import metrics
+from asyncrl.launch.archive import Archive, read_archive
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.run_charts import BANDS, growth_shares
+from asyncrl.launch.run_page import report_page, write_report
+from asyncrl.telemetry.alarms import ALARMS
+from asyncrl.telemetry.charts import MOST_POINTS, thinned
+from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.text import visible, visible_lines
+
+MARKUP = "</script></pre><script>alert(1)</script><img src=x onerror=alert(2)><a href=//evil.example>x</a>{{7*7}}<!-- "
+HOSTILE = MARKUP + NASTY
+
+
+class Page(HTMLParser):
+    """What a browser would see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text_of: dict[str, list[str]] = {}
+        self._open = [""]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        self.text_of.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open[-1] != tag:  # <meta> has no end
+            self._open.pop()
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1]:
+            self.text_of[self._open[-1]][-1] += data
+
+    def curves(self, title: str) -> dict[str, list[tuple[float, float]]]:
+        """Of the chart with this title, by name."""
+        figure = json.loads(self.text_of["script"][0])[self.text_of["figcaption"].index(title)]
+        return {curve["name"]: list(zip(curve["x"], curve["y"], strict=True)) for curve in figure["data"]}
+
+
+def run_in(directory: Path, *, steps: int = 30, config: str = "run: {name: quickstart}\nlearner: {steps: 400}\n") -> SyntheticRun:
+    run = SyntheticRun(directory / "quickstart", generators=2)
+    (run.directory / "config.yaml").write_text(config)
+    for _ in range(steps):
+        run.advance()
+    return run
+
+
+def archive_of(run: SyntheticRun) -> Archive:
+    return read_archive(RunDirectory(run.directory))
+
+
+def page_of(run: SyntheticRun) -> Page:
+    return Page(report_page(archive_of(run)))
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(run_in(tmp_path))
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
+        assert not {"src", "srcset", "action", "style"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "url(" not in page.text_of["style"][0] and "@import" not in page.text_of["style"][0]
+    charts, plotly, draw = page.text_of["script"]
+    assert len(plotly) > 1_000_000, "once, and whole"
+    for text in (charts, draw, *page.text_of["style"], *page.text_of["p"], *page.text_of["td"]):
+        assert "://" not in text
+    (policy,) = [attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv")]
+    assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
+    for script in (plotly, draw):
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+def test_no_text_of_a_model_or_a_user_becomes_markup(tmp_path: Path) -> None:
+    harmless = {tag for tag, _ in page_of(run_in(tmp_path / "harmless")).tags}
+    run = run_in(tmp_path, config=json.dumps({"run": {"name": MARKUP}, "model": {"path": MARKUP}}))
+    record = {
+        "prompt": HOSTILE, "response": HOSTILE, "reason": HOSTILE, "generator_id": HOSTILE, "parts": {HOSTILE: 1.0},
+        "finish_reason": HOSTILE, "kind": HOSTILE, "reward": 9.0, "step": 1,
+    }  # fmt: skip
+    with (run.directory / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(record | {"kind": kind}) + "\n" for kind in (HOSTILE, "train", "eval", "dropped"))
+    row = {f"reward/{HOSTILE}/mean": 0.5, f"groups/rejected_{HOSTILE}": 2.0, f"alarm/{HOSTILE}": 1.0, f"time/{HOSTILE}": 1.0}
+    run.learner.log(row, step=31)
+    JsonlTracker(run.directory / "metrics" / f"{HOSTILE.replace('/', '')}.jsonl").log(run.generator_metrics("g0", 3))
+    run.finish("failed", HOSTILE)
+    text = report_page(archive_of(run))
+    page = Page(text)
+    assert {tag for tag, _ in page.tags} <= harmless | {"nav"}
+    assert len(page.text_of["script"]) == 3 and "<script>alert" not in text and "<img" not in text
+    assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
+    assert page.text_of["pre"].count(visible_lines(HOSTILE)) == 4 * 2 and MARKUP in page.text_of["h1"]
+    for sign in ("\x1b", "\u202e", "\u200b", "\x07", "\x9b"):
+        assert sign not in text.replace(page.text_of["script"][1], "")
+    bars = page.curves("Groups")["groups"]
+    assert (visible(HOSTILE).replace("<", "&lt;"), 2.0) in bars
+
+
+def test_curves_and_figures_are_what_was_logged(tmp_path: Path) -> None:
+    run = run_in(tmp_path, steps=35)
+    page, archive = page_of(run), archive_of(run)
+    rewards = [(step, row["reward/mean"]) for step, row in sorted(archive.history.rows.items())]
+    assert page.curves("Reward")["reward/mean"] == rewards and len(rewards) == 35
+    assert [step for step, _ in page.curves("Held-out accuracy")["eval/accuracy"]] == [10, 20, 30]
+    assert page.curves("Mean age of a token")["staleness/in_flight"][7] == (8, 0.91)
+    assert page.curves("Groups") == {"groups": [("trained", 0), ("zero_variance", 35 * 3)]}
+    waiting = page.curves("Waiting: learner for groups, generators for leave")
+    assert waiting.keys() == {"learner", "g0", "g1"}
+    assert [share for _, share in waiting["g0"]] == pytest.approx([0.4] * 34)
+    facts = dict(zip(page.text_of["dt"], page.text_of["dd"], strict=True))
+    assert facts["state"] == "training" and facts["step"] == "35 of 400" and facts["groups rejected"] == "105"
+    assert facts["groups lost"] == "0 of 1,228" and facts["learner waited"] == "12% of its steps"
+    best = max(rewards, key=lambda point: point[1])
+    assert f"{best[1]:.3g} (step {best[0]})" in page.text_of["td"]
+
+
+def test_an_unfinished_run_a_run_without_evaluation_and_one_that_never_began_have_a_page(tmp_path: Path) -> None:
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("run: {name: empty}\n")
+    page = Page(report_page(read_archive(RunDirectory(directory))))
+    assert "no status" in page.text_of["dd"] and "figcaption" not in page.text_of and len(page.text_of["script"]) == 1
+    run = run_in(tmp_path, steps=9)  # the first evaluation is at 10
+    text = (run.directory / "metrics" / "learner.jsonl").read_bytes()
+    (run.directory / "metrics" / "learner.jsonl").write_bytes(text[:-20])
+    (run.directory / "samples.jsonl").write_bytes((run.directory / "samples.jsonl").read_bytes()[:-20])
+    page = page_of(run)
+    assert "Held-out accuracy" not in page.text_of["figcaption"] and len(page.curves("Reward")["reward/mean"]) == 8
+    assert "Dropped samples" not in page.text_of["h2"] and "Best samples" in page.text_of["h2"]
+
+
+def test_alarms_are_told_with_their_steps_and_their_cure(tmp_path: Path) -> None:
+    run = run_in(tmp_path, steps=0)
+    for step in range(1, 12):
+        run.learner.log({"time/step": 1.0, "alarm/entropy": float(step in (3, 4, 5, 9))}, step=step)
+    assert archive_of(run).alarms == {"entropy": [(3, 5), (9, 9)]}
+    cells = page_of(run).text_of["td"]
+    assert {"3 to 5, 9", "policy/entropy", ALARMS["entropy"].cure} <= set(cells)
+
+
+def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
+    run = run_in(tmp_path, steps=0)
+    lines = [
+        {"step": step, "time": at, "time/step": 1.0}
+        for step, at in ((1, 110.0), (2, 120.0), (3, 130.0), (3, 1015.0), (4, 1020.0))
+    ]
+    (run.directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert archive_of(run).wall_s == 1020 - 110, "of an older release: nothing is known of starts"
+    start = {"versions": {"torch": "2"}, "hardware": "2 CPU cores"}
+    starts = [start | {"time": 100.0, "step": 0}, start | {"time": 1000.0, "step": 2, "versions": {"torch": "3"}}]
+    (run.directory / "starts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in starts))
+    assert archive_of(run).wall_s == (130 - 100) + (1020 - 1000)
+    assert "torch 2 -> 3" in page_of(run).text_of["td"]
+
+
+def test_counters_of_a_generator_that_started_again_are_added_up(tmp_path: Path) -> None:
+    rows = [
+        {"time": 10.0, "alive_s": 5.0, "idle_s": 1.0, "sampled_tokens": 100.0},
+        {"time": 20.0, "alive_s": 15.0, "idle_s": 6.0, "sampled_tokens": 250.0},
+        {"time": 40.0, "alive_s": 4.0, "idle_s": 1.0, "sampled_tokens": 30.0},
+        {"time": 50.0, "alive_s": 14.0, "idle_s": 1.0, "sampled_tokens": 90.0},
+    ]
+    assert growth_shares(rows, "idle_s") == [(20.0, 0.5), (40.0, 0.25), (50.0, 0.0)]
+    run = run_in(tmp_path, steps=0)
+    tracker = JsonlTracker(run.directory / "metrics" / "g9.jsonl")
+    for row in rows:
+        tracker.log(row)
+    assert archive_of(run).sampled_tokens == 250 + 90
+
+
+def test_a_long_curve_is_thinned_to_means_that_keep_its_area() -> None:
+    points = [(float(at), float(at % 7)) for at in range(10 * MOST_POINTS)]
+    short = thinned(points)
+    assert len(short) == MOST_POINTS and short[-1][0] == points[-1][0]
+    assert sum(value for _, value in short) * 10 == pytest.approx(sum(value for _, value in points))
+    assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+
+
+def test_the_bands_are_those_of_the_mathematics() -> None:
+    assert BANDS == metrics.BANDS
+
+
+def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_in(tmp_path, steps=2)
+    write_report(run.directory, None)
+    write_report(run.directory, tmp_path / "elsewhere.html")
+    written = [(run.directory / "report.html").read_text(), (tmp_path / "elsewhere.html").read_text()]
+    without_time = [re.sub(r"written [-\d :]+ UTC", "", text) for text in written]
+    assert without_time[0] == without_time[1] and "report.html" in capsys.readouterr().out
