@@ -145,8 +145,11 @@ class Generator:
             # The learner went back to a checkpoint, and our weights are none of its future: its order will come.
             await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id for ticket in lease.tickets])
             return 0
+        held = self._held[lane.name]
         for ticket in lease.tickets:
-            self._held[lane.name][ticket.id] = lane.sequences
+            if ticket.id in held:  # a store that was rolled back issues again what is being sampled here
+                continue
+            held[ticket.id] = lane.sequences
             self._tasks.create_task(self._produce(lane, ticket))
         if lease.closed and lane is self._lanes[-1]:
             raise _RunIsOver
@@ -172,10 +175,7 @@ class Generator:
     # --- one group -------------------------------------------------------------------------------------------------
 
     async def _produce(self, lane: Lane, ticket: Ticket) -> None:
-        await self._attempt(lane, ticket)
-        self._held[lane.name].pop(ticket.id)  # not when cancelled: leaving gives back what is held
-
-    async def _attempt(self, lane: Lane, ticket: Ticket) -> None:
+        """Hand over, give back, or fail. When cancelled, the ticket is still held: leaving gives it back."""
         spoiled = self._spoiled
         try:
             if not await self._reaches(lane.minimum_version(ticket)):
@@ -214,15 +214,18 @@ class Generator:
                 warn_at_s += 30.0
                 log.warning("the store is full; group %d is kept and offered again until there is room", group.ticket_id)
             await asyncio.sleep(0.2)
+        self._held[lane.name].pop(group.ticket_id)
         self._groups += outcome is PutOutcome.STORED
 
     async def _give_back(self, lane: Lane, ticket: Ticket) -> None:
+        self._held[lane.name].pop(ticket.id)  # first: before we hear its answer the store may issue it to us again
         await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id])
 
     async def _fail(self, lane: Lane, ticket: Ticket, reason: str) -> None:
         log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason)
         dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._engine.version, 0))
         tombstone = encode_group(dead, self._settings.wire_key)
+        self._held[lane.name].pop(ticket.id)  # first, as above
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):
             log.error("ticket %d of lane %s failed for the last time and is counted dead: %s", ticket.id, lane.name, reason)
 

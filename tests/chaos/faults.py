@@ -1,0 +1,180 @@
+"""The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of the processes."""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from .roles import RUN
+from .world import World
+
+Fault = Callable[[World, random.Random], None]
+
+
+def _note(world: World, kind: str, **expected: Any) -> None:
+    world.struck[kind] += 1
+    world.recoveries[kind].append((time.monotonic(), expected))
+
+
+def kill_generator(world: World, draw: random.Random) -> None:
+    name = f"g{draw.randrange(world.generators)}"
+    world.kill(name)
+    _note(world, "kill_generator", held=_held_by(world, name))
+
+
+def kill_learner(world: World, draw: random.Random) -> None:
+    pid = world.members["learner"].pid
+    world.kill("learner")
+    _note(world, "kill_learner", not_pid=pid)
+
+
+def kill_store(world: World, draw: random.Random) -> None:
+    """While a sync is slow, even a kill makes the store forget what it had acknowledged."""
+    world.disk.slow(draw.random() < 0.3)
+    world.server.kill()
+    _note(world, "kill_store")
+    world.start_store()
+
+
+def lose_power(world: World, draw: random.Random) -> None:
+    world.server.kill()
+    world.disk.lose_power()
+    _note(world, "power_loss")
+    world.start_store()
+
+
+def wipe(world: World, draw: random.Random) -> None:
+    """FLUSHALL and a restart, or an empty disk."""
+    if draw.random() < 0.5:
+        with _client(world) as client:
+            client.flushall()
+            client.function_flush()
+        world.server.kill()
+    else:
+        world.server.kill()
+        world.disk.lose_everything()
+    _note(world, "wipe")
+    world.start_store()
+
+
+def rewrite_log(world: World, draw: random.Random) -> None:
+    with _client(world) as client, contextlib.suppress(RedisError):  # one may be under way
+        client.bgrewriteaof()
+    world.struck["rewrite_log"] += 1
+
+
+def pause_generator(world: World, draw: random.Random) -> None:
+    """Mostly longer than a lease."""
+    world.pause(f"g{draw.randrange(world.generators)}", draw.uniform(0.5, 4.0))
+    world.struck["pause_generator"] += 1
+
+
+def pause_learner(world: World, draw: random.Random) -> None:
+    world.pause("learner", draw.uniform(0.2, 2.0))
+    world.struck["pause_learner"] += 1
+
+
+def usurp(world: World, draw: random.Random) -> None:
+    """A second learner that does not see the lock takes over; the first wakes up again and must be fenced."""
+    before = world.version
+    world.usurp()
+    world.wait(lambda: world.version != before, 60.0, "step of the second learner")
+    world.run_for(draw.uniform(0.0, 0.3))
+    world.wake_old()
+    world.struck["usurp"] += 1
+
+
+def second_learner(world: World, draw: random.Random) -> None:
+    world.refuse_second()
+    world.struck["second_learner"] += 1
+
+
+def fill_disk(world: World, draw: random.Random) -> None:
+    """No room for the store's log; room again a moment later."""
+    world.disk.fill(True)
+    world.run_for(draw.uniform(0.5, 2.0))
+    world.disk.fill(False)
+    _note(world, "full_disk")
+
+
+def partition(world: World, draw: random.Random) -> None:
+    """One pair of roles cannot reach each other for a while."""
+    pair = draw.choice(sorted(world.proxies))
+    world.proxies[pair].cut()
+    world.run_for(min(draw.expovariate(1 / 2.5), 30.0) + 1.0)
+    world.proxies[pair].heal()
+    _note(world, "partition", pair=pair)
+
+
+def swallow(swallow_rate: float, repeat_rate: float, world: World, draw: random.Random) -> None:
+    """From now on."""
+    for name in ("generators", "learner"):
+        world.proxies[name].swallow_rate, world.proxies[name].repeat_rate = swallow_rate, repeat_rate
+
+
+def _held_by(world: World, name: str) -> list[int]:
+    """The ids that dead incarnations of a generator hold."""
+    try:
+        with _client(world) as client:
+            holders: Mapping[bytes, bytes] = client.hgetall(f"{{{RUN}:train}}:holders")
+    except RedisError:
+        return []
+    return [int(i) for i, holder in holders.items() if holder.startswith(f"{name}:".encode())]
+
+
+@contextlib.contextmanager
+def _client(world: World) -> Any:
+    with world.buffer() as buffer:
+        yield buffer._connection.client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Faults by weight, one every `gap_s` on average."""
+
+    name: str
+    faults: Mapping[Fault, float]
+    gap_s: float
+    share: float
+    """Of the time of a whole run of the harness."""
+    fsync: str = "everysec"
+    always: Fault = field(default=lambda world, draw: None)
+    """Set up before the first fault."""
+
+
+_PROCESSES = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}
+SCENARIOS = (
+    Scenario(name="kills", faults=_PROCESSES, gap_s=0.35, share=0.27),
+    Scenario(name="power", faults={lose_power: 5.0, kill_learner: 1.0, rewrite_log: 0.5}, gap_s=0.6, share=0.19),
+    Scenario(name="wipes", faults={wipe: 3.0, kill_learner: 1.0, kill_generator: 1.0}, gap_s=0.6, share=0.08),
+    Scenario(
+        name="replies", faults={kill_generator: 1.0, kill_learner: 1.0, lose_power: 1.0}, gap_s=4.0, share=0.12,
+        always=partial(swallow, 0.04, 0.04),
+    ),
+    Scenario(
+        name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.3}, gap_s=0.4, share=0.12
+    ),
+    Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15),
+    Scenario(name="disk", faults={fill_disk: 3.0, kill_generator: 1.0, kill_learner: 1.0}, gap_s=0.5, share=0.03),
+    Scenario(name="disk-always", faults={fill_disk: 3.0, kill_generator: 1.0}, gap_s=0.5, share=0.02, fsync="always"),
+    Scenario(
+        name="mixed", gap_s=0.8, share=0.06, always=partial(swallow, 0.01, 0.01),
+        faults=_PROCESSES | {lose_power: 1.0, wipe: 0.5, pause_generator: 1.0, pause_learner: 0.5, usurp: 0.3, partition: 0.3},
+    ),
+)  # fmt: skip
+
+
+def strike(world: World, scenario: Scenario, seed: int, seconds: float) -> None:
+    """Faults for about `seconds`, in an order that the seed decides."""
+    draw = random.Random(f"{scenario.name} {seed}")
+    kinds, weights = zip(*scenario.faults.items(), strict=True)
+    scenario.always(world, draw)
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
+        draw.choices(kinds, weights)[0](world, random.Random(draw.random()))

@@ -1,0 +1,114 @@
+"""What one scenario did to a run, as plain values, and the table of figures over several of them."""
+
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .lineage import Verdict
+from .world import World
+
+FIGURES = (
+    ("F1", "kill -9 of a generator", ("kill_generator",), 200),
+    ("F1", "kill -9 of the learner", ("kill_learner",), 200),
+    ("F1", "kill -9 of the store", ("kill_store",), 200),
+    ("F2", "store loses power: log cut to the last sync", ("power_loss",), 200),
+    ("F3", "store wiped: FLUSHALL, or an empty disk", ("wipe",), 50),
+    ("F6", "replies swallowed", ("swallowed",), 2000),
+    ("F6", "requests repeated up to 3 s late", ("repeated",), 2000),
+    ("F7", "partition of a pair of roles, 1 to 30 s", ("partition",), 60),
+    ("F8", "SIGSTOP and SIGCONT of a generator", ("pause_generator",), 100),
+    ("F8", "SIGSTOP of the learner, and a second one takes over", ("pause_learner", "usurp"), 50),
+    ("F8", "second learner on the same host, refused", ("second_learner",), 10),
+    ("F18", "disk of the store full", ("full_disk",), 20),
+)
+"""(figure, fault, kinds of fault, how many are aimed at)"""
+RECOVERIES = (
+    ("F10", "kill of the store to the next TAKE", ("kill_store", "power_loss"), "p50 <= 0.3 s, p99 <= 1.5 s"),
+    ("F11", "kill of the learner to its next step", ("kill_learner",), "<= 6 s"),
+    ("F12", "kill of a generator to its groups sampled anew", ("kill_generator",), "<= 2.5 s"),
+    ("F7", "end of a partition to the next TAKE", ("partition",), "<= 1.5 s"),
+    ("F3", "wipe of the store to the next TAKE", ("wipe",), ""),
+    ("F18", "room on the disk to the next TAKE", ("full_disk",), "<= 2 s"),
+)
+"""(figure, what is measured, kinds of fault, target)"""
+
+
+def outcome(world: World, name: str, seconds: float, verdict: Verdict) -> dict[str, Any]:
+    """Plain values of a finished world."""
+    stores = [world.proxies[side] for side in ("generators", "learner")]
+    struck = dict(world.struck) | {
+        "swallowed": sum(proxy.swallowed for proxy in stores),
+        "repeated": sum(proxy.repeated for proxy in stores),
+    }
+    return {
+        "scenario": name,
+        "seconds": round(seconds, 1),
+        "struck": {kind: count for kind, count in sorted(struck.items()) if count},
+        "groups": verdict.groups,
+        "steps": verdict.steps,
+        "rejected": verdict.rejected,
+        "lost": verdict.lost,
+        "duplicated": verdict.duplicated,
+        "wrong": list(verdict.wrong),
+        "log_discarded_bytes": world.disk.discarded_bytes,
+        "unexplained_exits": dict(world.exits),
+        "recoveries_s": recoveries(world),
+    }
+
+
+def recoveries(world: World) -> dict[str, list[float]]:
+    """Seconds from each fault to the sign that it is over, by kind."""
+    events, offered = world.events(), _offered(world)
+    takes = [event["at_s"] for event in events if event["event"] == "take"]
+    found: dict[str, list[float]] = defaultdict(list)
+    for kind, faults in world.recoveries.items():
+        for at_s, expected in faults:
+            if kind == "kill_learner":
+                signs = [
+                    e["at_s"] for e in events if e["at_s"] > at_s and e["event"] == "step" and e["pid"] != expected["not_pid"]
+                ]
+                ends = signs[:1]
+            elif kind == "kill_generator":
+                ends = [_after(offered[i], at_s) for i in expected["held"] if _after(offered[i], at_s)]
+            elif kind == "partition" and expected["pair"] == "control":
+                continue
+            else:
+                ends = [_after(takes, at_s)]
+            found[kind] += [round(end - at_s, 3) for end in ends if end]
+    return dict(found)
+
+
+def _offered(world: World) -> dict[int, list[float]]:
+    """When groups were handed over, by id."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for path in world.directory.glob("put-*.txt"):
+        for line in path.read_text().splitlines():
+            ticket_id, _, at_s = line.split(" ")
+            found[int(ticket_id)].append(float(at_s))
+    return defaultdict(list, {ticket_id: sorted(times) for ticket_id, times in found.items()})
+
+
+def _after(times: Sequence[float], at_s: float) -> float:
+    """The first of `times` after `at_s`; 0 when there is none."""
+    index = bisect_right(times, at_s)
+    return times[index] if index < len(times) else 0.0
+
+
+def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The figures, as Markdown: faults with what they cost, then times."""
+    outcomes = list(outcomes)
+    rows = ["| figure | fault | injected | aim | groups | lost | duplicated |", "|---|---|---|---|---|---|---|"]
+    for figure, fault, kinds, aim in FIGURES:
+        struck = [one for one in outcomes if any(one["struck"].get(kind) for kind in kinds)]
+        count = sum(one["struck"].get(kind, 0) for one in struck for kind in kinds)
+        groups, lost, duplicated = (sum(one[key] for one in struck) for key in ("groups", "lost", "duplicated"))
+        rows.append(f"| {figure} | {fault} | {count} | {aim} | {groups} | {lost} | {duplicated} |")
+    rows += ["", "| figure | seconds from | times | p50 | p99 | longest | target |", "|---|---|---|---|---|---|---|"]
+    for figure, what, kinds, target in RECOVERIES:
+        times = sorted(t for one in outcomes for kind in kinds for t in one["recoveries_s"].get(kind, ()))
+        if times:
+            p50, p99 = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
+            rows.append(f"| {figure} | {what} | {len(times)} | {p50:.2f} | {p99:.2f} | {times[-1]:.2f} | {target} |")
+    return rows

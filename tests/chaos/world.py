@@ -1,0 +1,312 @@
+"""One run without models: its processes, kept alive as a supervisor would, and the verdict on what it consumed."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer.base import Audit
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.schema import StoreConfig
+from asyncrl.errors import StoreError
+from asyncrl.supervisor import USER_ERROR
+
+from . import roles
+from .disk import Disk
+from .lineage import Verdict, judge
+from .proxy import Proxy
+from .roles import RULES, RUN, Place
+
+START_S = 120.0
+"""Longest time to the first step, and from the last fault to the end of the run."""
+
+
+class Stuck(AssertionError):
+    """The run did not go on, or not in time."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A process that is started again when it dies."""
+
+    name: str
+    role: Callable[..., None]
+    place: Place
+    arguments: tuple[Any, ...]
+    process: ForkServerProcess | None = None
+    stopped_until_s: float = 0.0
+    starts: int = 0
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None and self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
+
+@dataclass(slots=True)
+class World:
+    """A context manager: leaving it ends every process."""
+
+    directory: Path
+    seed: int
+    generators: int = 3
+    fsync: str = "everysec"
+    struck: Counter[str] = field(default_factory=Counter)
+    """Faults by kind."""
+    recoveries: dict[str, list[tuple[float, dict[str, Any]]]] = field(default_factory=lambda: defaultdict(list))
+    """By kind: when it struck, and what to look for."""
+    exits: Counter[str] = field(default_factory=Counter)
+    """Ends of processes that no fault of ours explains, by role and exit status."""
+    members: dict[str, Member] = field(default_factory=dict)
+    usurpations: int = 0
+    disk: Disk = field(init=False)
+    server: StoreServer = field(init=False)
+    proxies: dict[str, Proxy] = field(default_factory=dict)
+    _context: Any = field(init=False)
+    _killed: set[int] = field(default_factory=set)
+    _old_learners: list[Member] = field(default_factory=list)
+
+    def __enter__(self) -> "World":
+        self.directory.mkdir(parents=True)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.chaos.roles"])
+        self.disk = Disk(self.directory / "store", self.directory)
+        self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
+        self.start_store()
+        upstreams = {"generators": self.server.socket_path, "learner": self.server.socket_path, "control": self._control_path}
+        self.proxies = {name: Proxy(path, seed=self.seed) for name, path in upstreams.items()}
+        self._add("learner", roles.learner, self.checkpoints, True)
+        for index in range(self.generators):
+            self._add(f"g{index}", roles.generator, self.seed * 1000 + index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in [*self.members.values(), *self._old_learners]:
+            if member.process is not None:
+                member.process.kill()
+                member.process.join(10.0)
+        for proxy in self.proxies.values():
+            proxy.close()
+        self.server.stop()
+
+    # --- addresses ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        """Of the learner that has the run."""
+        return self.directory / f"checkpoints-{self.usurpations}"
+
+    @property
+    def _control_path(self) -> Path:
+        return self.directory / f"control-{self.usurpations}.sock"
+
+    def _place(self, name: str) -> Place:
+        is_learner = name.startswith("learner")
+        store = self.proxies["learner" if is_learner else "generators"].port
+        control = f"ipc://{self._control_path}" if is_learner else f"tcp://127.0.0.1:{self.proxies['control'].port}"
+        return Place(directory=self.directory, store=f"redis://127.0.0.1:{store}/0", control=control)
+
+    def _add(self, name: str, role: Callable[..., None], *arguments: Any) -> None:
+        self.members[name] = Member(name, role, self._place(name), arguments)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start_store(self) -> None:
+        """Start it on its disk, without a proxy in between."""
+        with self.disk.below():
+            self.server.start()
+
+    def start(self) -> None:
+        """Start everybody and wait for the first steps."""
+        self.tend()
+        self.wait(lambda: self.version >= 3, START_S, "the third step")
+
+    def tend(self) -> None:
+        """Start what has died; wake what has slept its time."""
+        now_s = time.monotonic()
+        if not self.server.is_running:
+            self.exits["store"] += 1
+            self.server.stop()
+            self.start_store()
+        for member in self.members.values():
+            if 0.0 < member.stopped_until_s <= now_s:
+                member.stopped_until_s = 0.0
+                send(member, signal.SIGCONT)
+            if not member.is_alive and not self._is_finished(member):
+                self._restart(member)
+
+    def _is_finished(self, member: Member) -> bool:
+        """A generator that is killed at the very end has nothing to come back for."""
+        learner = self.members["learner"].process
+        is_over = (self.directory / roles.FINISH).exists() and learner is not None and learner.exitcode == 0
+        return is_over and not member.is_alive
+
+    def _restart(self, member: Member) -> None:
+        if member.process is not None and member.pid not in self._killed:
+            self.exits[f"{member.name.rstrip('0123456789')} {member.process.exitcode}"] += 1
+        member.process = self._context.Process(
+            target=roles.start, args=(member.role, member.place, member.name, *member.arguments), daemon=True
+        )
+        member.process.start()
+        member.stopped_until_s = 0.0
+        member.starts += 1
+
+    def wait(self, condition: Callable[[], bool], wait_s: float, what: str) -> None:
+        """Tend the run until `condition`. Raises Stuck."""
+        until_s = time.monotonic() + wait_s
+        while not condition():
+            self.tend()
+            if time.monotonic() > until_s:
+                raise Stuck(f"{self.directory}: no {what} within {wait_s:.0f} s; exits {dict(self.exits)}, {self.audit()}")
+            time.sleep(0.02)
+
+    def run_for(self, seconds: float) -> None:
+        """Tend the run."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            self.tend()
+            time.sleep(min(left_s, 0.02))
+
+    # --- faults on processes -----------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """As kill -9. What is stopped can be killed too."""
+        member = self.members[name]
+        if member.is_alive:
+            self._killed.add(member.pid)
+            send(member, signal.SIGKILL)
+            member.process.join(10.0)  # type: ignore[union-attr]
+
+    def pause(self, name: str, seconds: float) -> None:
+        """SIGSTOP now, SIGCONT later: a zombie that still holds its tickets, its lock, its epoch."""
+        if self.members[name].is_alive:
+            send(self.members[name], signal.SIGSTOP)
+            self.members[name].stopped_until_s = time.monotonic() + seconds
+
+    def refuse_second(self) -> None:
+        """A second learner on the same host must not get the lock. Raises Stuck."""
+        second = Member("learner-second", roles.learner, self._place("learner-second"), (self.checkpoints, True))
+        self._restart(second)
+        assert second.process is not None
+        second.process.join(60.0)
+        if second.process.exitcode != USER_ERROR:
+            second.process.kill()
+            raise Stuck(f"a second learner ended with status {second.process.exitcode}, not {USER_ERROR}")
+
+    def usurp(self) -> None:
+        """A learner on another host, which sees neither lock nor directory, takes the run over from a stopped one.
+
+        It goes on from a copy of the checkpoints.
+        """
+        old = self.members["learner"]
+        if not old.is_alive:
+            return
+        send(old, signal.SIGSTOP)
+        copied = self.checkpoints
+        self.usurpations += 1
+        if copied.exists():
+            shutil.copytree(copied, self.checkpoints)
+        self.proxies["control"].upstream = self._control_path
+        self._old_learners.append(old)
+        self._add("learner", roles.learner, self.checkpoints, False)
+
+    def wake_old(self) -> None:
+        """Wake the learners that were replaced, and wait until each is fenced. Raises Stuck."""
+        for old in self._old_learners:
+            send(old, signal.SIGCONT)
+        self.wait(lambda: not any(old.is_alive for old in self._old_learners), 60.0, "fencing of a learner that was replaced")
+        statuses = [old.process.exitcode for old in self._old_learners if old.process is not None]
+        self._old_learners.clear()
+        if set(statuses) - {USER_ERROR}:
+            raise Stuck(f"learners that were replaced ended with {statuses}, not {USER_ERROR}")
+
+    # --- what can be seen --------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the last step that any learner made."""
+        return next((event["version"] for event in reversed(self.events(tail_bytes=4096)) if event["event"] == "step"), 0)
+
+    def events(self, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+        """What learners said, oldest first."""
+        path = self.directory / roles.EVENTS
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            if tail_bytes is not None:
+                file.seek(max(0, path.stat().st_size - tail_bytes))
+            lines = file.read().splitlines()
+        return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+
+    @contextmanager
+    def buffer(self) -> Iterator[RedisBuffer]:
+        """A handle past every proxy."""
+        connection = StoreConnection(self.server.url, retry_s=10.0)
+        try:
+            yield RedisBuffer(connection, RUN, RULES)
+        finally:
+            connection.close()
+
+    def audit(self) -> Audit | StoreError:
+        """The store's, or why there is none."""
+        try:
+            with self.buffer() as buffer:
+                return buffer.audit()
+        except StoreError as error:
+            return error
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Verdict:
+        """No more faults: let the run end by itself, and judge it. Raises Stuck."""
+        for proxy in self.proxies.values():
+            proxy.swallow_rate = proxy.repeat_rate = 0.0
+            proxy.heal()
+        self.disk.fill(False)
+        self.disk.slow(False)
+        self.wake_old()
+        (self.directory / roles.FINISH).touch()
+        self.wait(lambda: all(self._is_finished(member) for member in self.members.values()), START_S, "end of the run")
+        return self._judge()
+
+    def _judge(self) -> Verdict:
+        last = max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        handed_over: dict[int, set[str]] = defaultdict(set)
+        for path in self.directory.glob("put-*.txt"):
+            for line in path.read_text().splitlines():
+                ticket_id, content, _ = line.split(" ")
+                handed_over[int(ticket_id)].add(content)
+        verdict = judge(last, self.directory / "manifests", handed_over)
+        return Verdict(
+            **{name: getattr(verdict, name) for name in Verdict.__dataclass_fields__ if name != "wrong"},
+            wrong=(*verdict.wrong, *self._imbalance(verdict.groups)),
+        )
+
+    def _imbalance(self, consumed: int) -> list[str]:
+        with self.buffer() as buffer:
+            audit = buffer.audit()
+        wrong = [] if audit.missing == 0 else [f"audit: {audit.missing} ids are missing: {audit}"]
+        if audit.taken + audit.done != consumed:
+            wrong.append(f"audit: the store counts {audit.taken} taken and {audit.done} done, the ledger {consumed}")
+        return wrong
+
+
+def send(member: Member, number: signal.Signals) -> None:
+    """A signal, unless it has died by itself."""
+    if member.is_alive:
+        os.kill(member.pid, number)
