@@ -1,1 +1,1 @@
-"""Faults on real processes: store, generators and learner killed, stopped, cut off, rolled back. `python -m tests.chaos --help`."""
+"""Faults on real processes: store, generators, learner killed, stopped, cut off, rolled back. See `python -m tests.chaos -h`."""

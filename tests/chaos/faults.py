@@ -106,7 +106,7 @@ def partition(world: World, draw: random.Random) -> None:
     """One pair of roles cannot reach each other for a while."""
     pair = draw.choice(sorted(world.proxies))
     world.proxies[pair].cut()
-    world.run_for(min(draw.expovariate(1 / 2.5), 30.0) + 1.0)
+    world.run_for(min(1.0 + draw.expovariate(1 / 1.2), 30.0))
     world.proxies[pair].heal()
     _note(world, "partition", pair=pair)
 
@@ -150,11 +150,11 @@ class Scenario:
 _PROCESSES = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}
 SCENARIOS = (
     Scenario(name="kills", faults=_PROCESSES, gap_s=0.35, share=0.27),
-    Scenario(name="power", faults={lose_power: 5.0, kill_learner: 1.0, rewrite_log: 0.5}, gap_s=0.6, share=0.19),
+    Scenario(name="power", faults={lose_power: 5.0, kill_learner: 1.0, rewrite_log: 0.5}, gap_s=0.4, share=0.20),
     Scenario(name="wipes", faults={wipe: 3.0, kill_learner: 1.0, kill_generator: 1.0}, gap_s=0.6, share=0.08),
     Scenario(
         name="replies", faults={kill_generator: 1.0, kill_learner: 1.0, lose_power: 1.0}, gap_s=4.0, share=0.12,
-        always=partial(swallow, 0.04, 0.04),
+        always=partial(swallow, 0.05, 0.05),
     ),
     Scenario(
         name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.3}, gap_s=0.4, share=0.12

@@ -1,4 +1,4 @@
-"""The processes of a run without models: shipped loops, protocol, control plane, checkpoints; a toy engine, a hash for weights."""
+"""Processes of a run without models: shipped loops, protocol, control plane, checkpoints; a toy engine, a hash for weights."""
 
 import asyncio
 import json

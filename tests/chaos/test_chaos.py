@@ -1,0 +1,23 @@
+"""Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import SCENARIOS, Scenario, strike
+from tests.chaos.world import World
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+SECONDS, SEED = 5.0, 7
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
+    with World(tmp_path / "run", SEED, fsync=scenario.fsync) as world:
+        world.start()
+        strike(world, scenario, SEED, SECONDS)
+        verdict = world.finish()
+    assert world.struck or world.proxies["generators"].swallowed
+    assert verdict.is_good, verdict
+    assert verdict.groups >= 8 * verdict.steps > 0
