@@ -100,6 +100,7 @@ class Generator:
         self._spoiled = 0  # how often weights turned out wrong after they had sampled
         self._updating = False
         self._groups = 0
+        self._rewards_failed = 0
         self._started_s = time.monotonic()
 
     async def run(self, hello: Hello) -> None:
@@ -222,6 +223,7 @@ class Generator:
         await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id])
 
     async def _fail(self, lane: Lane, ticket: Ticket, reason: str) -> None:
+        self._rewards_failed += 1
         log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason)
         dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._engine.version, 0))
         tombstone = encode_group(dead, self._settings.wire_key)
@@ -321,6 +323,8 @@ class Generator:
             "idle_s": alive_s - self._sampler.busy.total_s(),
             "alive_s": alive_s,
             "groups": self._groups,
+            "rewards_failed": self._rewards_failed,
+            "version": self._engine.version,
         }
 
     def _state(self) -> str:

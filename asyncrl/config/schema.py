@@ -300,6 +300,10 @@ class TelemetryConfig(Part):
     """Trackio's local database; needs asyncrl[trackio]."""
     trackio_project: str = "asyncrl"
     """Project there; the run's name is `run.name`."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """/metrics and /health of the learner; generator i has this + 1 + i. 0: any free ones. Default: off."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that they listen on; 0.0.0.0 lets other hosts ask."""
     samples_per_step: NonNegative = 4
     """Rollouts written to samples.jsonl each step."""
 

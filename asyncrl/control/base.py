@@ -40,7 +40,7 @@ class Heartbeat:
     state: str
     """starting | sampling | waiting_tickets | waiting_weights | updating | dirty | leaving"""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s, groups."""
+    """Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s, groups, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,11 @@ class RunDirectory:
         return self.path / "metrics"
 
     @property
+    def targets(self) -> Path:
+        """One file per process that Prometheus can ask, in the form of its file-based discovery."""
+        return self.path / "prometheus"
+
+    @property
     def samples(self) -> Path:
         """Rollouts for people to read, JSONL."""
         return self.path / "samples.jsonl"

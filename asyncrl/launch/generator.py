@@ -25,8 +25,10 @@ from asyncrl.evaluation import round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.wiring import connect_store, eval_lane, train_lane, wire_key
+from asyncrl.launch.wiring import connect_store, eval_lane, open_exporter, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.telemetry.alarms import Alarms
+from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.weights.base import choose_transport, receivable
@@ -69,7 +71,7 @@ async def _generate(
         timeout_s=config.control.timeout_s,
         wire_key=wire_key(),
     )
-    tracker = JsonlTracker(directory.metrics / f"{generator_id}.jsonl")
+    tracker = generator_trackers(config, directory, generator_id)
     staging = GlooStaging()
     try:
         await Generator(
@@ -93,6 +95,16 @@ async def _generate(
         await engine.close()
         staging.close()
         tracker.close()
+
+
+def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:
+    """JSONL always, Prometheus when asked for; W&B and its like get one run from the learner."""
+    trackers = Trackers(
+        [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")], Alarms(probe_limit=config.weights.probe_limit)
+    )
+    if exporter := open_exporter(config, directory, generator_id):
+        trackers.add(exporter)
+    return trackers
 
 
 async def _control_endpoint(store: StoreConnection) -> str:

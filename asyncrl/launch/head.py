@@ -30,8 +30,9 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.report import step_metrics
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
-from asyncrl.launch.wiring import eval_lane, key_id, train_lane, wire_key
+from asyncrl.launch.wiring import eval_lane, key_id, open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
+from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.estimate import GREEDY
@@ -121,6 +122,9 @@ class Head:
             resolved=config.model_dump(mode="json"),
             step=state.version,
         )
+        self._exporter = open_exporter(config, directory, "learner")
+        if self._exporter:
+            self._trackers.add(self._exporter)
         self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
         self._status_path = directory.status
         self._ticker = Ticker(self._tick)
@@ -151,9 +155,14 @@ class Head:
         return self
 
     def _tick(self) -> None:
-        """Once a second: status for people; and the record again, should the store have been wiped."""
+        """Once a second: status for people and for Prometheus; and the record again, should the store have been wiped."""
         self._record.renew(self._run, self._hub.endpoint)
-        write_status(self._status_path, self._snapshot())
+        status = self._snapshot()
+        write_status(self._status_path, status)
+        if self._exporter:
+            self._exporter.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
+            max_bytes, probe_limit = self._config.store.max_gib * 2**30, self._config.weights.probe_limit
+            self._exporter.show(status_families(status, max_bytes=max_bytes, probe_limit=probe_limit))
 
     def _revoke(self, holder: str) -> None:
         """What a dead generator held is issued again at once, not when its leases run out."""

@@ -1,13 +1,17 @@
-"""What learner and generators connect alike: the store, the lanes, the wire key."""
+"""What learner and generators connect alike: the store, the lanes, the wire key, Prometheus."""
 
 import hashlib
 import os
+import re
 
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.telemetry.exporter import Exporter
+from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX
 
 STORE_VARIABLE = "ASYNCRL_STORE_URL"
 WIRE_KEY_VARIABLE = "ASYNCRL_WIRE_KEY"
@@ -27,6 +31,24 @@ def wire_key() -> bytes:
 def key_id(key: bytes) -> str:
     """A short name of a key, safe to publish: by it a generator knows whether it has the run's."""
     return hashlib.sha256(b"asyncrl key id " + key).hexdigest()[:12]
+
+
+def open_exporter(config: Config, directory: RunDirectory, process: str) -> Exporter | None:
+    """`/metrics` and `/health` of the learner, or of the generator with the id `process`; None unless asked for."""
+    telemetry = config.telemetry
+    if telemetry.prometheus_port is None:
+        return None
+    index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
+    offset = 1 + int(index[0]) if index else 0
+    return Exporter(
+        host=telemetry.prometheus_host,
+        port=telemetry.prometheus_port and telemetry.prometheus_port + offset,
+        target=directory.targets / f"{process}.json",
+        run=config.run.name,
+        process=process,
+        prefix=GENERATOR_PREFIX if index else PREFIX,
+        stall_s=config.control.stall_s,
+    )
 
 
 def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer:

@@ -27,6 +27,10 @@ class Trackers:
             except Exception:
                 log.exception("a tracker cannot be opened and is left out; training goes on")
 
+    def add(self, tracker: Tracker) -> None:
+        """One more, open already."""
+        self._trackers.append(tracker)
+
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all, with the alarms."""
         watched = metrics if step is None else {**metrics, **self._alarms.watch(metrics, step)}

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.down import processes_of
@@ -87,6 +89,14 @@ def member_versions(run: Path) -> list[int]:
     return [member["version"] for member in json.loads(call("status", str(run), "--json"))["members"]]
 
 
+def scrape(run: Path, process: str) -> dict[str, float]:
+    """What a process tells Prometheus, found as Prometheus finds it; of series with labels the last."""
+    (group,) = json.loads((run / "prometheus" / f"{process}.json").read_text())
+    assert httpx.get(f"http://{group['targets'][0]}/health", timeout=60).status_code == 200
+    text = httpx.get(f"http://{group['targets'][0]}/metrics", timeout=60).text
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
 def kill(run: Path, name: str) -> int:
     pid = json.loads((run / "processes.json").read_text())["children"][name]
     os.kill(pid, signal.SIGKILL)
@@ -101,9 +111,13 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     run = config.parent / "runs" / "whole"
 
     # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
-    up = start(config)
+    up = start(config, "telemetry.prometheus_port=0")
     try:
         wait(lambda: bool(steps(run)), up, config)
+        learner, generator = scrape(run, "learner"), scrape(run, "g0")
+        assert learner["asyncrl_time_step_seconds"] > 0 and learner["asyncrl_buffer_missing_groups"] == 0
+        assert learner["asyncrl_learner_target_step"] == 6 and learner["asyncrl_progress_age_seconds"] < 400
+        assert generator["asyncrl_generator_sampled_tokens"] > 0 and generator["asyncrl_generator_version"] >= 0
         kill(run, "g1")
         wait(lambda: up.poll() is not None or 6 in steps(run), up, config)
         assert up.wait(timeout=120) == 0, (config.parent / "up.out").read_text()[-3000:]
@@ -111,6 +125,7 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
         up.kill()
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert processes_of(run) == []
+    assert not (run / "prometheus" / "learner.json").exists(), "who has ended is no target"
     assert re.search(r" g0 v[1-6] ", (run / "logs" / "g0.log").read_text()), "lines carry the version that samples"
     ledger = ledger_of(run, 6)
     consumed = ledger["watermark"] + len(ledger["above"])

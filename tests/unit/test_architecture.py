@@ -24,6 +24,7 @@ OWNERS = {
     "wandb": {"telemetry"},
     "tensorboard": {"telemetry"},
     "trackio": {"telemetry"},
+    "prometheus_client": {"telemetry"},
     "typer": {"cli"},
 }
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}

@@ -1,0 +1,64 @@
+"""Names in Prometheus follow from docs/metrics.md by one rule, and so do the names that dashboards and alerts ask for."""
+
+import re
+
+import pytest
+from test_metric_names import GUIDE
+from test_telemetry import snapshot
+
+from asyncrl.telemetry.exported_status import PLACES, status_families
+from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX, prometheus_name
+
+UNITS = {"s": "seconds", "share": "share", "tokens": "tokens", "steps": "steps", "nats": "nats", "tokens/s": "tokens_per_second"}
+EXAMPLES = {"<pair>": "mismatch", "<band>": "short", "<steps>": "3", "<samples>": "8", "<name>": "mine", "<reason>": "stale"}
+BY_TIME = GUIDE.split("## Generators, by time")[1].split("\n## ")[0]
+
+
+def documented_units() -> list[tuple[str, str]]:
+    """(a name as it is logged, its unit in the guide) of every metric."""
+    found = []
+    for line in GUIDE.split("## Trackers")[0].splitlines():
+        if not line.startswith("| `"):
+            continue
+        _, names, units, *_ = line.split("|")
+        for place, name in enumerate(re.findall(r"`([^`]+)`", names)):
+            known = [unit.strip() for unit in units.split(",")]
+            unit = known[min(place, len(known) - 1)]
+            for holder, example in EXAMPLES.items():
+                name = name.replace(holder, example)
+            found.append((name, "" if name.startswith("alarm/") else unit))
+    return found
+
+
+def test_the_guide_is_read() -> None:
+    names = dict(documented_units())
+    assert len(names) > 90 and names["lag/stale"] == "share" and names["time/step"] == "s" and names["paused_s"] == "s"
+
+
+@pytest.mark.parametrize(("name", "unit"), documented_units())
+def test_a_name_says_the_unit_that_the_guide_says(name: str, unit: str) -> None:
+    exported, labels = prometheus_name(name)
+    assert re.fullmatch(r"asyncrl_[a-zA-Z0-9_]+", exported)
+    told = {word for word in UNITS.values() if exported.endswith(f"_{word}") or (word == "share" and "_share_" in exported)}
+    told -= {word for word in ("steps", "tokens") if unit not in UNITS and name.endswith(f"_{word}")}  # counts of them
+    assert told == ({UNITS[unit]} if unit in UNITS else set()), f"{name} in {unit or 'no unit'} became {exported}"
+    assert labels == ({"bin": "3"} if name.endswith("/3") else {})
+
+
+def test_no_two_metrics_become_one() -> None:
+    prefixes = {name: GENERATOR_PREFIX if f"`{name}`" in BY_TIME else PREFIX for name, _ in documented_units()}
+    exported = [prometheus_name(name, prefix)[0] for name, prefix in prefixes.items()]
+    assert len(exported) == len(set(exported))
+
+
+def test_a_status_is_told_whole() -> None:
+    families = {one.name: one for one in status_families(snapshot(), max_bytes=100.0, probe_limit=0.05)}
+    places = {sample.labels["place"]: sample.value for sample in families["asyncrl_buffer_groups"].samples}
+    assert places == {"leased": 1, "reissue": 2, "ready": 3, "taken": 0, "done": 4} and list(places) == list(PLACES)
+    assert sum(places.values()) == families["asyncrl_buffer_issued_groups"].samples[0].value
+    assert families["asyncrl_buffer_missing_groups"].samples[0].value == 0
+    assert [(one.labels, one.value) for one in families["asyncrl_buffer_events"].samples] == [({"event": "put"}, 3)]
+    assert [(one.labels, one.value) for one in families["asyncrl_member_version"].samples] == [({"generator": "g0"}, 3)]
+    assert families["asyncrl_members"].samples[0].value == 1 and families["asyncrl_weights_died"].samples[0].value == 1.0
+    bare = {one.name for one in status_families(snapshot(audit=None, members=()), max_bytes=1.0, probe_limit=0.05)}
+    assert "asyncrl_buffer_groups" not in bare and "asyncrl_members" in bare
