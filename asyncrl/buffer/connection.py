@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,11 +28,15 @@ from asyncrl.errors import StoreError, StoreRefused
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
+PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
+"""No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere."""
 READ_BYTES = 1 << 20
 """A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
 """Error codes of a server that will answer later."""
+_LASTING = ("unknown command", "ACL failure in script", "The user executing the script can't")
+"""What a server without functions says, and one that refuses what a function does."""
 _REFUSALS = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -60,6 +64,7 @@ class StoreConnection:
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=SOCKET_TIMEOUT_S,
                 socket_read_size=READ_BYTES,
+                **PLAIN,
                 **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
             )
         except ValueError as error:
@@ -111,7 +116,7 @@ def _passing(error: RedisError) -> bool:
 
 def _lasting(error: RedisError) -> bool:
     """Whether the same call will never be answered."""
-    return isinstance(error, _REFUSALS) or (isinstance(error, ResponseError) and reason(error).startswith("unknown command"))
+    return isinstance(error, _REFUSALS) or (isinstance(error, ResponseError) and reason(error).startswith(_LASTING))
 
 
 def reason(error: ResponseError) -> str:

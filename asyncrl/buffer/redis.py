@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 import redis
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import BusyLoadingError, NoPermissionError, OutOfMemoryError, ResponseError
 
 from asyncrl.algo.staleness import minimum_version
 from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
@@ -189,7 +189,10 @@ class RedisBuffer:
                 raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
             if "Function not found" not in str(error):
                 raise
-        client.function_load(LIBRARY, replace=True)
+        try:
+            client.function_load(LIBRARY, replace=True)
+        except NoPermissionError as error:  # a generator's user; the learner calls every second
+            raise BusyLoadingError("the learner has not loaded its functions into this store yet") from error
         return request()
 
 

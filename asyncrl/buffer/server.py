@@ -10,16 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from asyncrl.buffer.connection import MINIMUM_VERSION
+from asyncrl.buffer.connection import MINIMUM_VERSION, PLAIN
+from asyncrl.buffer.users import StoreUser
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
 from asyncrl.processes import stop_process
@@ -53,16 +56,15 @@ class StoreServer:
         directory: Path,
         *,
         server: Choice = "auto",
-        listen: tuple[str, int] | None = None,
-        password: str | None = None,
+        users: Sequence[StoreUser] = (),
     ) -> None:
-        if listen and not password:
-            raise StoreError(f"the store would listen on {listen[0]}:{listen[1]} without a password; set {config.password_env}")
+        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do anything."""
+        if config.bind is not None and not users:
+            raise StoreError(f"the store would listen on {config.bind} and know nobody's password; give it users")
         self._config = config
         self._directory = directory.absolute()
         self._binary = find_server(server)
-        self._listen = listen
-        self._password = password
+        self._users = users
         self._process: subprocess.Popen[bytes] | None = None
         self._socket_directory: Path | None = None
 
@@ -78,8 +80,8 @@ class StoreServer:
 
     @property
     def url(self) -> str:
-        """For processes on this machine."""
-        return f"unix://{self.socket_path}"
+        """For processes on this machine; see `users.with_user`."""
+        return f"unix://{quote(str(self.socket_path))}"
 
     @property
     def pid(self) -> int:
@@ -128,13 +130,13 @@ class StoreServer:
             shutil.rmtree(self._socket_directory, ignore_errors=True)
 
     def _settings(self) -> str:
-        host, port = self._listen or ("127.0.0.1", 0)
+        host, _, port = (self._config.bind or "tcp://127.0.0.1:0").removeprefix("tcp://").rpartition(":")
         settings = {
             "dir": _quoted(self._directory),
             "unixsocket": _quoted(self.socket_path),
             "unixsocketperm": "700",
-            "bind": host,
-            "port": str(port),
+            "bind": host.strip("[]"),
+            "port": port,
             "appendonly": "yes",
             "appendfsync": self._config.fsync,
             "save": '""',
@@ -142,13 +144,20 @@ class StoreServer:
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
         }
-        if self._password:
-            settings["requirepass"] = _quoted(self._password)
-        return "".join(f"{name} {value}\n" for name, value in settings.items())
+        lines = [f"{name} {value}" for name, value in settings.items()]
+        if self._users:
+            lines += ["user default off", *(f"user {user.setting}" for user in self._users)]
+        return "".join(f"{line}\n" for line in lines)
 
     def _wait_until_ready(self) -> None:
+        user = self._users[0] if self._users else None
         client = redis.Redis(
-            unix_socket_path=str(self.socket_path), password=self._password, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
+            unix_socket_path=str(self.socket_path),
+            username=user.name if user else None,
+            password=user.password if user else None,
+            socket_timeout=1.0,
+            retry=Retry(NoBackoff(), 0),
+            **PLAIN,
         )
         deadline = time.monotonic() + READY_S
         with client:

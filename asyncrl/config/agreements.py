@@ -54,6 +54,11 @@ def _system_message_has_a_template(config: "Config") -> Iterator[str]:
         yield "data.system is set, but model.chat_template is false; set it to true or drop the system message"
 
 
+def _one_store(config: "Config") -> Iterator[str]:
+    if config.store.url is not None and config.store.bind is not None:
+        yield "store.bind is where a server started for this run listens, but store.url names one that runs already; drop one"
+
+
 def _sequences_fit(config: "Config") -> Iterator[str]:
     if config.sampling.max_tokens > config.learner.tokens_per_microbatch:
         yield (
@@ -198,6 +203,7 @@ RULES: tuple[Rule, ...] = (
     _groups_can_be_compared,
     _samples_differ,
     _system_message_has_a_template,
+    _one_store,
     _sequences_fit,
     _stale_tokens_are_corrected,
     _interpolation_saves_something,

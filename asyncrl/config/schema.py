@@ -7,8 +7,9 @@ itself. No torch, no vLLM here: reading a config must stay fast.
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.algo.staleness import lag_bound
 from asyncrl.config.agreements import disagreements
@@ -241,13 +242,26 @@ class StoreConfig(Part):
     """The Redis-compatible store."""
 
     url: str | None = None
-    """redis://, rediss:// or unix://; default: a server started for this run."""
+    """redis://, rediss:// or unix://, without a password; default: a server started for this run."""
+    bind: Annotated[str | None, Field(pattern=r"^tcp://\S+:\d+$")] = None
+    """tcp://HOST:PORT where a server started for this run listens too, for generators on other hosts."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Of a server started for this run; exactness does not rest on it."""
     max_gib: PositiveFloat = 4.0
     """Cap on stored groups; generators wait when it is reached."""
+
+    @field_validator("url")
+    @classmethod
+    def _holds_no_password(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "")
+        if parts.password is not None or "password=" in parts.query:
+            raise ValueError(
+                "store.url holds a password, which the saved config and process lists would show; leave only the user in it, "
+                "and put the password into the environment variable that store.password_env names"
+            )
+        return url
 
 
 class ControlConfig(Part):

@@ -21,8 +21,9 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer, find_server
+from asyncrl.buffer.users import StoreUser, with_user
 from asyncrl.config.schema import StoreConfig
-from asyncrl.errors import BufferGap, StoreError
+from asyncrl.errors import BufferGap, StoreError, StoreRefused
 
 pytestmark = pytest.mark.integration
 
@@ -57,17 +58,59 @@ def test_it_serves_a_private_socket_and_no_port(choice, tmp_path):
         _ = server.pid
 
 
-def test_a_port_needs_a_password_which_is_not_an_argument(choice, tmp_path):
+def test_a_port_needs_a_user_whose_password_is_no_argument(choice, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(StoreError, match=r"without a password.*ASYNCRL_STORE_PASSWORD"):
-        StoreServer(StoreConfig(), tmp_path, server=choice, listen=("127.0.0.1", port))
-    with StoreServer(StoreConfig(), tmp_path, server=choice, listen=("127.0.0.1", port), password='se"cret\\') as server:
-        url = f"redis://127.0.0.1:{port}"
-        StoreConnection(url, password='se"cret\\', retry_s=1).check()
-        with pytest.raises(StoreError, match="refused"):
-            StoreConnection(url, retry_s=1).check()
-        assert "cret" not in " ".join(psutil.Process(server.pid).cmdline())
+    config, user = StoreConfig(bind=f"tcp://127.0.0.1:{port}"), StoreUser("someone", 'se"cret\\', "~* +@all")
+    with pytest.raises(StoreError, match="nobody's password"):
+        StoreServer(config, tmp_path, server=choice)
+    with StoreServer(config, tmp_path, server=choice, users=[user]) as server:
+        for url in (f"redis://someone@127.0.0.1:{port}", with_user(server.url, "someone")):
+            StoreConnection(url, password=user.password, retry_s=1).check()
+            with pytest.raises(StoreRefused):
+                StoreConnection(url, password="another", retry_s=1).check()
+        with pytest.raises(StoreRefused):
+            StoreConnection(server.url, retry_s=1).check()
+        process = psutil.Process(server.pid)
+        assert [found.laddr for found in process.net_connections("inet") if found.status == "LISTEN"] == [("127.0.0.1", port)]
+        assert "cret" not in " ".join(process.cmdline())
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """(certificate, key) of 127.0.0.1, made for this test."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on PATH")
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    subprocess.run([*make, *names, "-out", paths[0], "-keyout", paths[1]], check=True, capture_output=True)
+    return paths
+
+
+def test_a_configured_store_may_speak_tls_and_its_certificate_is_checked(certificate, tmp_path):
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on PATH")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    tls = {"port": 0, "tls-port": port, "tls-cert-file": certificate[0], "tls-key-file": certificate[1], "tls-auth-clients": "no"}
+    settings = tls | {"bind": "127.0.0.1", "dir": tmp_path, "save": '""', "requirepass": "right"}
+    process = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdin.write("".join(f"{name} {value}\n" for name, value in settings.items()).encode())
+        process.stdin.close()
+        url = f"rediss://127.0.0.1:{port}"
+        trusted = StoreConnection(f"{url}?ssl_ca_certs={certificate[0]}", password="right", retry_s=20)
+        trusted.call(lambda client: client.ping())
+        with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
+            StoreConnection(url, password="right", retry_s=0.2).check()
+        with pytest.raises(StoreRefused):
+            StoreConnection(f"{url}?ssl_ca_certs={certificate[0]}", password="wrong", retry_s=20).check()
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
 
 
 def test_a_long_or_odd_directory_still_gets_a_socket(choice, tmp_path):

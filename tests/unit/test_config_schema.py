@@ -187,3 +187,19 @@ def test_every_choice_of_the_schema_is_checked_by_the_registry() -> None:
     assert found | {("algorithm", "kl", "estimator")} == set(CHOICES)
     assert lists == set(CHOICE_LISTS)
     assert describe(schema_at(("learner", "optimizer", "betas"))) == "a list of 2: a number >= 0 and <= 1, a number >= 0 and <= 1"
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2@host", "redis://me:hunter2@host/1", "rediss://host?password=hunter2"])
+def test_a_password_in_the_stores_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(store={"url": url})
+    (error,) = caught.value.errors()
+    assert "store.password_env" in str(error["ctx"]["error"])
+    assert "hunter2" not in str(error["ctx"]["error"])
+    for allowed in ("redis://me@host/1", "unix:///a/b.sock", "rediss://host?ssl_ca_certs=/ca.pem"):
+        assert config(store={"url": allowed}).store.url == allowed
+
+
+def test_a_store_is_configured_or_started_and_not_both() -> None:
+    with pytest.raises(ValidationError, match=r"store\.bind .* store\.url"):
+        config(store={"url": "redis://host", "bind": "tcp://10.0.0.1:6379"})

@@ -1,0 +1,330 @@
+"""Who may do what in a store of ours: every command and every function for each role, on every server that is supported."""
+
+import itertools
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from buffer_contract import BufferContract, fill, take
+from redis.exceptions import NoPermissionError, ResponseError
+from test_redis_buffer import RULES, RUN, RedisLane
+
+from asyncrl.buffer.base import PutOutcome
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import LIBRARY, PLACES, RedisBuffer
+from asyncrl.buffer.run_record import RunRecord
+from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, user_of, with_user
+from asyncrl.config.schema import StoreConfig
+from asyncrl.errors import StoreError, StoreRefused
+
+pytestmark = pytest.mark.integration
+
+ADMIN = "admin"
+"""Looks from outside; no run has it."""
+PASSWORDS = {LEARNER: "learner's", GENERATOR: "generator's", ADMIN: "admin's"}
+RULES_OF = {LEARNER: learner_rules("run-*"), GENERATOR: generator_rules("run-*"), ADMIN: "~* &* +@all"}
+USERS = tuple(StoreUser(name, password, RULES_OF[name]) for name, password in PASSWORDS.items())
+
+OF_NOBODY = {"auth", "hello", "quit", "reset"}
+"""Every server lets everybody, also those who have not said who they are."""
+OF_GENERATORS = {
+    *("ping", "select", "multi", "exec", "time", "fcall"),
+    *("hget", "hgetall", "hmget", "hset", "hsetnx", "hdel", "hexists", "hincrby", "hstrlen"),
+    *("sismember", "zadd", "zrem", "zrange", "zrangebyscore", "zscore"),
+}
+OF_THE_LEARNER = OF_GENERATORS | {
+    *("del", "unlink", "scan", "info", "function|load"),
+    *("hkeys", "lpush", "ltrim", "sadd", "scard", "srem", "zcard", "zremrangebyrank"),
+}
+
+
+@pytest.fixture(scope="module", params=["bundled", "redis-server"])
+def server(request, tmp_path_factory):
+    if request.param != "bundled" and shutil.which(request.param) is None:
+        pytest.skip(f"no {request.param} on PATH")
+    directory = tmp_path_factory.mktemp("store")
+    with StoreServer(StoreConfig(fsync="no"), directory, server=request.param, users=USERS) as running:
+        yield running
+
+
+@pytest.fixture
+def connect(server):
+    made = []
+
+    def connection(user: str, retry_s: float = 5.0) -> StoreConnection:
+        made.append(StoreConnection(with_user(server.url, user), password=PASSWORDS[user], retry_s=retry_s))
+        return made[-1]
+
+    yield connection
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def lane(connect):
+    return Lane(connect)
+
+
+class Lane(RedisLane):
+    """Seen by the admin, used by learner and generators."""
+
+    def __init__(self, connect: Callable[[str], StoreConnection]) -> None:
+        super().__init__(connect(ADMIN))
+        self.learner, self.generator = connect(LEARNER), connect(GENERATOR)
+        RedisBuffer(self.learner, self.run, self.rules).audit()  # loads the functions
+
+    def handle(self) -> RedisBuffer:
+        return ByRole(self.learner, self.generator, self.run, self.rules)
+
+    def of_generators(self) -> RedisBuffer:
+        return RedisBuffer(self.generator, self.run, self.rules)
+
+    def dump(self) -> dict[Any, Any]:
+        """Everything that the server holds."""
+        client = self.connection.client
+        functions = [(library[1], library[5]) for library in client.function_list()]
+        return {key: client.dump(key) for key in sorted(client.keys())} | {"functions": functions}
+
+
+class ByRole(RedisBuffer):
+    """What generators do is done by their user, the rest by the learner's."""
+
+    def __init__(self, learner: StoreConnection, generator: StoreConnection, run: str, rules: Any) -> None:
+        super().__init__(learner, run, rules)
+        self._generators = RedisBuffer(generator, run, rules)
+        for name in ("lease", "renew", "put", "give_back", "fail"):
+            setattr(self, name, getattr(self._generators, name))
+
+
+class TestRoles(BufferContract):
+    """The whole contract works with the rights that each role has."""
+
+    @pytest.fixture
+    def lane(self, connect):
+        return Lane(connect)
+
+
+# -- what a role may not do
+
+
+def under_way(lane: Lane) -> tuple[RedisBuffer, Ledger, Any]:
+    """A lane with something in every place: done, taken, ready, leased, issued again, a dead letter."""
+    buffer, ledger = lane.handle(), Ledger()
+    buffer.recover(ledger, version=0, limit=12)
+    fill(buffer, 8)
+    first = take(buffer, ledger, 2)
+    buffer.commit(first.number, first.chain)
+    second = buffer.reject_frame(buffer.take(ledger, 2, window=8), 3, "bad")
+    ledger.consume(second.ids)
+    buffer.lease("g", 3)
+    RunRecord(lane.learner)._write({"name": lane.run})
+    return buffer, ledger, second
+
+
+def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str, tuple[object, ...]]:
+    """Calls as this very learner would make them: its epoch and its name can be read."""
+    me = (buffer._epoch, buffer._owner)
+    return {
+        "take": (*me, ledger.takes + 1, ledger.chain, 2, 100),
+        "reject": (*me, taken.number, taken.chain, taken.ids[0], "because", 2),
+        "commit": (*me, taken.number, taken.chain),
+        "version": (*me, 5, 99),
+        "close": me,
+        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, ""),
+        "revoke": ("g",),
+    }
+
+
+@pytest.mark.parametrize("function", ["take", "reject", "commit", "version", "close", "recover", "revoke", "audit"])
+def test_a_generator_that_calls_the_learners_functions_changes_nothing(lane, function):
+    buffer, ledger, taken = under_way(lane)
+    arguments = learners_calls(buffer, ledger, taken).get(function, ())
+    before = lane.dump()
+    with pytest.raises(StoreRefused, match=r"ACL failure in script|user executing the script can't"):
+        lane.of_generators()._call(function, *arguments)
+    assert lane.dump() == before
+    reply = buffer._call(function, *arguments)
+    assert reply == 3 if function == "revoke" else function == "audit" or reply[0] == b"OK"
+    assert function == "audit" or lane.dump() != before, "it would have had an effect"
+
+
+def commands(lane: Lane) -> dict[str, int]:
+    """Every command and subcommand that the server knows, with how many words it takes at least."""
+    client, found = lane.connection.client, {}
+    client.set_response_callback("COMMAND", lambda reply, **_: reply)
+    for name, arity, *_, subcommands in client.execute_command("COMMAND"):
+        for each, words, *_ in subcommands or [(name, arity)]:
+            found[each.decode()] = abs(words)
+    return found
+
+
+def dry_run(lane: Lane, user: str, *words: str) -> bytes:
+    return lane.connection.client.execute_command("ACL", "DRYRUN", user, *words)
+
+
+@pytest.mark.parametrize(("user", "allowed"), [(GENERATOR, OF_GENERATORS), (LEARNER, OF_THE_LEARNER)])
+def test_no_role_may_use_another_command(lane, user, allowed):
+    known = commands(lane)
+    assert {"flushall", "config|set", "eval", "keys", "function|flush", "acl|setuser", "debug", "shutdown"} <= known.keys()
+    possible = set()
+    for name, words in known.items():
+        line = name.split("|")
+        said = dry_run(lane, user, *line, *["1"] * (words - len(line)))
+        if b"no permissions to run the" not in said:
+            possible.add(name)
+    assert possible - OF_NOBODY == allowed
+
+
+READ, WRITE = "read", "write"
+GENERATORS_KEYS = {place: {READ, WRITE} for place in PLACES} | {
+    "meta": {READ},
+    "done": {READ},
+    "frames": {WRITE},
+    "takes": set(),
+    "dead_letters": set(),
+}
+
+
+def rights(lane: Lane, user: str, key: str) -> set[str]:
+    tried = {READ: ("hget", key, "f"), WRITE: ("hset", key, "f", "v")}
+    return {right for right, words in tried.items() if dry_run(lane, user, *words) == b"OK"}
+
+
+def test_every_place_is_open_to_those_only_who_need_it(lane):
+    for place in PLACES:
+        assert rights(lane, GENERATOR, lane.key(place)) == GENERATORS_KEYS[place], place
+        assert rights(lane, LEARNER, lane.key(place)) == {READ, WRITE}, place
+    assert rights(lane, GENERATOR, "asyncrl:run") == {READ}
+    assert rights(lane, LEARNER, "asyncrl:run") == {READ, WRITE}
+    for user, key in itertools.product((GENERATOR, LEARNER), ("{other:train}:meta", "{other:train}:ready", "anything")):
+        assert rights(lane, user, key) == set(), (user, key)
+
+
+ATTACKS = [
+    ("HSET", "meta", "epoch", "99"),
+    ("HSET", "meta", "limit", "1000000"),
+    ("HDEL", "meta", "epoch"),
+    ("HINCRBY", "meta", "version", "1"),
+    ("HSET", "takes", "1", "x"),
+    ("DEL", "meta"),
+    ("UNLINK", "frames"),
+    ("HGET", "frames", "5"),
+    ("HGETALL", "frames"),
+    ("SADD", "done", "9"),
+    ("RENAME", "ready", "meta"),
+    ("COPY", "ready", "meta"),
+    ("EVAL", "return redis.call('FLUSHALL')", "0"),
+    ("FUNCTION", "LOAD", "REPLACE", LIBRARY),
+    ("FUNCTION", "FLUSH"),
+    ("FUNCTION", "DELETE", LIBRARY.split("name=")[1].split("\n")[0]),
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "GET", "*"),
+    ("CONFIG", "SET", "maxmemory", "1"),
+    ("KEYS", "*"),
+    ("SCAN", "0"),
+    ("ACL", "SETUSER", "generator", "+@all"),
+    ("ACL", "LIST"),
+    ("CLIENT", "LIST"),
+    ("CLIENT", "KILL", "TYPE", "normal"),
+    ("MONITOR",),
+    ("REPLICAOF", "127.0.0.1", "1"),
+    ("DEBUG", "SLEEP", "0"),
+    ("SCRIPT", "KILL"),
+    ("SHUTDOWN", "NOSAVE"),
+    ("INFO",),
+]
+
+
+@pytest.mark.parametrize("words", ATTACKS, ids=[" ".join(words[:3])[:30] for words in ATTACKS])
+def test_a_generator_is_refused_and_nothing_has_changed(lane, words):
+    under_way(lane)
+    before = lane.dump()
+    line = [lane.key(word) if word in PLACES else word for word in words]
+    with pytest.raises(ResponseError, match=r"no permissions|No permissions|not allowed"):
+        lane.generator.client.execute_command(*line)
+    assert lane.dump() == before
+
+
+OF_A_RULER = [("FLUSHALL",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"), ("KEYS", "*"), ("ACL", "LIST")]
+
+
+@pytest.mark.parametrize("words", OF_A_RULER, ids=str)
+def test_the_learner_does_not_rule_the_server(lane, words):
+    with pytest.raises(NoPermissionError):
+        lane.learner.client.execute_command(*words)
+
+
+def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_and_is_healed_by_its_ledger(lane):
+    buffer, ledger, _ = under_way(lane)
+    client, before = lane.generator.client, lane.dump()
+    for place in ("leased", "deadlines", "reissue", "ready"):
+        client.zadd(lane.key(place), {"1": 1, "11": 11, "nonsense": 0})
+    for place in ("holders", "requests", "attempts", "counters", "totals"):
+        client.hset(lane.key(place), mapping={"5": "7", "issued": "3", "bytes": "-9"})
+    client.hdel(lane.key("frames"), "5", "6")
+    after = lane.dump()
+    kept = [lane.key(place).encode() for place in ("meta", "takes", "done", "dead_letters")] + [b"asyncrl:run"]
+    assert [after[key] for key in kept if key in before] == [before[key] for key in kept if key in before]
+    lane.wipe()
+    buffer.recover(ledger, version=0, limit=12)
+    assert (buffer.audit().done, buffer.audit().missing) == (ledger.consumed, 0)
+
+
+def test_the_record_of_the_run_is_read_by_generators_and_written_by_the_learner(lane):
+    lane.connection.client.delete("asyncrl:run")
+    RunRecord(lane.learner).claim(RUN, fresh=False)
+    assert RunRecord(lane.generator).read() == RUN
+    with pytest.raises(StoreRefused):
+        RunRecord(lane.generator).renew(RUN, "ipc:///here")
+    lane.connection.client.delete("asyncrl:run")
+
+
+# -- who is nobody
+
+
+STRANGERS = [(None, None), (None, "learner's"), ("nobody", "x"), (LEARNER, "generator's"), (LEARNER, "")]
+
+
+@pytest.mark.parametrize(("user", "password"), STRANGERS)
+def test_strangers_are_refused(server, user, password):
+    url = with_user(server.url, user) if user else server.url
+    with pytest.raises(StoreRefused, match="refused a call"):
+        StoreConnection(url, password=password, retry_s=60).call(lambda client: client.ping())
+
+
+def test_a_generator_waits_for_the_learner_to_load_the_functions(lane, connect):
+    buffer = lane.handle()
+    buffer.recover(Ledger(), version=0, limit=8)
+    lane.connection.client.function_flush()
+    with pytest.raises(StoreError, match="not loaded its functions") as told:
+        RedisBuffer(connect(GENERATOR, retry_s=0.2), lane.run, RULES).lease("g", 1)
+    assert not isinstance(told.value, StoreRefused), "a restart would be of no use"
+    loading = threading.Timer(0.3, buffer.audit)
+    loading.start()
+    try:
+        (ticket,) = lane.of_generators().lease("g", 1).tickets
+        assert lane.of_generators().put("g", ticket.id, b"frame") is PutOutcome.STORED
+    finally:
+        loading.join()
+
+
+def test_no_password_is_in_the_servers_memory_of_its_settings(lane):
+    said = str(lane.connection.client.acl_list()) + str(lane.connection.client.config_get("*"))
+    assert not any(password in said for password in PASSWORDS.values())
+    assert not any(password in repr(USERS) for password in PASSWORDS.values())
+
+
+def test_urls_name_their_user():
+    assert with_user("unix:///a/b%20c.sock", LEARNER) == "unix://learner@/a/b%20c.sock"
+    assert with_user("redis://other@host:1/2", GENERATOR) == "redis://generator@host:1/2"
+    assert [user_of(url) for url in ("redis://host", "redis://x@host", "unix://y@/a")] == ["", "x", "y"]
+
+
+def test_a_server_that_listens_needs_users(tmp_path):
+    with pytest.raises(StoreError, match="nobody's password"):
+        StoreServer(StoreConfig(bind="tcp://127.0.0.1:7"), tmp_path)
