@@ -1,0 +1,198 @@
+"""Dockerfile, Compose file and their README hold together: every path, command, key, version and GPU is one that exists."""
+
+import os
+import re
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from helpers_compose import DEPLOY, compose, env_file, used_variables
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from asyncrl import __version__
+from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.launch import gpus
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.up import LEAVE_S, learner_spec
+
+ROOT = DEPLOY.parent
+VALUES = env_file() | {"ASYNCRL_STORE_PASSWORD": "p" * 64}
+SERVICES = compose(VALUES)["services"]
+OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("asyncrl:")}
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def gib(text: str) -> int:
+    """Docker's 8g, Valkey's 6gb."""
+    return int(re.fullmatch(r"(\d+)gb?", text)[1])
+
+
+def config_of(command: list[str]) -> Config:
+    """What the command of a learner or `up` would run."""
+    _, *rest = [word for word in command if word != "--plain"]
+    assert rest[0] == "--config"
+    return load_config(ROOT / rest[1], rest[2:])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_bounded_and_can_be_stopped(name):
+    service = SERVICES[name]
+    assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), "pinned to a release"
+    assert service["init"] is True
+    assert service["restart"].startswith("on-failure")
+    assert service["profiles"]
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+    assert service["user"] not in ("", "0", "root")
+    assert int(service["stop_grace_period"].removesuffix("s")) >= 30
+    limits = service["deploy"]["resources"]["limits"]
+    assert gib(limits["memory"]) > 0 and limits["pids"] > 0
+    assert service["logging"]["options"]["max-size"]
+    assert "healthcheck" in service or "HEALTHCHECK" in DOCKERFILE
+    assert not service.get("ports"), "everything listens on 127.0.0.1 of the host's network"
+    assert "privileged" not in service and "docker.sock" not in str(service)
+
+
+def test_a_password_must_be_set_and_stands_in_no_argument():
+    with pytest.raises(KeyError, match="ASYNCRL_STORE_PASSWORD"):
+        compose(env_file())
+    for service in SERVICES.values():
+        assert VALUES["ASYNCRL_STORE_PASSWORD"] not in str(service["command"])
+        assert VALUES["ASYNCRL_STORE_PASSWORD"] not in str(service.get("healthcheck"))
+
+
+def test_the_example_of_env_has_every_variable_and_no_other():
+    assert used_variables() | {"COMPOSE_PROFILES"} == env_file().keys()
+    profiles = {profile for service in SERVICES.values() for profile in service["profiles"]}
+    assert set(env_file()["COMPOSE_PROFILES"].split(",")) <= profiles
+
+
+def test_variables_of_ours_exist_in_the_program():
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "asyncrl").rglob("*.py"))
+    for service in OURS.values():
+        for name in service["environment"]:
+            assert name in source or name in ("HF_TOKEN", "WANDB_API_KEY"), name
+    assert StoreConfig().password_env in SERVICES["learner"]["environment"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_commands_and_their_options_exist(name):
+    command = [str(word) for word in OURS[name]["command"]]
+    group = typer.main.get_command(app)
+    group.commands[command[0]].make_context(command[0], command[1:])  # parses, does not run
+
+
+def test_store_and_learner_agree(tmp_path):
+    config = config_of(SERVICES["learner"]["command"])
+    settings = dict(
+        line.split(" ", 1) for line in re.search(r"<<END\n(.*)END", SERVICES["store"]["command"][-1], re.DOTALL)[1].splitlines()
+    )
+    port = SERVICES["store"]["environment"]["STORE_PORT"]
+    assert config.store.url == f"redis://{settings['bind']}:{port}/0" == SERVICES["generators"]["command"][-1]
+    assert settings["port"] == "$STORE_PORT" and settings["requirepass"] == "$ASYNCRL_STORE_PASSWORD"
+    assert settings["maxmemory-policy"] == "noeviction" and settings["appendfsync"] == config.store.fsync
+    assert gib(settings["maxmemory"]) == 1.5 * config.store.max_gib
+    assert gib(SERVICES["store"]["deploy"]["resources"]["limits"]["memory"]) > gib(settings["maxmemory"])
+    assert settings["dir"] in [volume.split(":")[1] for volume in SERVICES["store"]["volumes"]]
+    assert config.control.bind.startswith("tcp://127.0.0.1:")
+    grace_s = learner_spec(config, RunDirectory(tmp_path), "redis://x").grace_s
+    for name in ("learner", "box"):
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > grace_s + LEAVE_S
+
+
+def rows_of_the_readme() -> list[dict[str, str]]:
+    table = re.search(r"\| GPUs \|.*?\n\n", (DEPLOY / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+@pytest.mark.parametrize("row", rows_of_the_readme(), ids=lambda row: row["GPUs"])
+def test_every_gpu_has_one_owner(row, monkeypatch):
+    values = VALUES | {key: value for key, value in row.items() if value}
+    services = {
+        name: service for name, service in compose(values)["services"].items() if row["COMPOSE_PROFILES"] in service["profiles"]
+    }
+    if row["COMPOSE_PROFILES"] == "box":
+        config = config_of(services["box"]["command"])
+        assert config.weights.transport == "ipc" and config.learner.ranks == config.generator.count == 1
+        return
+    config = config_of(services["learner"]["command"])
+    dealt = []
+    for service, ranks, count in (("learner", config.learner.ranks, 0), ("generators", 0, config.generator.count)):
+        assert services[service]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(services[service]["environment"]["CUDA_VISIBLE_DEVICES"]))
+        there = gpus.count_gpus()
+        if ranks:
+            dealt.append(gpus.visible_devices(gpus.learner_gpus(there, ranks)))
+        width = config.generator.tensor_parallel
+        dealt += [gpus.visible_devices(gpus.generator_gpus(there, i, ranks=0, width=width)) for i in range(count)]
+    names = [name for part in dealt for name in part.split(",")]
+    assert sorted(names) == [str(index) for index in range(int(row["GPUs"]))]
+    assert config.weights.transport == "auto"
+    assert str(config.generator.count) == services["generators"]["command"][2]
+
+
+def test_versions_agree():
+    assert {service["image"] for service in OURS.values()} == {f"asyncrl:{__version__}"}
+    assert f"-t asyncrl:{__version__} " in DOCKERFILE
+    base = re.search(r"^FROM vllm/vllm-openai:v(\S+)$", DOCKERFILE, re.MULTILINE)[1]
+    (vllm,) = [one for one in map(Requirement, PROJECT["optional-dependencies"]["gpu"]) if one.name == "vllm"]
+    assert vllm.specifier.contains(base)
+
+
+def test_every_dependency_is_pinned_to_a_release_that_we_allow():
+    lines = (DEPLOY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wanted = [Requirement(text) for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["data"])]
+    of_the_base = {"torch", "transformers", "numpy", "pydantic"}
+    assert {canonicalize_name(one.name) for one in wanted} - of_the_base == pins.keys() - {"hiredis"}
+    for one in wanted:
+        if one.name not in of_the_base:
+            assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+
+
+def test_the_image_holds_what_it_copies_and_nothing_else():
+    copied = [word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+    allowed = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(copied) == sorted(allowed)
+    assert all((ROOT / path).exists() for path in copied)
+    assert PROJECT["readme"] in copied
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1].isdecimal()
+    assert not re.search(r"(?i)^(ENV|ARG).*(token|secret|password|key)", DOCKERFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("file", "service"), [("status.json", None), ("metrics/h.9.0.jsonl", "generators")])
+def test_health_is_a_file_that_was_written_within_a_minute(tmp_path, file, service):
+    if service:
+        kind, command = SERVICES[service]["healthcheck"]["test"]
+        assert kind == "CMD-SHELL"
+        argv = ["sh", "-c", command]
+    else:
+        argv = ["bash", "-c", re.search(r'CMD \["bash", "-c", "(.*)"\]', DOCKERFILE)[1]]
+    run = tmp_path / "runs" / "first"
+    (run / "metrics").mkdir(parents=True)
+    (run / "metrics" / "learner.jsonl").write_text("{}")
+
+    def is_healthy() -> bool:
+        return subprocess.run(argv, cwd=tmp_path, check=False, timeout=20).returncode == 0
+
+    assert not is_healthy()
+    (run / file).write_text("{}")
+    assert is_healthy()
+    os.utime(run / file, (time.time() - 90,) * 2)
+    assert not is_healthy()
+
+
+def test_a_mounted_path_exists():
+    for service in OURS.values():
+        source = service["volumes"][0].split(":")[0]
+        assert (DEPLOY / source).resolve() == ROOT
+        assert service["working_dir"] == "/work" == service["volumes"][0].split(":")[1]
+        assert (DEPLOY / Path(service["build"]["context"])).resolve() == ROOT
+        assert (ROOT / service["build"]["dockerfile"]).is_file()
