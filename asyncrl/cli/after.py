@@ -34,6 +34,17 @@ def report(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories or names.", show_default=False)],
+    to: Annotated[Path | None, typer.Option("--to", help="HTML file with the curves of all runs.")] = None,
+) -> None:
+    """Compare runs: results, time, and the settings in which they differ."""
+    from asyncrl.launch.compare import compare_runs
+
+    compare_runs(runs, to)
+
+
+@app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory."""
     from asyncrl.launch.inspect import export_run

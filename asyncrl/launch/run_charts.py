@@ -114,15 +114,15 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     """Who waited for whom: the slow part is the one that never waits."""
     if not archive.learner_times:
         return []
-    began_at = archive.starts[0].time if archive.starts else archive.learner_times[0]
+    began = began_at(archive)
     rows = archive.history.rows
     learner = [
-        ((row["time"] - began_at) / 60, row["idle/learner"])
+        ((row["time"] - began) / 60, row["idle/learner"])
         for _, row in sorted(rows.items())
         if {"time", "idle/learner"} <= row.keys()
     ]
-    idle = _of_generators(archive, "idle_s", began_at)
-    paused = _of_generators(archive, "paused_s", began_at)
+    idle = _of_generators(archive, "idle_s", began)
+    paused = _of_generators(archive, "paused_s", began)
     # `sampling_s` and `reward_s` are per group, in the generators.
     phases = [name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))]
     charts = [
@@ -136,9 +136,14 @@ def waiting_charts(archive: Archive) -> list[Chart]:
         )
     if any(paused.values()):
         charts.append(lines("Generators standing still for new weights", paused, x="minutes", y="share of the time"))
-    if speed := _speeds(archive, began_at):
+    if speed := _speeds(archive, began):
         charts.append(lines("Sampling", speed, x="minutes", y="tokens/s"))
     return charts
+
+
+def began_at(archive: Archive) -> float:
+    """Unix seconds of the first start; of runs of release 0.1.0, which recorded none, of the first line."""
+    return archive.starts[0].time if archive.starts else min(archive.learner_times, default=0.0)
 
 
 def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
@@ -154,21 +159,19 @@ def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     return shares
 
 
-def _of_generators(archive: Archive, name: str, began_at: float) -> dict[str, Points]:
+def _of_generators(archive: Archive, name: str, began: float) -> dict[str, Points]:
     shares = {generator: growth_shares(rows, name) for generator, rows in archive.generators.items()}
     worst = sorted(shares, key=lambda generator: -sum(share for _, share in shares[generator]))[:MOST_GENERATORS]
     return {
-        generator: [((at - began_at) / 60, share) for at, share in shares[generator]]
+        generator: [((at - began) / 60, share) for at, share in shares[generator]]
         for generator in sorted(worst)
         if shares[generator]
     }
 
 
-def _speeds(archive: Archive, began_at: float) -> dict[str, Points]:
+def _speeds(archive: Archive, began: float) -> dict[str, Points]:
     return {
-        generator: [
-            ((row["time"] - began_at) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()
-        ]
+        generator: [((row["time"] - began) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()]
         for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
         if rows
     }

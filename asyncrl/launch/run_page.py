@@ -12,8 +12,9 @@ from asyncrl.launch.run_charts import dropped_charts, learning_charts, staleness
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Series
-from asyncrl.telemetry.page import Section, Table, render_page
+from asyncrl.telemetry.page import Section, render_page
 from asyncrl.telemetry.text import duration, number
+from asyncrl.telemetry.text_table import Table
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",

@@ -20,20 +20,12 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.charts import Chart
 from asyncrl.telemetry.sample import sample_head
 from asyncrl.telemetry.text import visible, visible_lines
+from asyncrl.telemetry.text_table import Table
 
 DRAW = """
 JSON.parse(document.getElementById("charts").textContent).forEach((chart, index) =>
   Plotly.newPlot("chart-" + index, chart.data, chart.layout, {responsive: true, displayModeBar: false}));
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under a head."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

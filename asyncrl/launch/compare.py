@@ -1,0 +1,138 @@
+"""`asyncrl compare`: what several runs reached, in what time, and in which settings they differ."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.errors import RunError
+from asyncrl.launch.archive import Archive, read_archive
+from asyncrl.launch.directory import find_run
+from asyncrl.launch.run_charts import CURVES, began_at
+from asyncrl.telemetry.charts import Chart, lines
+from asyncrl.telemetry.page import Section, render_page
+from asyncrl.telemetry.text import duration, number
+from asyncrl.telemetry.text_table import Table, terminal_table
+
+OVER_TIME = ("eval/accuracy", "reward/mean")
+"""Also drawn by minutes: a run that needs fewer steps may need more time."""
+SAME_BY_NATURE = frozenset({"run.name", "run.root"})
+
+
+def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
+    """Print the tables; with `to` write a page with overlaid curves as well."""
+    if len(runs) < 2:
+        raise RunError(f"compare needs at least two runs, got {len(runs)}; give run directories or names")
+    archives = labelled([read_archive(find_run(run)) for run in runs])
+    tables = [results(archives), *differences(archives)]
+    console = Console(highlight=False)
+    for table in tables:
+        console.print(terminal_table(table))
+    if to:
+        sections = [
+            Section(title="Results", tables=tables[:1]),
+            Section(title="Curves", charts=overlaid(archives)),
+            Section(title="Differences", tables=tables[1:]),
+        ]
+        page = render_page(f"{len(archives)} runs", ", ".join(archives), sections)
+        to.write_text(page, encoding="utf-8")
+        console.print(Text(str(to)), soft_wrap=True)
+
+
+def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
+    """By name; by directory where two runs have the same."""
+    names = [archive.name for archive in archives]
+    return {archive.name if names.count(archive.name) == 1 else str(archive.directory.path): archive for archive in archives}
+
+
+def results(archives: Mapping[str, Archive]) -> Table:
+    """One column for each run."""
+    rows: list[tuple[str, Callable[[Archive], str]]] = [
+        ("state", lambda run: run.state),
+        ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
+        ("wall time", lambda run: duration(run.wall_s)),
+        ("trained tokens", lambda run: f"{run.trained_tokens:,.0f}"),
+        ("eval/accuracy, first", lambda run: _at(run, "eval/accuracy", 0)),
+        ("eval/accuracy, last", lambda run: _at(run, "eval/accuracy", -1)),
+        ("eval/accuracy, best", lambda run: _best(run, "eval/accuracy")),
+        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 0.1)),
+        ("reward/mean, best", lambda run: _best(run, "reward/mean")),
+        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 0.1)),
+        ("policy/entropy, last", lambda run: _at(run, "policy/entropy", -1)),
+        ("mismatch/ess, mean", lambda run: _mean(run, "mismatch/ess")),
+        ("staleness/mean, mean", lambda run: _mean(run, "staleness/mean")),
+        ("idle/learner, mean", lambda run: _mean(run, "idle/learner")),
+        ("time/step in s, mean", lambda run: _mean(run, "time/step")),
+        ("alarms", lambda run: ", ".join(run.alarms) or "none"),
+    ]
+    return Table(("", *archives), [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows], "results")
+
+
+def differences(archives: Mapping[str, Archive]) -> list[Table]:
+    """Settings, and releases of software, that are not the same in all runs."""
+    settings = [dict(flat(archive.config)) for archive in archives.values()]
+    software = [archive.starts[-1].versions if archive.starts else {} for archive in archives.values()]
+    found = [
+        Table((name, *archives), _differing(columns), title)
+        for name, columns, title in (
+            ("setting", settings, "settings that differ"),
+            ("software", software, "releases that differ"),
+        )
+    ]
+    return [table for table in found if table.rows]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value as text) of a config; a list is one value."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{name}.")
+        elif name not in SAME_BY_NATURE:
+            yield name, str(value)
+
+
+def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
+    """One curve for each run that has the metric."""
+    charts = []
+    for curve in CURVES:
+        name = curve.names[0]
+        by_step = {label: archive.series(name) for label, archive in archives.items() if archive.series(name)}
+        if by_step:
+            charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
+        if by_step and name in OVER_TIME:
+            by_time = {label: over_time(archives[label], name) for label in by_step}
+            charts.append(lines(f"{curve.title} over time", by_time, x="minutes", y=curve.y))
+    return charts
+
+
+def over_time(archive: Archive, name: str) -> list[tuple[float, float]]:
+    """(minutes since the first start, value)."""
+    began = began_at(archive)
+    rows = (row for _, row in sorted(archive.history.rows.items()))
+    return [((row["time"] - began) / 60, row[name]) for row in rows if {"time", name} <= row.keys()]
+
+
+def _differing(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _at(run: Archive, name: str, index: int) -> str:
+    series = run.series(name)
+    return f"{number(series[index][1])} (step {series[index][0]})" if series else "-"
+
+
+def _best(run: Archive, name: str) -> str:
+    best = max(run.series(name), key=lambda point: (point[1], -point[0]), default=None)
+    return f"{number(best[1])} (step {best[0]})" if best else "-"
+
+
+def _mean(run: Archive, name: str, share: float = 1.0) -> str:
+    """Over the last `share` of the steps, at least one."""
+    values = [value for _, value in run.series(name)]
+    last = values[-max(1, round(share * len(values))) :]
+    return number(sum(last) / len(last)) if last else "-"

@@ -1,0 +1,90 @@
+"""Runs side by side: what they reached, and only the settings in which they differ."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from test_run_page import Page
+
+from asyncrl.errors import RunError
+from asyncrl.launch.archive import read_archive
+from asyncrl.launch.compare import compare_runs, differences, flat, labelled, over_time, results
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.telemetry.text_table import Table
+
+
+def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: dict[int, float] | None = None) -> Path:
+    (directory / "metrics").mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [
+        {"step": step, "time": 1000.0 + 60 * step, "time/step": 2.0, "reward/mean": reward, "idle/learner": 0.5}
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    rows += [{"step": step, "time": 1e6, "eval/accuracy": value} for step, value in (accuracy or {}).items()]
+    (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    same = {"learner": {"steps": 30}, "batch": {"groups": 8}}
+    first = same | {"run": {"name": "a", "root": "x"}, "algorithm": {"advantage": {"name": "grpo"}, "filters": []}}
+    second = same | {
+        "run": {"name": "b", "root": "y"},
+        "algorithm": {"advantage": {"name": "rloo", "k": 1}, "filters": ["[red]"]},
+    }
+    rising = [step / 30 for step in range(30)]
+    return [
+        make_run(tmp_path / "a", rising, first, accuracy={0: 0.1, 10: 0.7, 20: 0.7, 30: 0.5}),
+        make_run(tmp_path / "b", [0.2, 0.9, 0.4], second),
+    ]
+
+
+def column(table: Table, index: int) -> dict[str, str]:
+    return {row[0]: row[index] for row in table.rows}
+
+
+def test_results_are_the_first_best_and_last_of_each_run(runs: list[Path]) -> None:
+    archives = labelled([read_archive(RunDirectory(run)) for run in runs])
+    a, b = (column(results(archives), index) for index in (1, 2))
+    assert a["eval/accuracy, first"] == "0.1 (step 0)" and a["eval/accuracy, last"] == "0.5 (step 30)"
+    assert a["eval/accuracy, best"] == "0.7 (step 10)", "the first of equals"
+    assert a["reward/mean, last tenth"] == f"{(27 + 28 + 29) / 3 / 30:.3g}"
+    assert b["eval/accuracy, best"] == "-" and b["reward/mean, best"] == "0.9 (step 2)" and b["reward/mean, last tenth"] == "0.4"
+    assert a["step"] == "30 of 30" and b["step"] == "3 of 30" and a["idle/learner, mean"] == "0.5"
+
+
+def test_only_settings_that_differ_are_told_and_names_never_are(runs: list[Path]) -> None:
+    (settings,) = differences(labelled([read_archive(RunDirectory(run)) for run in runs]))
+    assert set(map(tuple, settings.rows)) == {
+        ("algorithm.advantage.name", "grpo", "rloo"),
+        ("algorithm.advantage.k", "-", "1"),
+        ("algorithm.filters", "[]", "['[red]']"),
+    }
+    assert dict(flat({"a": {"b": {}, "c": {"d": None}}})) == {"a.b": "{}", "a.c.d": "None"}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directory(runs: list[Path]) -> None:
+    archives = [read_archive(RunDirectory(run)) for run in (runs[0], runs[0].parent / "a", runs[1])]
+    assert list(labelled([archives[0], archives[2]])) == ["a", "b"]
+    (runs[1] / "config.yaml").write_text("run: {name: a}")
+    assert list(labelled([archives[0], read_archive(RunDirectory(runs[1]))])) == [str(runs[0]), str(runs[1])]
+
+
+def test_the_page_overlays_curves_by_step_and_by_time(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_runs(runs, tmp_path / "page.html")
+    said = capsys.readouterr().out
+    assert "['[red]']" in said and "algorithm.advantage.name" in said and "batch.groups" not in said
+    page = Page((tmp_path / "page.html").read_text())
+    assert [step for step, _ in page.curves("Reward (reward/mean)")["b"]] == [1, 2, 3]
+    assert page.curves("Reward over time")["b"] == [(0.0, 0.2), (1.0, 0.9), (2.0, 0.4)]
+    assert page.curves("Held-out accuracy (eval/accuracy)").keys() == {"a"}
+    assert over_time(read_archive(RunDirectory(runs[1])), "nothing") == []
+
+
+def test_one_run_cannot_be_compared(runs: list[Path]) -> None:
+    with pytest.raises(RunError, match="at least two runs"):
+        compare_runs(runs[:1], None)
