@@ -151,10 +151,19 @@ def test_every_dependency_is_pinned_to_a_release_that_we_allow():
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     wanted = [Requirement(text) for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["data"])]
     of_the_base = {"torch", "transformers", "numpy", "pydantic"}
-    assert {canonicalize_name(one.name) for one in wanted} - of_the_base == pins.keys() - {"hiredis"}
+    names = {canonicalize_name(one.name) for one in wanted} - of_the_base
+    assert names == pins.keys() - {"hiredis"}, "deploy/constraints.txt has other packages than pyproject.toml"
     for one in wanted:
         if one.name not in of_the_base:
             assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+
+
+def test_what_the_base_image_has_wins_over_our_pins(tmp_path):
+    (tmp_path / "base.txt").write_text("PyYAML==6.0.2\nprometheus_client==0.22.0\ntorch==2.13.0\n")
+    (tmp_path / "constraints.txt").write_text("prometheus-client==0.26.0\npyyaml==6.0.3\nredis==8.1.0\n")
+    (command,) = re.findall(r"&& (awk .*) \\\n", DOCKERFILE)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=20)
+    assert (tmp_path / "ours.txt").read_text() == "redis==8.1.0\n"
 
 
 def test_the_image_holds_what_it_copies_and_nothing_else():
