@@ -36,10 +36,12 @@ class RunDirectory:
         """One JSONL file per process."""
         return self.path / "metrics"
 
-    @property
-    def targets(self) -> Path:
-        """One file per process that Prometheus can ask, in the form of its file-based discovery."""
-        return self.path / "prometheus"
+    def target(self, process: str) -> Path:
+        """Where Prometheus finds a process, in the form of its file-based discovery.
+
+        Beside the run directories and not in them: its patterns reach into one directory only.
+        """
+        return self.path.parent / "prometheus" / f"{self.path.name}@{process}.json"
 
     @property
     def samples(self) -> Path:

@@ -34,7 +34,8 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
     refuse_second_run(directory)
     directory.create(fresh=fresh)
     directory.config.write_text(dump_config(config))
-    for target in directory.targets.glob("*.json"):  # of processes that were killed
+    targets = directory.target("*")
+    for target in targets.parent.glob(targets.name):  # of processes that were killed
         target.unlink()
     setup_logging("supervisor", directory.logs, console=plain)
     os.environ.setdefault(WIRE_KEY_VARIABLE, directory.secret())

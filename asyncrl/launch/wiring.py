@@ -43,7 +43,7 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
     return Exporter(
         host=telemetry.prometheus_host,
         port=telemetry.prometheus_port and telemetry.prometheus_port + offset,
-        target=directory.targets / f"{process}.json",
+        target=directory.target(process),
         run=config.run.name,
         process=process,
         prefix=GENERATOR_PREFIX if index else PREFIX,

@@ -1,0 +1,110 @@
+"""The dashboard and the alert rules ask only for what the exporter tells, in expressions that Prometheus understands."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.core import CounterMetricFamily
+from test_prometheus_names import BY_TIME, documented_units
+from test_telemetry import snapshot
+
+from asyncrl.telemetry.alarms import ALARMS
+from asyncrl.telemetry.exported_status import status_families
+from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX, prometheus_name
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "asyncrl.json").read_text())
+RULES = [
+    rule for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+]
+OF_EACH_PROCESS = {"asyncrl_progress_age_seconds", "asyncrl_stall_seconds"}
+LABELS = {"run", "process", "job", "place", "event", "generator", "state", "bin"}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in DASHBOARD["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(where it stands, PromQL) of everything that is asked."""
+    asked = [(f"panel {panel['title']}", target["expr"]) for panel in panels() for target in panel.get("targets", [])]
+    asked += [
+        ("variable run", variable["definition"]) for variable in DASHBOARD["templating"]["list"] if "definition" in variable
+    ]
+    return asked + [(f"alert {rule['alert']}", rule["expr"]) for rule in RULES]
+
+
+def exported() -> set[str]:
+    """Every name that a learner or a generator can tell."""
+    names = {prometheus_name(name, GENERATOR_PREFIX if name in BY_TIME else PREFIX)[0] for name, _ in documented_units()}
+    names |= {prometheus_name(f"groups/rejected_{reason}")[0] for reason in ("dead", "stale", "zero_variance")}
+    names |= {prometheus_name(f"staleness/masked_share/{band}")[0] for band in ("short", "medium", "long")}
+    names |= {prometheus_name(f"{pair}/ess")[0] for pair in ("mismatch", "policy", "drift")}
+    for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0):
+        names.add(f"{family.name}_total" if isinstance(family, CounterMetricFamily) else family.name)
+    return names | OF_EACH_PROCESS
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions())
+def test_everything_that_is_asked_can_be_told(where: str, expression: str) -> None:
+    known = exported()
+    asked = set(re.findall(r"\basyncrl_\w+(?![\w.])", re.sub(r'"[^"]*"', '""', expression)))
+    patterns = re.findall(r'__name__=~"([^"]+)"', expression)
+    assert asked <= known, where
+    assert asked or patterns or "up{" in expression, where
+    for pattern in patterns:
+        assert {name for name in known if re.fullmatch(pattern, name)} == {prometheus_name(f"alarm/{name}")[0] for name in ALARMS}
+    assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', expression)) - {"__name__"} <= LABELS, where
+
+
+def test_what_can_be_told_is_not_everything() -> None:
+    assert "asyncrl_reward_mean" in exported() and "asyncrl_reward_mean_tokens" not in exported()
+
+
+def test_a_panel_shows_one_run_stands_alone_and_says_what_it_means() -> None:
+    places: set[tuple[int, int]] = set()
+    for panel in panels():
+        box = panel["gridPos"]
+        cells = {(box["x"] + x, box["y"] + y) for x in range(box["w"]) for y in range(box["h"])}
+        assert not cells & places and box["x"] + box["w"] <= 24, panel["title"]
+        places |= cells
+        if panel["type"] != "row":
+            assert panel["description"] and all('run="$run"' in target["expr"] for target in panel["targets"]), panel["title"]
+    identities = [panel["id"] for panel in panels()]
+    assert len(set(identities)) == len(identities)
+    rows = [panel["title"] for panel in panels() if panel["type"] == "row"]
+    assert rows == ["Learning", "Mismatch and staleness", "Who waits", "Buffer", "Generators", "Weights"]
+
+
+def test_an_alert_says_what_is_wrong_and_what_to_do() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) > 10
+    for rule in RULES:
+        assert set(rule["annotations"]) == {"summary", "action"} and rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"].startswith("{{ $labels.run }}: "), rule["alert"]
+
+
+def test_grafana_finds_what_is_mounted() -> None:
+    provider = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "dashboards" / "asyncrl.yml").read_text())["providers"][0]
+    source = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][
+        0
+    ]
+    assert provider["options"]["path"] == "/var/lib/grafana/dashboards" and source["type"] == "prometheus"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+def test_prometheus_understands_rules_config_and_every_expression(tmp_path: Path) -> None:
+    asked = [expression.replace("$run", "x") for where, expression in expressions() if where.startswith("panel")]
+    recorded = [{"record": f"panel_{index}", "expr": expression} for index, expression in enumerate(asked)]
+    (tmp_path / "panels.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    config = DEPLOY / "prometheus"
+    for check in (["rules", tmp_path / "panels.yml"], ["rules", config / "alerts.yml"], ["config", config / "prometheus.yml"]):
+        done = subprocess.run(["promtool", "check", *map(str, check)], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
