@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.core import CounterMetricFamily
+from test_metric_names import GUIDE
 from test_prometheus_names import BY_TIME, documented_units
 from test_telemetry import snapshot
 
@@ -108,3 +109,11 @@ def test_prometheus_understands_rules_config_and_every_expression(tmp_path: Path
     for check in (["rules", tmp_path / "panels.yml"], ["rules", config / "alerts.yml"], ["config", config / "prometheus.yml"]):
         done = subprocess.run(["promtool", "check", *map(str, check)], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_stands_beside_the_metrics_is_documented() -> None:
+    own = {family.name for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0)} | OF_EACH_PROCESS
+    own -= {prometheus_name(name)[0] for name, _ in documented_units()}
+    rows = GUIDE.split("## Prometheus and Grafana")[1].splitlines()
+    documented = {name for row in rows for name in re.findall(r"`(asyncrl_\w+)[`{]", row)}
+    assert {name.removesuffix("_total") for name in documented} >= own
