@@ -45,6 +45,20 @@ def compare(
 
 
 @app.command()
+def analyze(
+    run: RunArgument = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Metrics or globs; default: list what there is.", show_default=False)
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")] = None,
+) -> None:
+    """Statistics, values and curves of any metrics of a run."""
+    from asyncrl.launch.analyze import analyze_run
+
+    analyze_run(run, names or [], to)
+
+
+@app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory."""
     from asyncrl.launch.inspect import export_run
