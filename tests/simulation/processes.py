@@ -19,7 +19,7 @@ from asyncrl.types import Group, Ticket
 
 from .content import DEAD, decode, encode
 from .engine import Process
-from .invariants import RUN
+from .lane import RUN
 from .violation import Violation
 
 if TYPE_CHECKING:

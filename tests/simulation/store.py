@@ -300,6 +300,10 @@ class VirtualStore:
     out_of_memory: bool = False
     calls: int = 0
 
+    @property
+    def now_ms(self) -> int:
+        return round(self.clock() * 1e6) // 1000
+
     def snapshot(self) -> Snapshot:
         """What is on its disk when everything so far is."""
         return self.data.copy(), dict(self.libraries), set(self.strays)

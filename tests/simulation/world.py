@@ -19,14 +19,16 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
 
+from .calls import Call, check_call
 from .client import LATEST_S, Client, Network
 from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
-from .invariants import RUN, Lane, check_call, check_lineage, check_nothing_is_left, check_state, require
+from .invariants import check_lineage, check_nothing_is_left, check_state
+from .lane import RUN, Lane, require
 from .outcomes import outcome
 from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
-from .store import VirtualStore
+from .store import OOM, VirtualStore
 from .violation import Violation
 
 EPOCH_S = 1e9
@@ -34,7 +36,6 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
-READS_ONLY = {"audit"}
 RARE = {"reject", "commit", "recover", "close"}
 
 
@@ -100,7 +101,13 @@ class World:
         self._incarnations = 0
         self._samples = 0
         self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._last, self._recovered_takes = 0, 0
+        self._recovered_takes = 0
+        self._lane: Lane | None = None
+        """After the last call; None when something else has changed the store since."""
+        self._owner = ""
+        """Of the last recovery."""
+        self._answers: dict[str, tuple[str, set[int]]] = {}
+        """holder -> its last lease request, and the tickets that it got"""
         self._snapshots = [self.store.snapshot()]
         self._snapshot_at_s = 0.0
         self._is_finished, self._is_over = False, False
@@ -217,45 +224,79 @@ class World:
     def _before(self) -> None:
         if self.engine.now_s - self._snapshot_at_s >= self.scenario.fsync_s > 0:
             self._snapshot()
+        self._lane = self._lane or Lane(self.store.data)
 
     def _snapshot(self) -> None:
         self._snapshot_at_s = self.engine.now_s
         self._snapshots = [*self._snapshots, self.store.snapshot()][-SNAPSHOTS:]
 
-    def _after(self, name: str, arguments: tuple[bytes, ...], reply: Any) -> None:
+    def _after(self, name: str, raw: tuple[bytes, ...], reply: Any) -> None:
+        """A function of the store, or UNLINK, has run."""
+        arguments = tuple(argument.decode(errors="replace") for argument in raw)
         self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
-        lane = Lane(self.store.data)
         if name == "unlink":  # a learner without a checkpoint deletes what was there
-            self._forget()
-        else:
-            self.outcomes[outcome(name, reply, lane.frames)] += 1
-        assigned, self._last = self._last < lane.number("last"), lane.number("last")
-        check_call(lane, name, arguments, reply, credit=self.credit, durable=self._durable_takes(name), assigned=assigned)
+            self._store_is_another()
+            return
+        before, lane = self._lane, Lane(self.store.data)
+        assert before is not None
+        self._lane = lane
+        self.outcomes[outcome(name, reply, lane.frames)] += 1
         if name == "recover":
             self._recovered(arguments)
-        if name not in READS_ONLY:
-            check_state(lane, self.store.strays)
+        call = Call(
+            name=name,
+            arguments=arguments,
+            reply=reply,
+            before=before,
+            after=lane,
+            now_ms=self.store.now_ms,
+            credit=self.credit,
+            durable=self._durable_ids() if name == "commit" else set(),
+            is_fenced=len(arguments) < 2 or arguments[1] != self._owner,
+            answered=self._answered_before(arguments) if name == "lease" else None,
+            max_attempts=self.rules.max_attempts,
+            max_bytes=self.rules.max_bytes,
+        )
+        check_call(call)
+        check_state(lane, self.store.strays)
+        self._remember_answer(name, arguments, reply)
 
-    def _recovered(self, arguments: tuple[bytes, ...]) -> None:
+    def _answered_before(self, arguments: tuple[str, ...]) -> set[int] | None:
+        request, ids = self._answers.get(arguments[0], ("", set()))
+        return ids if request == arguments[3] else None
+
+    def _remember_answer(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
+        """Of each holder the last one, as the store does."""
+        if name == "revoke":
+            self._answers.pop(arguments[0], None)
+        elif name == "lease" and reply != OOM and not reply[2] and self._answered_before(arguments) is None:
+            self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
+
+    def _recovered(self, arguments: tuple[str, ...]) -> None:
         """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
         self.store.strays.clear()
-        learner, owner, takes = self.learner, arguments[1].decode(), int(arguments[2])
-        is_newest = learner is not None and learner.buffer._owner == owner and learner.intake.ledger.takes == takes
+        learner, self._owner, takes = self.learner, arguments[1], int(arguments[2])
+        is_newest = learner is not None and learner.buffer._owner == self._owner and learner.intake.ledger.takes == takes
         if not is_newest or takes < self._recovered_takes:
-            self._forget()
+            self._seen.clear()
         self._recovered_takes = takes
         self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
 
-    def _durable_takes(self, name: str) -> int:
-        if name != "commit" or self._is_over:  # at the end the whole ledger is as good as saved
-            return 1 << 62
+    def _durable_ids(self) -> set[int]:
+        """Those that every kept checkpoint holds."""
+        if self._is_over:  # the whole ledger is as good as saved
+            return set(range(1, Lane(self.store.data).issued + 1))
         steps = sorted(self.directory.glob("step-*"))
-        return checkpoint_store(self.directory).state(int(steps[0].name[5:]))["ledger"]["takes"] if steps else 0
+        if not steps:
+            return set()
+        ledger = checkpoint_store(self.directory).state(int(steps[0].name[5:]))["ledger"]
+        return {*range(1, ledger["watermark"] + 1), *ledger["above"]}
 
-    def _forget(self) -> None:
-        """What was assigned before the store lost something may be assigned otherwise."""
+    def _store_is_another(self) -> None:
+        """It lost something: what was assigned and answered before may be assigned and answered otherwise."""
+        self._lane, self._owner = None, ""
         self._seen.clear()
-        self._last = Lane(self.store.data).number("last")
+        self._answers.clear()
 
     # -- faults
 
@@ -311,13 +352,13 @@ class World:
         if self.scenario.fsync_s:
             self.store.restore(random.choice(self._snapshots))
             self._snapshots = [self.store.snapshot()]
-            self._forget()
+            self._store_is_another()
 
     def _store_wipe(self) -> None:
         self.network.down_until_s = self.engine.now_s + self.engine.random.choice([0.0, 2.0])
         self.store.restore(VirtualStore(clock=self.store.clock).snapshot())
         self._snapshots = [self.store.snapshot()]
-        self._forget()
+        self._store_is_another()
 
     def _store_pause(self) -> None:
         self.network.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 40.0)
