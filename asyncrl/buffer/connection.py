@@ -101,6 +101,19 @@ class StoreConnection:
                 "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
             )
 
+    def check_room(self, cap_bytes: int) -> None:
+        """Refuse a store whose own memory limit is below the cap on stored groups.
+
+        Over the cap a group that the learner waits for is still let in, over the store's own limit none is: the run would stop.
+        """
+        limit_bytes = int(self.call(lambda client: client.info("memory"))["maxmemory"])
+        if 0 < limit_bytes < cap_bytes:
+            raise StoreRefused(
+                f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib ({cap_bytes / 2**30:.3g}); "
+                "full, it would refuse the group that the learner waits for: raise maxmemory (CONFIG SET maxmemory), or lower "
+                "store.max_gib"
+            )
+
     def close(self) -> None:
         """Close the sockets."""
         self.client.close()

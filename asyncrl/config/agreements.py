@@ -4,6 +4,7 @@ A line names first the key that it is about (there the problem is shown), then w
 Pointless settings are problems too: who sets something wants it to act. A user's own functions are taken at their word.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ GROUP_ADVANTAGES = frozenset(
 
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 """Policy losses that do not compare the policy with an anchor: only a correction can answer for the age of a token."""
+
+PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 512, 8192
+"""What a group takes in the store at most: its tokens, and what else is told of a rollout and of a group."""
 
 PLAIN = {"k1+": "k1", "k3+": "k3"}
 """Estimators that differ in their gradient only from the one beside them."""
@@ -64,6 +68,24 @@ def _sequences_fit(config: "Config") -> Iterator[str]:
         yield (
             f"learner.tokens_per_microbatch ({config.learner.tokens_per_microbatch}) is smaller than the longest sequence "
             f"(sampling.max_prompt_tokens + max_response_tokens = {config.sampling.max_tokens}); raise it"
+        )
+
+
+def _store_holds_what_is_open(config: "Config") -> Iterator[str]:
+    """Else it is full of groups that no checkpoint holds, no group gets in, and so no checkpoint is ever made."""
+    sampling, checkpoint, lag = config.sampling, config.checkpoint, config.staleness.max_lag
+    saved = min(checkpoint.keep * checkpoint.every, config.learner.steps)
+    groups = (lag + 1 + saved) * config.batch.groups
+    tokens_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
+    group_bytes = GROUP_BYTES + config.batch.group_size * (ROLLOUT_BYTES + tokens_bytes)
+    needed_gib = groups * group_bytes / 2**30
+    if needed_gib > config.store.max_gib:
+        yield (
+            f"store.max_gib is {config.store.max_gib:g}, but up to {needed_gib:.3g} GiB can be open: {lag + 1} steps under way "
+            f"(staleness.max_lag + 1) and {saved} that the oldest checkpoint does not hold (checkpoint.keep * every), of "
+            f"{config.batch.groups} groups (batch.groups), are {groups} groups of up to {group_bytes / 2**20:.3g} MiB "
+            f"({config.batch.group_size} sequences of sampling.max_prompt_tokens and max_response_tokens); a full store would "
+            f"stop the run for good: set store.max_gib: {math.ceil(needed_gib)}, or checkpoint more often"
         )
 
 
@@ -205,6 +227,7 @@ RULES: tuple[Rule, ...] = (
     _system_message_has_a_template,
     _one_store,
     _sequences_fit,
+    _store_holds_what_is_open,
     _stale_tokens_are_corrected,
     _interpolation_saves_something,
     _kl_acts,

@@ -19,6 +19,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
@@ -105,6 +106,7 @@ class Head:
         self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._intake = self._make_intake(state.ledger)
+        self._watch = AuditWatch(self._intake.buffer)
         self._evaluation = self._make_evaluation(state)
         self._publisher = SharedMemoryPublisher(
             layout,
@@ -139,6 +141,7 @@ class Head:
             release=__version__,
             key_id=key_id(wire_key()),
         )
+        self._store.check_room(int(config.store.max_gib * 2**30))
         self._record.claim(self._run, fresh=self.version == 0)
         self._hub = ControlHub(
             self._endpoint,
@@ -248,6 +251,7 @@ class Head:
     def report(self, step: Step) -> None:
         """Metrics and samples of a finished step."""
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
+        counters["buffer/audit_mismatch"] = self._watch.mismatch
         self._trackers.log(step_metrics(step) | counters, step=step.version)
         count = self._config.telemetry.samples_per_step
         dropped = dropped_records(step, self._decode_text, count)
@@ -296,7 +300,8 @@ class Head:
             pid=os.getpid(),
             lag_bound=self._config.lag_bound,
             members=tuple(self._hub.members()),
-            audit=self._intake.buffer.audit(),
+            audit=self._watch.audit(),
+            audit_mismatch=self._watch.mismatch,
             counters=self._hub.counters(),
             message=self._message,
         )

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -55,11 +56,13 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
         with StoreServer(config.store, directory.store) as server:  # the run is over; its data is still there
             audit = audit_store(directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
-    if audit["missing"]:
-        raise RunError(f"{audit['missing']} issued ids are nowhere or in two places; please report this with the run directory")
+    missing = int(audit["missing"])
+    if missing:
+        where = "nowhere" if missing > 0 else "in two places"
+        raise RunError(f"{abs(missing)} issued ids are {where}; please report this with the run directory")
 
 
-def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, object]:
+def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
     """The conservation law of the train lane, with the ledger's split of what is done."""
     from asyncrl.launch.wiring import connect_store, train_lane
 

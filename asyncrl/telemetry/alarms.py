@@ -6,6 +6,7 @@
     skipped     losses or gradients keep being not finite
     length      responses suddenly grow
     truncated   most responses are cut off
+    audit       the buffer has lost an id, or has it twice
 
 A threshold is where a person should look, not where training breaks: an alarm stops nothing.
 """
@@ -88,6 +89,11 @@ ALARMS: Mapping[str, Alarm] = {
         "completions/truncated_share",
         lambda value, past: value > TRUNCATED,
         "raise sampling.max_response_tokens or shape long answers",
+    ),
+    "audit": Alarm(
+        "buffer/audit_mismatch",
+        lambda value, past: value != 0,
+        "somebody changed the store, or asyncrl is at fault: keep the run directory, report it, restart the learner",
     ),
 }
 

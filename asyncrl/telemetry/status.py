@@ -33,6 +33,8 @@ class StatusSnapshot:
     lag_bound: int | None = None
     members: tuple[MemberStatus, ...] = ()
     audit: Audit | None = None
+    audit_mismatch: int = 0
+    """Ids that are nowhere (> 0) or in two places (< 0) and were so 10 s before: an alarm."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Of the control plane: joined, left, died, updates, updates_failed, ..."""
     message: str = ""

@@ -1,9 +1,12 @@
 """The buffer contract over real servers, and what only a real server can do."""
 
 import itertools
+import json
 import multiprocessing
 import shutil
 import socketserver
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -20,8 +23,11 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.watch import AuditWatch
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
+from asyncrl.launch.wiring import train_lane
 
 pytestmark = pytest.mark.integration
 run_numbers = itertools.count(1)
@@ -343,6 +349,50 @@ def test_a_store_that_evicts_is_refused(connection):
             connection.check()
     finally:
         connection.client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_store_with_less_memory_than_the_cap_is_refused(connection):
+    connection.client.config_set("maxmemory", 0)
+    connection.check_room(1 << 40)  # it has no limit of its own
+    connection.client.config_set("maxmemory", 1 << 30)
+    try:
+        connection.check_room(1 << 30)
+        with pytest.raises(StoreRefused, match=r"maxmemory 1 GiB, below store.max_gib \(2\)"):
+            connection.check_room(2 << 30)
+    finally:
+        connection.client.config_set("maxmemory", 0)
+
+
+def test_the_audit_notices_what_somebody_broke_by_hand(server, connection, tmp_path):
+    text = f"""
+run: {{name: audited, root: {tmp_path}}}
+model: {{path: m}}
+data: {{train: t}}
+reward: {{functions: [{{function: exact_match}}]}}
+"""
+    run = tmp_path / "audited"
+    run.mkdir()
+    (run / "config.yaml").write_text(text)
+    argv = [sys.executable, "-m", "asyncrl.cli.main", "audit", str(run), "--store", server.url]
+
+    def audit():
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+    buffer = train_lane(load_config(run / "config.yaml"), connection)
+    buffer.recover(Ledger(), version=0, limit=8)
+    fill(buffer, 4)
+    now_s = iter(range(0, 1000, 11))
+    watch = AuditWatch(buffer, clock=lambda: float(next(now_s)))
+    assert audit().returncode == 0
+    connection.client.zrem("{audited:train}:ready", "2")
+    told = audit()
+    assert told.returncode == 2 and json.loads(told.stdout)["missing"] == 1 and "1 issued ids are nowhere" in told.stderr
+    for _ in range(2):
+        watch.audit()
+    assert watch.mismatch == 1
+    buffer.recover(Ledger(), version=0, limit=8)  # a restarted learner
+    watch.audit()
+    assert watch.mismatch == 0 and audit().returncode == 0
 
 
 RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id="k")

@@ -50,6 +50,26 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     assert all(key in text for key in ("batch.group_size", "eval.samples", "data.system", "learner.tokens_per_microbatch"))
 
 
+def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() -> None:
+    parts: dict[str, Any] = {
+        "batch": {"groups": 64, "group_size": 8},
+        "sampling": {"max_prompt_tokens": 1024, "max_response_tokens": 7168},
+        "staleness": {"max_lag": 3},
+        "checkpoint": {"every": 25, "keep": 2},
+        "learner": {"steps": 1000, "tokens_per_microbatch": 8192},
+    }
+    group_bytes = 8192 + 8 * (512 + 4 * 1024 + 9 * 7168)
+    needed_gib = (3 + 1 + 2 * 25) * 64 * group_bytes / 2**30
+    assert 1.8 < needed_gib < 1.9
+    assert config(**parts, store={"max_gib": needed_gib + 0.001})
+    with pytest.raises(ValidationError) as caught:
+        config(**parts, store={"max_gib": needed_gib - 0.001})
+    text = str(caught.value)
+    assert all(part in text for part in ("3456 groups", "of up to 0.535 MiB", "50 that the oldest", "set store.max_gib: 2"))
+    parts["learner"]["steps"] = 10  # a short run never holds more than all of its steps
+    assert config(**parts, store={"max_gib": 0.5})
+
+
 def algorithm(**parts: Any) -> dict[str, Any]:
     return {"algorithm": parts}
 

@@ -305,6 +305,7 @@ def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
 HEALTHY = {
     "policy/entropy": 1.0, "mismatch/ess": 0.98, "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
     "completions/length_mean": 200.0, "completions/truncated_share": 0.1, "time/step": 5.0,
+    "buffer/audit_mismatch": 0.0,
 }  # fmt: skip
 
 
@@ -317,6 +318,7 @@ HEALTHY = {
         ("skipped", "policy/skipped_steps", 2.0, 3.0),
         ("length", "completions/length_mean", 400.0, 400.1),
         ("truncated", "completions/truncated_share", 0.5, 0.501),
+        ("audit", "buffer/audit_mismatch", 0.0, -1.0),
     ],
 )
 def test_each_alarm_has_cause_beyond_its_threshold_alone(name: str, metric: str, still_fine: float, too_much: float) -> None:

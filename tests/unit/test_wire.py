@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.types import Group, Rollout, VersionSpan, version_spans
@@ -298,6 +299,24 @@ def test_a_frame_that_no_peer_would_take_is_not_sent():
         encode_frame(GROUP_LIMITS, {}, {"a": np.zeros(1, np.complex64)})
     with pytest.raises(WireError):
         encode_group(dataclasses.replace(DEAD, generator_id="g" * 5000))
+
+
+@pytest.mark.parametrize(("size", "prompt_tokens", "response_tokens"), [(1, 1, 1), (16, 7, 3), (8, 512, 4000)])
+def test_no_group_is_larger_than_the_config_reckons(size, prompt_tokens, response_tokens):
+    """With ten policy versions in each response, ten parts of the reward, and long names."""
+    spans = [response_tokens // 10] * 9 if response_tokens > 10 else []
+    rollout = Rollout(
+        prompt_ids=np.zeros(prompt_tokens, np.int32),
+        response_ids=np.zeros(response_tokens, np.int32),
+        action_mask=np.ones(response_tokens, np.bool_),
+        behaviour_logprobs=np.zeros(response_tokens, np.float32),
+        version_spans=tuple(VersionSpan(v, n) for v, n in enumerate([*spans, response_tokens - sum(spans)])),
+        finish_reason="length",
+        reward_parts={f"{'part' * 10}_{i}": 0.5 for i in range(10)},
+    )
+    group = Group(ticket_id=1 << 40, rollouts=(rollout,) * size, generator_id="g" * 200, finished_version=9, greedy_reward=0.5)
+    tokens_bytes = PROMPT_TOKEN_BYTES * prompt_tokens + RESPONSE_TOKEN_BYTES * response_tokens
+    assert len(encode_group(group)) <= GROUP_BYTES + size * (ROLLOUT_BYTES + tokens_bytes)
 
 
 def test_a_long_reason_is_cut():

@@ -1,0 +1,49 @@
+"""Watches the conservation law of a lane while the run goes on: issued = leased + reissue + ready + taken + done."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from asyncrl.buffer.base import Audit, LearnerBuffer
+
+log = logging.getLogger(__name__)
+
+JUDGE_EVERY_S = 10.0
+
+
+class AuditWatch:
+    """Counts whenever it is asked, and judges every 10 s.
+
+    A mismatch counts when two judgements in a row find one: a recovery mends what somebody broke by hand a moment before.
+    """
+
+    def __init__(self, buffer: LearnerBuffer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._buffer = buffer
+        self._clock = clock
+        self._judged_at_s = -JUDGE_EVERY_S
+        self._was_missing = False
+        self.mismatch = 0
+        """Ids that are nowhere (> 0) or in two places (< 0), as long as it lasts."""
+
+    def audit(self) -> Audit:
+        """Where every issued id is now. Raises what the buffer raises."""
+        audit = self._buffer.audit()
+        if self._clock() - self._judged_at_s >= JUDGE_EVERY_S:
+            self._judged_at_s = self._clock()
+            self._judge(audit)
+        return audit
+
+    def _judge(self, audit: Audit) -> None:
+        found = audit.missing if self._was_missing else 0
+        self._was_missing = audit.missing != 0
+        if found and not self.mismatch:
+            log.error(
+                "%d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d; somebody changed the store "
+                "by hand, or asyncrl is at fault: keep the run directory and report it. A restart of the learner makes the store "
+                "agree with the last checkpoint",
+                *(abs(found), "nowhere" if found > 0 else "in two places"),
+                *(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done),
+            )
+        if self.mismatch and not found:
+            log.warning("every issued id is in one place again")
+        self.mismatch = found

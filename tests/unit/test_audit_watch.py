@@ -1,0 +1,64 @@
+import logging
+
+import pytest
+from buffer_contract import RULES, fill
+
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.memory import MemoryBuffer
+from asyncrl.buffer.watch import JUDGE_EVERY_S, AuditWatch
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def buffer() -> MemoryBuffer:
+    buffer = MemoryBuffer(RULES)
+    buffer.recover(Ledger(), version=0, limit=8)
+    fill(buffer, 4)
+    return buffer
+
+
+def looks(watch: AuditWatch, clock: Clock, seconds: int) -> list[int]:
+    """The mismatch after each second, as the learner asks."""
+    found = []
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        watch.audit()
+        found.append(watch.mismatch)
+    return found
+
+
+def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watch = AuditWatch(buffer, clock=clock)
+    assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
+    buffer._store.ready.discard(2)  # broken by hand: the id is nowhere
+    found = looks(watch, clock, 40)
+    assert found.index(1) < 2 * JUDGE_EVERY_S and found[-1] == 1
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "1 issued ids are nowhere" in caplog.text and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
+    buffer.recover(Ledger(), version=0, limit=8)
+    assert looks(watch, clock, 11)[-1] == 0
+    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
+
+
+def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watch = AuditWatch(buffer, clock=clock)
+    buffer._store.reissue.update((1, 3))
+    assert looks(watch, clock, 20)[-1] == -2
+    assert "2 issued ids are in two places" in caplog.text
+
+
+def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watch = AuditWatch(buffer, clock=clock)
+    buffer._store.ready.discard(2)
+    watch.audit()
+    buffer.recover(Ledger(), version=0, limit=8)
+    assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
