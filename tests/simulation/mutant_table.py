@@ -1,0 +1,218 @@
+"""The mutants: one line each, in the order of functions.lua, then the client. See `mutants.py`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Replace the first `old` after `after` by `new`."""
+
+    path: str
+    old: str
+    new: str
+    after: str = ""
+
+    def apply(self, root: Path) -> None:
+        """Raises LookupError when the text is not there."""
+        file = root / self.path
+        text = file.read_text()
+        start = text.find(self.after)
+        found = text.find(self.old, start)
+        if start < 0 or found < 0:
+            raise LookupError(f"{self.path} no longer contains {self.old!r} after {self.after!r}: renew this mutant")
+        file.write_text(text[:found] + self.new + text[found + len(self.old) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    what: str
+    edits: tuple[Edit, ...]
+    survives: str = ""
+    """Why the simulation cannot notice, where it does not."""
+
+
+def lua(old: str, new: str, after: str = "") -> Edit:
+    return Edit("asyncrl/buffer/functions.lua", old, new, after)
+
+
+def client(module: str, old: str, new: str, after: str = "") -> Edit:
+    return Edit(f"asyncrl/buffer/{module}.py", old, new, after)
+
+
+def loop(old: str, new: str, after: str = "") -> Edit:
+    """In the simulation's loops, which stand for learner.py and generator.py."""
+    return Edit("tests/simulation/processes.py", old, new, after)
+
+
+def one(what: str, edit: Edit, survives: str = "") -> Mutant:
+    return Mutant(what, (edit,), survives)
+
+
+def two(what: str, first: Edit, second: Edit, survives: str = "") -> Mutant:
+    return Mutant(what, (first, second), survives)
+
+
+TAKE_CHAIN = lua("(call('HGET', k.meta, 'chain') or EMPTY_CHAIN) ~= previous", "false")
+TAKE_NUMBER = lua("number ~= meta(k, 'last') + 1 or", "")
+AGAIN_CHAIN = lua("before and before.previous == previous", "before")
+COMMIT_CHAIN = lua("takes[number].chain ~= args[4]", "takes[number].chain == nil")
+REJECT_LAST = lua("number ~= meta(k, 'last') or (chain", "(chain")
+REJECT_CHAIN = lua("(chain ~= take.chain and chain ~= take.unshortened)", "false")
+KEEP_CHAIN = lua("take ~= nil and take.previous == chain", "take ~= nil")
+FENCE_OWNER = lua("or call('HGET', k.meta, 'owner') ~= args[2] then", "then")
+FENCE_EPOCH = lua("epoch > tonumber(args[1]) or ", "")
+NEW_EPOCH = lua("epoch = math.max(epoch, tonumber(args[1])) + 1", "epoch = math.max(epoch, tonumber(args[1]))")
+REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
+OPEN_WAITING = client("intake", "self.open(version)  # a store that lost only this", "pass  # a store that lost only this")
+OPEN_REJECTED = client(
+    "intake", "if self._rejected:\n            self.open(version)", "if False:\n            self.open(version)"
+)
+
+MUTANTS = [
+    # -- moves of an id
+    one("done ids above the watermark are forgotten", lua(" or call('SISMEMBER', k.done, id) == 1", "", after="local function is_done")),
+    one("done ids below the watermark are forgotten", lua("tonumber(id) <= meta(k, 'watermark') or ", "", after="local function is_done")),
+    one("a lease keeps its holder", lua("  call('HDEL', k.holders, id)\n", "", after="local function unlease")),
+    one("a lease keeps its deadline", lua("  call('ZREM', k.deadlines, id)\n", "", after="local function unlease")),
+    one("an id is not issued again", lua("  call('ZADD', k.reissue, id, id)\n", "", after="local function issue_again")),
+    one("anybody may give back or renew anything", lua("call('HGET', k.holders, id) == holder", "call('HGET', k.holders, id)")),
+    one("one attempt too many", lua("< tonumber(most) then", "<= tonumber(most) then")),
+    one("one attempt too few", lua("< tonumber(most) then", "< tonumber(most) - 1 then")),
+    one("a late group stays to be issued again", lua("  call('ZREM', k.reissue, id)\n", "", after="local function make_ready")),
+    one("bytes of a stored group are not counted", lua("  call('HINCRBY', k.totals, 'bytes', call('HSTRLEN', k.frames, id))\n", "")),
+    one("bytes of a forgotten group still count", lua("total(k, 'bytes') - freed", "total(k, 'bytes')")),
+    one("the chain does not contain its past", lua("redis.sha1hex(previous .. ' ' .. text)", "redis.sha1hex(text)")),
+    # -- leases
+    one("leases never end", lua("'-inf', now_ms())", "'-inf', 0)")),
+    one("leases end at once", lua("'-inf', now_ms())", "'-inf', '+inf')")),
+    one("a lease asked for again is another lease", lua("if again or closed == 1", "if closed == 1")),
+    one("any lease is the one asked for before", lua("if table.remove(ids, 1) ~= request then return nil end", "table.remove(ids, 1)")),
+    one("a lease asked for again names lost tickets", lua("return held(k, holder, ids)", "return ids", after="local function repeated")),
+    one("leased after the end", lua("if again or closed == 1", "if again")),
+    one("leased one beyond the credit", lua("#ids < wanted and issued < limit", "#ids < wanted and issued <= limit")),
+    one("leased again beyond the credit", lua("call('ZRANGEBYSCORE', k.reissue, '-inf', limit,", "call('ZRANGEBYSCORE', k.reissue, '-inf', '+inf',")),
+    one("leased in two places", lua("    call('ZREM', k.reissue, id)\n", "", after="register('lease'")),
+    one("the holder of a lease is not noted", lua("    call('HSET', k.holders, id, holder)\n", "")),
+    one("what was leased is not noted as issued", lua("  call('HSET', k.totals, 'issued', issued)\n", "", after="register('lease'")),
+    one("a renewal renews nothing", lua("call('ZADD', k.deadlines, ends_ms, id) end", "end", after="register('renew'")),
+    # -- groups
+    one("a group that is done is stored again", lua("if is_done(k, id) then return 'duplicate' end", ""),
+        survives="a done id is neither leased nor to be issued again, so the next line but one answers the same"),
+    one("a group that is there is stored again", lua("if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end", "")),
+    one("a late group is refused", lua("(call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id))", "call('ZSCORE', k.leased, id)"),
+        survives="its ticket is sampled again: work is lost, no group; the contract test notices"),
+    one("a group of an unknown id is kept", lua("if tonumber(id) > total(k, 'issued') then return 'unknown' end", "")),
+    one("no cap on bytes", lua("if total(k, 'bytes') + bytes <= max_bytes then", "if true then")),
+    one("a full store refuses the awaited group", lua("meta(k, 'starving') == 1 and is_awaited and 'stored' or 'full'", "'full'")),
+    one("a full store takes any group that comes while the learner waits", lua("starving') == 1 and is_awaited and", "starving') == 1 and")),
+    one("a full store takes the oldest though nobody waits", lua("meta(k, 'starving') == 1 and is_awaited", "is_awaited")),
+    one("a full store waits for a group that nobody has", lua("local is_awaited = tonumber(id) == oldest or call('ZSCORE', k.reissue, oldest)", "local is_awaited = tonumber(id) == oldest")),
+    one("a full store waits for the dead", lua("  expire(k)\n  local oldest", "  local oldest")),
+    one("a refused frame stays", lua("elseif outcome ~= 'duplicate' or is_done(k, id) then", "elseif is_done(k, id) then")),
+    one("a duplicate takes the frame away", lua("elseif outcome ~= 'duplicate' or is_done(k, id) then", "else")),
+    one("the frame of a duplicate of a done id stays", lua("outcome ~= 'duplicate' or is_done(k, id)", "outcome ~= 'duplicate'")),
+    one("anybody's failure counts", lua("if call('HGET', k.holders, id) ~= args[1] then", "if not call('HGET', k.holders, id) then")),
+    one("a dead ticket has no tombstone", lua("  call('HSET', k.frames, id, args[3])\n", "", after="register('fail'")),
+    one("a duplicate replaces the frame", client("redis", "transaction.hsetnx(self._frames_key, str(ticket_id), frame)", "transaction.hset(self._frames_key, str(ticket_id), frame)")),
+    # -- takes
+    one("a take asked for again is assigned anew", lua("if #before.ids <= wanted then return {'OK', before.chain, before.ids} end", "")),
+    one("a take of another history is repeated", AGAIN_CHAIN),
+    one("takes need not follow by number", TAKE_NUMBER,
+        survives="the chain of the store's last take is compared as well, and no two takes have the same"),
+    one("takes need not follow by chain", TAKE_CHAIN),
+    two("takes need not follow at all", TAKE_NUMBER, TAKE_CHAIN),
+    two("no chain in TAKE", AGAIN_CHAIN, TAKE_CHAIN),
+    one("the window is one too large", lua("tonumber(ids[wanted]) >= anchor(k) + window", "tonumber(ids[wanted]) > anchor(k) + window")),
+    one("no window", lua("#ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window", "#ids < wanted")),
+    one("the anchor overlooks what waits to be issued again", lua("lowest(k.reissue) or math.huge, ", "")),
+    one("the anchor overlooks what is leased", lua("lowest(k.leased) or math.huge, ", "")),
+    one("taken groups stay ready", lua("  call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)\n", "")),
+    one("the learner never waits", lua("'starving', waits and 1 or 0)", "'starving', 0)")),
+    one("the learner always waits", lua("'starving', waits and 1 or 0)", "'starving', 1)")),
+    # -- frames that are refused
+    one("any take may be shortened", REJECT_LAST,
+        survives="a take that is not the last one was consumed: it holds no frame that the learner could refuse"),
+    one("a take of another history may be shortened", REJECT_CHAIN,
+        survives="a group has no second frame while its id is in a take, so a late duplicate finds what it refuses gone, emptied, or still bad"),
+    one("a frame is refused twice", lua(" or #ids == #take.ids or frame == ''", " or #ids == #take.ids")),
+    one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
+    one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[7])", "issue_again(k, rejected) == nil")),
+    one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, str(error))\n", "")),
+    one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != ticket_id:", "if False:")),
+    # -- commits
+    one("a commit is made twice", lua("if number <= committed then return {'OK', 0} end", "")),
+    one("a commit of another history", COMMIT_CHAIN),
+    two("a commit of another history, takes too", COMMIT_CHAIN, TAKE_CHAIN),
+    one("a commit forgets one take only", lua("for n = committed + 1, number do\n    local ids", "for n = number, number do\n    local ids")),
+    one("a commit keeps the frames", lua("    drop_frames(k, ids)\n", "", after="register_for_learner('commit'")),
+    one("a commit keeps the takes", lua("    call('HDEL', k.takes, n)\n    groups", "    groups")),
+    one("a commit does not mark its ids", lua(" call('SADD', k.done, ...) end)", " end)", after="register_for_learner('commit'")),
+    one("a commit does not move the watermark", lua("'committed', number, 'watermark', watermark)", "'committed', number)")),
+    one("a commit keeps the attempts", lua("call('HDEL', k.attempts, ...) call('SADD'", "call('SADD'")),
+    one("commits before the checkpoint is there", loop("        oldest = checkpoints.save(", "        self.intake.commit(ledger.takes, ledger.chain, version)\n        oldest = checkpoints.save(")),
+    one("commits the newest checkpoint, not the oldest", loop('checkpoints.state(oldest)["ledger"]', 'checkpoints.state(version)["ledger"]')),
+    # -- learners
+    one("a store that lost its memory has another learner", lua("if epoch < tonumber(args[1]) then", "if false then")),
+    one("the owner is not looked at", FENCE_OWNER),
+    one("the epoch is not looked at", FENCE_EPOCH),
+    one("no fence", lua("epoch > tonumber(args[1]) or call('HGET', k.meta, 'owner') ~= args[2]", "false")),
+    one("a new learner has no new epoch", NEW_EPOCH),
+    two("epochs do not fence", NEW_EPOCH, FENCE_OWNER),
+    one("epochs begin again after a wipe", lua("math.max(epoch, tonumber(args[1])) + 1", "epoch + 1")),
+    one("the version goes back", lua("math.max(meta(k, 'version'), args[3])", "args[3]")),
+    one("the limit goes back", lua("math.max(meta(k, 'limit'), args[4])", "args[4]")),
+    one("a revoked holder keeps a ticket", lua("for _, id in ipairs(ids) do issue_again(k, id) end", "for i = 2, #ids do issue_again(k, ids[i]) end", after="register_privileged('revoke'")),
+    one("closing closes nothing", lua("call('HSET', k.meta, 'closed', 1)", "call('HSET', k.meta, 'closed', 0)")),
+    one("commits need memory", lua("register(name, {'allow-oom'}, function(k, args)\n    call('HSETNX'", "register(name, {}, function(k, args)\n    call('HSETNX'")),
+    # -- recovery
+    one("takes of another history are kept", KEEP_CHAIN),
+    one("takes whose groups are not there are kept", lua("if is_done(k, id) or call('HEXISTS', k.frames, id) == 0 then whole = false end", "")),
+    one("takes that go on from the ledger are forgotten", lua("    if not whole then break end", "    if true then break end")),
+    one("takes that are not kept stay", lua("if not after[tonumber(n)] then call('HDEL', k.takes, n) end", "")),
+    one("frames of done groups stay", lua("  forget_obsolete(k, k.frames, issued)\n", "")),
+    one("a frame of an id that was never issued stays", lua("if is_done(k, id) or tonumber(id) > issued then obsolete", "if is_done(k, id) then obsolete")),
+    one("leases of done ids stay", lua("if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then unlease(k, id) end", "")),
+    one("leases end at a recovery", lua("elseif not is_done(k, id) and call('HEXISTS', k.holders, id) == 0 then", "elseif not is_done(k, id) then unlease(k, id)")),
+    one("a recovery issues done ids again", lua("elseif not is_done(k, id) and call('HEXISTS', k.holders, id) == 0 then", "elseif call('HEXISTS', k.holders, id) == 0 then")),
+    one("taken groups are ready as well", lua("if not kept[id] then call('ZADD', k.ready, id, id) end", "call('ZADD', k.ready, id, id)")),
+    one("a recovery does not count bytes", lua("  call('HSET', k.totals, 'bytes', bytes)\n", "")),
+    one("a recovery forgets the watermark", lua("       'watermark', watermark, 'committed', args[3])", "       'committed', args[3])")),
+    one("a recovery keeps what was done", lua("  call('DEL', k.done)\n", "", after="register_privileged('recover'")),
+    one("a recovery does not mark what is done", lua("    call('SADD', k.done, id)\n", "", after="register_privileged('recover'")),
+    one("a wiped store issues done ids", lua("math.max(total(k, 'issued'), watermark)", "total(k, 'issued')")),
+    one("a wiped store issues done ids above the watermark", lua("    issued = math.max(issued, tonumber(id))\n", "")),
+    one("a recovery does not open a closed lane", lua("'closed', 0, 'starving', 0,", "'starving', 0,")),
+    one("a recovery keeps the credit of before", lua("'limit', args[6], ", "", after="register_privileged('recover'")),
+    # -- the client
+    one("every lease is the same request", client("redis", "uuid.uuid4().int)", "1)")),
+    one("the learner does not learn its epoch", client("redis", "self._epoch = self._checked(", "self._checked(")),
+    one("a gap is no gap", client("redis", 'if status == b"GAP":', "if False:")),
+    one("a fenced learner goes on", client("redis", 'if status == b"FENCED":', "if False:")),
+    one("lost frames are left out", client("redis", "        if missing:\n", "        if False:\n")),
+    one("a wiped server is not given the functions", client("redis", "client.function_load(LIBRARY, replace=True)", "pass")),
+    one("running out of memory is an error", client("redis", "        except StoreFullError:\n            return Lease(version=0, tickets=(), closed=False)\n", "        except ZeroDivisionError:\n            raise\n"),
+        survives="the generator dies and another one comes"),
+    one("a store that is away is given up at once", client("connection", "if time.monotonic() + pause_s > deadline:", "if True:"),
+        survives="whoever gives up is started again: slower, and nothing is lost"),
+    one("the credit is not told again to a store that forgot it", OPEN_WAITING),
+    one("a rejected group does not give its credit back at once", OPEN_REJECTED, survives="it does when the learner next waits"),
+    two("a rejected group never gives its credit back", OPEN_WAITING, OPEN_REJECTED),
+    one("a group of a lost history is trained", client("intake", "if max(versions) > version:", "if False:")),
+    one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
+    one("a gap is not healed", client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")),
+    one("rejected groups are not counted", client("intake", 'self.ledger.count_rejected(reason.split(":")[0])', "pass")),
+    one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._accepted, self", "        self._accepted, self")),
+    one("the ledger enters no ids", client("ledger", "        self.above.update(ids)\n", "")),
+    one("the ledger enters ids twice", REPEATED_IDS, survives="the store never assigns an id twice"),
+    two("the ledger enters ids twice, takes of another history", REPEATED_IDS, AGAIN_CHAIN),
+    one("the ledger saves no ids above the watermark", client("ledger", '"above": sorted(self.above)', '"above": []')),
+    one("the ledger's watermark skips one", client("ledger", "while self.watermark + 1 in self.above:", "while self.watermark + 2 in self.above:")),
+    one("a ticket may start one version too early", Edit("asyncrl/algo/staleness.py", "version - (limit - ticket_id) // groups)", "version - 1 - (limit - ticket_id) // groups)")),
+    one("one step of credit too much", Edit("asyncrl/algo/staleness.py", "(max_lag + version + 1) * groups", "(max_lag + version + 2) * groups")),
+    one("rejected groups give no credit", Edit("asyncrl/algo/staleness.py", "* groups + rejected", "* groups")),
+    one("a fresh learner keeps what an earlier run left", client("run_record", "        if fresh:\n", "        if False:\n")),
+    one("a fresh learner forgets the epoch", client("run_record", "if epoch is not None:", "if False:")),
+    one("a holder gives back what it does not hold", loop("self.buffer.give_back(self.process.name, [ticket.id])", "self.buffer.give_back('g0.2', [ticket.id])"),
+        survives="the store looks at the holder"),
+]  # fmt: skip
