@@ -297,8 +297,9 @@ class CheckpointConfig(Part):
 
     every: Positive = 50
     """Steps between checkpoints; one is always made at the end."""
-    keep: Positive = 2
-    """Checkpoints kept; groups are forgotten by the store when the oldest kept one holds them."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints kept; groups are forgotten by the store when the oldest kept one holds them. At least two, so that a damaged
+    newest one costs steps and no group."""
 
 
 class TelemetryConfig(Part):

@@ -272,6 +272,10 @@ class Head:
         self._trackers.log({"time/checkpoint": seconds}, step=self.version)
         self._intake.commit(oldest.ledger.takes, oldest.ledger.chain, self.version)
 
+    def save_failed(self, count: int) -> None:
+        """The `count`-th save of this learner failed; it goes on."""
+        self._trackers.log({"checkpoint/failed": count}, step=self.version)
+
     def finish(self) -> None:
         """Wait for the evaluation of the final weights, then send everybody home."""
         self._phase = "evaluating"

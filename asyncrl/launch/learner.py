@@ -21,6 +21,7 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.errors import CheckpointError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head, LearnerState
 from asyncrl.launch.ranks import run_ranks
@@ -47,7 +48,9 @@ log = logging.getLogger(__name__)
 
 STOP = b"stop"
 POLL_S = 1.0
-"""Between two signs of life to the other ranks while groups are missing."""
+"""Between two signs of life to the other ranks while groups are missing, and between two attempts at the last checkpoint."""
+LAST_ATTEMPTS = 60
+"""At the last checkpoint: a person may make room, but a run that ends must end."""
 
 
 class LearnerRun:
@@ -75,6 +78,8 @@ class LearnerRun:
         self._head = head
         self._stop = stop
         self._logs = logs
+        self._is_overdue = False
+        self._failed_saves = 0
 
     def collect(self, version: int) -> Collected:
         """Rank 0 takes; the others fetch the same groups from the store."""
@@ -82,7 +87,7 @@ class LearnerRun:
         while not message:
             message = self._trainer.broadcast(self._poll(self._head, version) if self._head else None)
         if message == STOP:
-            self._save(version)
+            self._save_at_last(version)
             raise SystemExit(128 + signal.SIGTERM)
         if self._head:
             return self._head.collected
@@ -109,9 +114,32 @@ class LearnerRun:
             self._head.report(step)
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save when it is due, and only then let the store forget."""
-        if last or version % self._config.checkpoint.every == 0:
+        """Save when it is due, and only then let the store forget.
+
+        A save that fails (a full disk) is due again after the next step; the last one is tried again for a minute.
+        """
+        if last:
+            self._save_at_last(version)
+        elif self._is_overdue or version % self._config.checkpoint.every == 0:
+            self._is_overdue = not self._try_to_save(version)
+
+    def _save_at_last(self, version: int) -> None:
+        for _ in range(LAST_ATTEMPTS):  # counted, not timed: every rank must give up at the same one
+            if self._try_to_save(version):
+                return
+            time.sleep(POLL_S)
+        self._save(version)
+
+    def _try_to_save(self, version: int) -> bool:
+        try:
             self._save(version)
+        except CheckpointError as error:  # the same on every rank
+            self._failed_saves += 1
+            log.error("step %d is not saved, older checkpoints are as they were; it will be tried again: %s", version, error)
+            if self._head:
+                self._head.save_failed(self._failed_saves)
+            return False
+        return True
 
     def _save(self, version: int) -> None:
         started_s = time.perf_counter()

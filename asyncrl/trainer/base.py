@@ -117,6 +117,7 @@ class Trainer(Protocol):
         """Models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
 
         Into the existing `directory`. Returns when the files of every rank are there; the caller makes them durable.
+        Raises CheckpointError on every rank when any of them could not write.
         """
         ...
 

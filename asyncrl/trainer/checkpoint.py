@@ -49,13 +49,18 @@ class CheckpointStore:
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
         """Make a durable checkpoint of `step`, then prune; the oldest kept step, on every rank. `state` must survive JSON.
 
-        A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when rank 0
-        cannot write; what was there before is still there.
+        A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when one of
+        them cannot write: what was there before is still there, and the space that the attempt took is free again.
         """
         writing = self._directory / f".writing-{_name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
-            trainer.save(writing)
-            self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
+            try:
+                trainer.save(writing)
+                self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
+            except CheckpointError:
+                if trainer.rank == 0 and writing.exists():
+                    self._give_up(writing)
+                raise
         return self._on_rank_0(trainer, self._prune)
 
     def latest(self) -> Path | None:
@@ -124,12 +129,30 @@ class CheckpointStore:
             except CheckpointError as error:
                 self._set_aside(target, error)
             else:
+                self._files.fsync(self._directory)
                 return False
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._files.fsync(self._directory.parent)
         for leftover in self._directory.glob(".writing-*"):
             self._files.remove(leftover)
+        self._require_space()
         writing.mkdir()
         return True
+
+    def _require_space(self) -> None:
+        """Say at once what a long write would find out: the next checkpoint is as large as the newest."""
+        needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
+        if (free := self._files.free_bytes(self._directory)) < needed:
+            raise CheckpointError(
+                f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has {free / 2**20:.1f} MiB "
+                "left for the next one; make room there"
+            )
+
+    def _give_up(self, writing: Path) -> None:
+        try:
+            self._files.remove(writing)
+        except OSError as error:
+            log.warning("%s is of no use and could not be removed now (%s); the next save removes it", writing, error)
 
     def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())

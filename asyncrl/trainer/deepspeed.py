@@ -15,6 +15,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.engine_settings import choose_device, join_deepspeed, zero_stage
+from asyncrl.trainer.files import Writes
 from asyncrl.trainer.loading import export_model, load_critic, load_policy
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.rng import load_rng, save_rng
@@ -113,17 +114,22 @@ class DeepSpeedTrainer:
 
     def save(self, directory: Path) -> None:
         """See `Trainer`. Returns when the files of all ranks are there; making them durable is the caller's."""
-        self._policy.save(directory, POLICY)
+        writes = Writes()
+        self._policy.save(directory, POLICY, writes)
         if self._critic is not None:
-            self._critic.save(directory, CRITIC)
+            self._critic.save(directory, CRITIC, writes)
         if self._reference is not None and self._reference.moved:
-            self._reference.save(directory / REFERENCE, self.rank)
-        save_rng(directory / f"rng-{self.rank:04}.safetensors")
+            self._reference.save(directory / REFERENCE, self.rank, writes)
+        writes.attempt(lambda: save_rng(directory / f"rng-{self.rank:04}.safetensors"))
         state = {name: tensor.cpu().clone() for name, tensor in self.parameters() if self.rank == 0}
         if self.rank == 0:
-            export_model(self._policy.engine.module.model, state, self._model_config, directory / "hf")
-            (directory / "trainer.json").write_text(json.dumps(self._layout))
-        self._ranks.barrier()
+            model = self._policy.engine.module.model
+            writes.attempt(lambda: export_model(model, state, self._model_config, directory / "hf"))
+            writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(self._layout)))
+        failures = [failure.decode() for failure in self.gather(writes.failure.encode())]
+        if any(failures):
+            found = "; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+            raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
         """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises CheckpointError for another layout."""

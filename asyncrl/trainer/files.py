@@ -1,12 +1,16 @@
-"""The few operations on files that durability rests on, in one object, so that a test can fail each of them."""
+"""Writing that may fail: the few operations that durability rests on, in one object, so that a test can fail each of them."""
 
 import fcntl
 import os
 import shutil
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from safetensors import SafetensorError
 
 from asyncrl.errors import RunError
 
@@ -33,6 +37,30 @@ class FileOps:
     def remove(self, path: Path) -> None:
         """A whole directory."""
         shutil.rmtree(path)
+
+    def free_bytes(self, directory: Path) -> int:
+        """What the disk under `directory` still takes."""
+        return shutil.disk_usage(directory).free
+
+
+@dataclass(slots=True)
+class Writes:
+    """The writes of one rank in one save: after one that failed the others are left out.
+
+    A rank that gave up at once would leave the others waiting in the next collective.
+    """
+
+    failure: str = ""
+    """Of the first that failed."""
+
+    def attempt(self, write: Callable[[], object]) -> None:
+        """Run `write`, unless one has failed already."""
+        if self.failure:
+            return
+        try:
+            write()
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words for a full disk
+            self.failure = f"{type(error).__name__}: {error}"
 
 
 class RunLock:

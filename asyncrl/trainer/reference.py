@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.trainer.engine_settings import inference_settings
+from asyncrl.trainer.files import Writes
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.trainer.trained_model import whole_parameters
 
@@ -42,12 +43,12 @@ class Reference:
             if hasattr(mine, "partition"):
                 mine.partition()  # small parameters stay gathered between passes: drop that copy, it is stale
 
-    def save(self, directory: Path, rank: int) -> None:
-        """Write the weights into `directory`, on rank 0."""
+    def save(self, directory: Path, rank: int, writes: Writes) -> None:
+        """Write the weights into `directory`, on rank 0; `writes` has what failed."""
         state = {name: tensor.detach().cpu().clone() for name, tensor in whole_parameters(self._policy.model) if rank == 0}
         if rank == 0:
-            directory.mkdir()
-            save_file(state, directory / FILE, metadata={"updates": str(self._updates)})
+            writes.attempt(directory.mkdir)
+            writes.attempt(lambda: save_file(state, directory / FILE, metadata={"updates": str(self._updates)}))
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`."""

@@ -22,6 +22,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.engine_settings import engine_settings, warm_up
+from asyncrl.trainer.files import Writes
 
 
 class TrainedModel:
@@ -53,8 +54,11 @@ class TrainedModel:
         metrics = self._reduce(sums) | {"skipped_steps": float(not math.isfinite(grad_norm))}
         return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
 
-    def save(self, directory: Path, tag: str) -> None:
-        """Parameters, optimizer and scheduler into `directory/tag`."""
+    def save(self, directory: Path, tag: str, writes: Writes) -> None:
+        """Parameters, optimizer and scheduler into `directory/tag`; `writes` has what failed."""
+        files = self.engine.checkpoint_engine
+        write = type(files).save
+        files.save = lambda state_dict, path: writes.attempt(lambda: write(files, state_dict, path))
         self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
     def load(self, directory: Path, tag: str) -> None:

@@ -63,6 +63,23 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
             run_ranks(ranks, model, [base | models | {"name": "resumed", "steps": [1, 2]}], tmp_path / f"second {found}")
 
 
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(tmp_path: Path, ranks: int, stage: int) -> None:
+    """Every file is the first that does not fit: the ranks still meet in every collective."""
+    limits = [1, 3_000, 20_000, 200_000]
+    scenario = {
+        "name": "full",
+        "run": "full_disk",
+        "stage": stage,
+        "store": str(tmp_path / "store"),
+        "limits": limits,
+        "critic": True,
+    }
+    errors = run_ranks(ranks, tiny_qwen2(tmp_path / "model"), [scenario], tmp_path / "out")["full"][1]
+    assert len(errors) >= 3 and all(f"rank {ranks - 1}:" in error and "could not be written" in error for error in errors)
+    assert not list((tmp_path / "store").glob(".writing-*"))
+
+
 def test_a_frozen_reference_is_not_saved_and_may_be_switched_on_and_off(tmp_path: Path) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store), "decay": None}

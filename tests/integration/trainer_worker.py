@@ -6,6 +6,7 @@ Each scenario writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.j
 import json
 import math
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.errors import CheckpointError
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.collectives import Rendezvous
@@ -305,6 +307,32 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     result = everything(trainer)
     trainer.close()
     return result, {"losses": losses, "state": state}
+
+
+def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Saves while no file of the last rank may grow beyond some size: a full disk on one host. Then with room again."""
+    trainer = build(job, scenario, lr=1e-2)
+    store = CheckpointStore(Path(scenario["store"]), KEY, 2)
+    store.save(1, trainer, {"version": 1})
+    errors = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in scenario["limits"]:
+        trainer.step([microbatch(sequences(), CPU)], loss_over(60))
+        if job["rank"] == job["ranks"] - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            store.save(2, trainer, {"version": 2})
+        except CheckpointError as error:
+            errors.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert store.latest() == Path(scenario["store"]) / "step-000001"
+    store.save(2, trainer, {"version": 2})
+    expected = everything(trainer)
+    assert store.load(trainer) == {"version": 2}
+    assert all(torch.equal(expected[name], tensor) for name, tensor in everything(trainer).items())
+    trainer.close()
+    return {"done": torch.zeros(1)}, errors
 
 
 def main() -> None:

@@ -1,0 +1,118 @@
+"""A disk that is full or broken costs a learner its checkpoint of that step, not its life."""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from test_checkpoint_atomic import KEY, FakeTrainer
+
+from asyncrl.errors import CheckpointError
+from asyncrl.launch import learner
+from asyncrl.launch.head import LearnerState
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.files import FileOps, Writes
+
+
+class SickDisk(FileOps):
+    """Fails `failures` operations of the given kind."""
+
+    def __init__(self, failures: int = 0, *, kind: str = "fsync", code: int = errno.EIO, free: int = 1 << 40) -> None:
+        self.failures, self.kind, self.code, self.free = failures, kind, code, free
+
+    def _perhaps(self, kind: str) -> None:
+        if kind == self.kind and self.failures > 0:
+            self.failures -= 1
+            raise OSError(self.code, "the disk is sick")
+
+    def write(self, path: Path, data: bytes) -> None:
+        self._perhaps("write")
+        super().write(path, data)
+
+    def fsync(self, path: Path) -> None:
+        self._perhaps("fsync")
+        super().fsync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._perhaps("rename")
+        super().rename(source, target)
+
+    def free_bytes(self, directory: Path) -> int:
+        return self.free
+
+
+class FakeHead:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:
+        return LearnerState(version=version)
+
+    def saved(self, oldest: LearnerState, seconds: float) -> None:
+        self.events.append(("commit", oldest.version))
+
+    def save_failed(self, count: int) -> None:
+        self.events.append(("failed", count))
+
+
+def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[learner.LearnerRun, FakeHead]:
+    head, config, coefficients = FakeHead(), mock.Mock(), mock.Mock()
+    config.checkpoint.every = every
+    coefficients.state.return_value = {}
+    store = CheckpointStore(root, KEY, 2, disk)
+    run: Any = learner.LearnerRun(config, FakeTrainer("weights"), None, store, (), coefficients, head, None, None)  # type: ignore[arg-type]
+    return run, head
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
+def test_a_save_that_fails_is_tried_again_after_the_next_step_and_nothing_is_committed_before(tmp_path: Path, kind: str) -> None:
+    disk = SickDisk(kind=kind)
+    run, head = run_on(tmp_path, disk)
+    for version in range(1, 8):
+        disk.failures = 1 if version in (4, 5) else 0
+        run.checkpoint(version, last=False)
+        assert not list(tmp_path.glob(".writing-*"))
+    assert head.events == [("commit", 2), ("failed", 1), ("failed", 2), ("commit", 2)]  # of 2, 4, 5 and 6
+    assert CheckpointStore(tmp_path, KEY, 2).latest() == tmp_path / "step-000006"
+
+
+def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(learner.time, "sleep", waited.append)
+    disk = SickDisk(3)
+    run, head = run_on(tmp_path, disk)
+    run.checkpoint(7, last=True)
+    assert head.events == [("failed", 1), ("failed", 2), ("failed", 3), ("commit", 7)] and len(waited) == 3
+    disk.failures = 1000
+    with pytest.raises(CheckpointError, match="sick"):
+        run.checkpoint(8, last=True)
+    assert 3 <= len(waited) <= 3 + learner.LAST_ATTEMPTS
+    assert CheckpointStore(tmp_path, KEY, 2).latest() == tmp_path / "step-000007"
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    disk = SickDisk()
+    store = CheckpointStore(tmp_path, KEY, 2, disk)
+    store.save(1, FakeTrainer("x" * 100_000), {"version": 1})
+    disk.free = 1 << 20
+    trainer = mock.Mock(wraps=FakeTrainer("y"), rank=0)
+    with pytest.raises(CheckpointError, match=r"newest checkpoint has 9\.6 MiB, the disk has 1\.0 MiB left.*make room"):
+        store.save(2, trainer, {"version": 2})
+    trainer.save.assert_not_called()
+    shutil.rmtree(tmp_path / "step-000001")
+    store.save(2, trainer, {"version": 2})
+
+
+def test_after_a_failed_write_the_others_are_left_out() -> None:
+    writes, done = Writes(), []
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for write in (lambda: done.append(1), fail, lambda: done.append(2)):
+        writes.attempt(write)
+    assert done == [1] and "No space left" in writes.failure
