@@ -269,7 +269,7 @@ def _choices(node: ast.expr) -> tuple[Any, ...]:
 
 
 def _hint(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word.lower(), known, n=1)
     if close:
         return f"; did you mean `{close[0]}`?"
     return f"; known are {', '.join(sorted(known))}." if known else "; it takes none."

@@ -13,9 +13,9 @@ app = typer.Typer()
 @app.command()
 def validate(config: Annotated[Path, typer.Argument()], overrides: Overrides = None) -> None:
     """Check a config: all mistakes at once, without loading a model."""
-    from asyncrl.config.load import check_files, load_config
+    from asyncrl.launch.validate import validated_config
 
-    check_files(load_config(config, overrides or []))
+    validated_config(config, overrides or [])
     typer.echo(f"{config}: fine")
 
 

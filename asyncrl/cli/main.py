@@ -29,6 +29,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: a mistake of the user's is a message and exit status 2, never a traceback."""
+    # To find plugins, pydantic reads the metadata of every installed package: a third of the time until `validate` answers.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     try:
         if status := app(standalone_mode=False):  # of `typer.Exit`; commands return nothing
             sys.exit(status)

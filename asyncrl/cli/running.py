@@ -18,10 +18,10 @@ def up(
     plain: Annotated[bool, typer.Option(help="Lines instead of the dashboard.")] = False,
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
-    from asyncrl.config.load import load_config
     from asyncrl.launch.up import run_here
+    from asyncrl.launch.validate import validated_config
 
-    run_here(load_config(config, overrides or []), fresh=fresh, generators=True, plain=plain)
+    run_here(validated_config(config, overrides or []), fresh=fresh, generators=True, plain=plain)
 
 
 @app.command()
@@ -31,10 +31,10 @@ def learner(
     fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
-    from asyncrl.config.load import load_config
     from asyncrl.launch.up import run_here
+    from asyncrl.launch.validate import validated_config
 
-    run_here(load_config(config, overrides or []), fresh=fresh, generators=False, plain=True)
+    run_here(validated_config(config, overrides or []), fresh=fresh, generators=False, plain=True)
 
 
 @app.command()

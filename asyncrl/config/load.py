@@ -5,15 +5,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from asyncrl.config.agreements import disagreements
 from asyncrl.config.choices import CHOICES, default_name, kind_at
 from asyncrl.config.document import Node, Problem, merge, override, read
-from asyncrl.config.files import check_files
-from asyncrl.config.report import describe, panel, problems_of, schema_at, shown
+from asyncrl.config.draft import Draft, mended
+from asyncrl.config.report import describe, named_keys, panel, problems_of, rule_problem, schema_at, shown
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-__all__ = ["check_files", "config_hash", "config_json", "dump_config", "load_config"]
+__all__ = ["checked", "config_hash", "config_json", "dump_config", "load_config", "read_draft"]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -25,23 +26,36 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
     """
+    return checked(read_draft(path, overrides))
+
+
+def checked(draft: Draft) -> Config:
+    """The config of a draft without problems. Raises ConfigError with all of them."""
+    if draft.problems or draft.config is None:
+        problems = sorted(draft.problems, key=_reading_order)
+        raise ConfigError(panel(problems, title=str(draft.path)))
+    return draft.config
+
+
+def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """What `load_config` makes its config of, with the problems found so far. Raises ConfigError for what is no YAML."""
     root, problems = read(path)
     for text in overrides:
         try:
-            root = merge(root, override(text))
+            root = Node(merge(root, override(text)).value, root.place)
         except ConfigError as error:
             problems.extend(Problem("", (), line) for line in str(error).splitlines())
     root = _with_default_names(root)
     problems += [*_misread(root), *_choice_problems(root)]
     reported = {problem.keys for problem in problems}
     try:
-        config = Config.model_validate(root.plain())
+        return Draft(path, root, problems, Config.model_validate(root.plain()))
     except ValidationError as error:
         problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
-    if problems:
-        problems.sort(key=_reading_order)
-        raise ConfigError(panel(problems, title=str(path)))
-    return config
+    draft = Draft(path, root, problems, mended(root, [problem.keys for problem in problems]))
+    for line in disagreements(draft.config) if draft.config else ():
+        draft.add(named_keys(line), rule_problem(line, (), root))
+    return draft
 
 
 def _reading_order(problem: Problem) -> tuple[bool, str, int]:

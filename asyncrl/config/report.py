@@ -41,16 +41,20 @@ def _problems_of(detail: Any, root: Node) -> list[Problem]:
             schema = schema_at(keys)
             return [Problem(place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`")]
         case "value_error":
-            return [_rule(line, keys, root) for line in str(detail["ctx"]["error"]).splitlines()]
+            return [rule_problem(line, keys, root) for line in str(detail["ctx"]["error"]).splitlines()]
     return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(keys, detail)}")]
 
 
-def _rule(text: str, keys: Keys, root: Node) -> Problem:
+def rule_problem(text: str, keys: Keys, root: Node) -> Problem:
     """A broken rule between keys: placed at the first key that it names and that was written."""
-    names = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)
-    candidates = [(*keys, *name.split(".")) for name in names]
+    candidates = [(*keys, *name) for name in named_keys(text)]
     written = next((candidate for candidate in candidates if root.has(candidate)), keys)
     return Problem(root.nearest(written).place, written, text)
+
+
+def named_keys(text: str) -> list[Keys]:
+    """Whatever in a rule's text may be a key."""
+    return [tuple(name.split(".")) for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)]
 
 
 def _allowed(keys: Keys, detail: Any) -> str:
@@ -69,7 +73,7 @@ def _allowed(keys: Keys, detail: Any) -> str:
 
 def suggest_key(keys: Keys) -> str:
     """The keys known at a place, and the one that was probably meant, there or elsewhere."""
-    key, known = str(keys[-1]), known_keys(keys[:-1])
+    key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     meant = meant or ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
     elsewhere = [path for path in all_paths() if path.rsplit(".", 1)[-1] == key]
@@ -154,6 +158,7 @@ def describe(schema: Schema) -> str:
         if key in schema
     ]
     pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
+    pattern = [f"such as {schema['examples'][0]}"] if "examples" in schema else pattern
     return " ".join([TYPES.get(str(kind), "another value"), " and ".join(bounds), *pattern]).strip().replace("  ", " ")
 
 

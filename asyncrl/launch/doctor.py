@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config.load import check_files, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import host, run, stack
 from asyncrl.launch.checks.base import Check, Finding, Outcome, execute, fine, wrong
+from asyncrl.launch.validate import validated_config
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 IMPORT_S = 240.0
@@ -77,14 +77,10 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
     if config_path is None:
         return None, None
     try:
-        config = load_config(config_path, overrides)
+        config = validated_config(config_path, overrides)
     except ConfigError as error:
         return None, wrong(str(error), "mend these lines; `asyncrl validate` checks them again")
-    try:
-        check_files(config)
-    except ConfigError as error:
-        return config, wrong(str(error), "mend these values; `asyncrl validate` checks them again")
-    return config, fine(f"{config_path}: every key and file is as it should be")
+    return config, fine(f"{config_path}: every key, file and function is as it should be")
 
 
 def machine_checks(config: Config | None) -> list[Check]:

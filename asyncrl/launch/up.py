@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.load import check_files
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -29,7 +28,6 @@ LEAVE_S = 20.0
 
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> None:
     """Run until the training is done or somebody stops it. Raises RunError."""
-    check_files(config)
     directory = RunDirectory(config.run.directory)
     refuse_second_run(directory)
     directory.create(fresh=fresh)

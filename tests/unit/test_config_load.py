@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.load import check_files, config_hash, config_json, dump_config, load_config
+from asyncrl.config.load import config_hash, config_json, dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.validate import validated_config
 
 GOOD = """\
 run: {name: first}
@@ -309,10 +310,10 @@ def make_model(directory: Path, **settings: object) -> Path:
 def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "model")
-    write(tmp_path, '{"prompt": "a"}\n', "train.jsonl")
+    write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
     path = write(tmp_path, GOOD)
     fits = ["model.path=./model", "sampling.max_prompt_tokens=64", "sampling.max_response_tokens=64"]
-    check_files(load_config(path, fits))
+    validated_config(path, fits)
     mistakes = {
         "data.train=tain.jsonl": "did you mean `train.jsonl`?",
         "data.eval=./eval.jsonl": "data.eval: found no ./eval.jsonl",
@@ -321,17 +322,17 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
         "sampling.max_response_tokens=65": "max_prompt_tokens 64 + max_response_tokens 65 = 129; allowed is 128",
         "generator.tensor_parallel=4": "divisor of the 6 attention heads: [1, 2, 3, 6]",
         "reward.functions.0.function=score.py:f": "reward.functions.0.function: found no score.py",
-        "learner.hooks=[look.py:Look]": "learner.hooks.0.name: found no look.py; give `path.py:Class`",
+        "learner.hooks=[look.py:Look]": "learner.hooks.0.name: found no look.py; give `path.py:Look`",
         "learner.ranks=500": "found 500 ranks for 256 sequences",
     }
     for override, said in mistakes.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
-            check_files(load_config(path, [*fits, override]))
+            validated_config(path, [*fits, override])
     for name, said in {"tokenizer.json": "no tokenizer", "model.safetensors": "no weights", "config.json": "cannot read"}.items():
         content = (tmp_path / "model" / name).read_bytes()
         (tmp_path / "model" / name).unlink()
         with pytest.raises(ConfigError, match=said):
-            check_files(load_config(path, fits))
+            validated_config(path, fits)
         (tmp_path / "model" / name).write_bytes(content)
 
 
@@ -342,17 +343,17 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
     monkeypatch.chdir(tmp_path)
     fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", f"telemetry.{tracker}=true"]
     path = write(tmp_path, GOOD)
-    check_files(load_config(path, fits))
+    validated_config(path, fits)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=re.escape(f"telemetry.{tracker}: is true, but {tracker} is not installed; pip install")
     ):
-        check_files(load_config(path, fits))
+        validated_config(path, fits)
 
 
 def test_hub_names_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    check_files(load_config(write(tmp_path, GOOD), ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k"]))
+    validated_config(write(tmp_path, GOOD), ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k"])
 
 
 def test_reading_a_config_does_not_import_torch() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import check_files, load_config
+from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
+from asyncrl.launch.validate import validated_config
 from asyncrl.rewards.load import bind, load_function
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_configs_of_present_models_fit_their_files(path, monkeypatch):
     config = load_config(path)
     if not Path(config.model.path).exists():
         pytest.skip(f"needs {config.model.path}")
-    check_files(config)
+    validated_config(path)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,0 +1,89 @@
+"""A config with mistakes in it: mended as far as needed to look for more, so that all of them are told at once."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config.choices import Keys
+from asyncrl.config.document import Node, Problem
+from asyncrl.config.schema import PARTS_ONLY, Config
+
+PLACEHOLDERS: dict[Keys, Any] = {
+    ("run", "name"): "unnamed",
+    ("model", "path"): "no/model",
+    ("data", "train"): "no/data",
+    ("reward", "functions"): [{"function": "exact_match"}],
+}
+"""For what is needed and missing; names of the hub, so that no file is looked for."""
+UNKNOWN_KEY = "an unknown key"
+"""Says that a value stands somewhere else than where it belongs, so that a default took its place."""
+ROUNDS = 8
+"""Taking out one mistake may uncover another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A config as far as it can be read."""
+
+    path: Path
+    root: Node
+    problems: list[Problem]
+    config: Config | None
+    """Without what is wrong; None where too little is right."""
+
+    def add(self, about: Iterable[Keys], problem: Problem) -> None:
+        """Enter a problem, unless it may hang on one that has been reported: of a key that it is `about`, or of its section."""
+        doubtful = [one.keys[:-1] if UNKNOWN_KEY in one.text else one.keys for one in self.problems if len(one.keys) > 1]
+        unknown_section = any(UNKNOWN_KEY in one.text for one in self.problems if len(one.keys) == 1)
+        if unknown_section and not self.root.has(problem.keys):
+            return
+        if not any(keys[: len(known)] == known for keys in about for known in doubtful):
+            self.problems.append(problem)
+
+
+def mended(root: Node, wrong: Iterable[Keys]) -> Config | None:
+    """The config without the values at `wrong` and without whatever else is not valid, defaults in their place."""
+    values = deepcopy(root.plain())
+    for keys in wrong:
+        _take_out(values, keys)
+    for _ in range(ROUNDS):
+        try:
+            return Config.model_validate(values, context=PARTS_ONLY)
+        except ValidationError as error:
+            for detail in error.errors():
+                _mend(values, tuple(detail["loc"]), missing=detail["type"] == "missing")
+    return None
+
+
+def _mend(values: Any, keys: Keys, *, missing: bool) -> None:
+    if not missing:
+        _take_out(values, keys)
+    elif keys in PLACEHOLDERS:
+        _parent(values, keys)[keys[-1]] = deepcopy(PLACEHOLDERS[keys])
+    elif len(keys) == 1:
+        values[keys[0]] = {}
+    else:
+        _take_out(values, keys[:-1])
+
+
+def _take_out(values: Any, keys: Keys) -> None:
+    parent = _parent(values, keys) if keys else None
+    if isinstance(parent, dict):
+        parent.pop(keys[-1], None)
+    elif isinstance(parent, list) and isinstance(keys[-1], int) and keys[-1] < len(parent):
+        del parent[keys[-1]]
+
+
+def _parent(values: Any, keys: Keys) -> Any:
+    for key in keys[:-1]:
+        if isinstance(values, dict):
+            values = values.get(key)
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return None
+    return values

@@ -1,0 +1,19 @@
+"""A config with everything checked that can be known without loading a model, and every mistake of it told at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.document import Problem
+from asyncrl.config.files import file_problems
+from asyncrl.config.load import checked, read_draft
+from asyncrl.config.schema import Config
+from asyncrl.launch.sources import source_problems
+
+
+def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config, its files and functions looked at on this host. Raises ConfigError with every problem and its line."""
+    draft = read_draft(path, overrides)
+    for name, text in [*file_problems(draft.config), *source_problems(draft.config, draft.root)] if draft.config else ():
+        keys = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+        draft.add([keys], Problem(draft.root.nearest(keys).place, keys, text))
+    return checked(draft)

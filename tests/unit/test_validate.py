@@ -1,0 +1,275 @@
+"""Twenty mistakes as people make them, one config after the other and all in one: each is named with its line and a way out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.validate import validated_config
+
+GOOD = """\
+run:
+  name: mine
+model:
+  path: ./model
+data:
+  train: data/train.jsonl
+  eval: data/test.jsonl
+  prompt_field: question
+reward:
+  functions:
+    - function: score.py:correct
+      weight: 1.0
+    - function: score.py:brief
+batch:
+  groups: 32
+  group_size: 8
+sampling:
+  max_prompt_tokens: 64
+  max_response_tokens: 64
+staleness:
+  max_lag: 4
+algorithm:
+  advantage: grpo
+  kl:
+    coefficient: 0.0
+learner:
+  steps: 100
+  optimizer:
+    lr: 1e-6
+generator:
+  count: 2
+  lease_s: 60
+store:
+  max_gib: 4.0
+control:
+  stall_s: 1800
+eval:
+  every: 10
+checkpoint:
+  every: 50
+telemetry:
+  wandb: off
+"""
+SCORE = """\
+def correct(prompt, response, answer, **columns):
+    return float(answer in response)
+
+def brief(prompt, response):
+    return 1.0 / (1 + len(response))
+"""
+
+MISTAKES = [
+    # (what a line says, what somebody wrote, key, what must be said: found or cause, way out)
+    ("  groups: 32", "  gropus: 32", "batch.gropus", "did you mean `groups`?"),  # typing
+    ("  max_prompt_tokens: 64", "  max-prompt-tokens: 64", "sampling.max-prompt-tokens", "did you mean `max_prompt_tokens`?"),
+    ("  max_response_tokens: 64", "  max_new_tokens: 64", "sampling.max_new_tokens", "did you mean `max_response_tokens`?"),
+    ("    lr: 1e-6", "    learning_rate: 1e-6", "learner.optimizer.learning_rate", "did you mean `learner.optimizer.lr`?"),
+    ("  steps: 100", "  steps: 1,000", "learner.steps", "found '1,000'; allowed is a whole number >= 1; correct the value"),
+    ("  lease_s: 60", "  lease_s: 60s", "generator.lease_s", "found '60s'; allowed is a number > 0; correct the value"),
+    ("  max_lag: 4", "  max_lag: -1", "staleness.max_lag", "found -1; allowed is a whole number >= 0; correct the value"),
+    ("  count: 2", "  count: two", "generator.count", "found 'two'; allowed is a whole number >= 1; correct the value"),
+    ("  wandb: off", "  wandb: yes", "telemetry.wandb", "allowed is one of off, online, offline; correct the value"),
+    ("  advantage: grpo", "  advantage: GRPO", "algorithm.advantage.name", "did you mean `grpo`?"),
+    ("    coefficient: 0.0", "    coefficient: 0.1\n    estimator: k1", "algorithm.kl.estimator", "set one of them"),
+    ("  max_gib: 4.0", "  url: localhost:6379", "store.url", "allowed is text such as redis://HOST:6379/0"),
+    ("  stall_s: 1800", "  bind: 10.0.0.1:5555", "control.bind", "allowed is text such as tcp://10.0.0.1:5555"),
+    ("  eval: data/test.jsonl", "  eval: data/tset.jsonl", "data.eval", "did you mean `data/test.jsonl`?"),
+    ("  prompt_field: question", "  prompt_field: quesiton", "data.prompt_field", "did you mean `question`?"),
+    (
+        "    - function: score.py:correct",
+        "    - function: score.py:corect",
+        "reward.functions.0.function",
+        "did you mean `correct`?",
+    ),
+    (
+        "    - function: score.py:brief",
+        "    - function: exact_mach",
+        "reward.functions.1.function",
+        "did you mean `exact_match`?",
+    ),
+    ("  path: ./model", "  path: ./modle", "model.path", "did you mean `model`?"),
+    ("  every: 50", "  every: 50\n  every: 20", "checkpoint.every", "delete one of them"),
+    ("eval:\n  every: 10", "eval:\n  every: 10\n  samples: 4", "eval.samples", "set a temperature"),
+]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / f"data/{name}.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    (tmp_path / "score.py").write_text(SCORE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 128, "num_attention_heads": 8}')
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def said_of(text: str, *overrides: str) -> list[str]:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        validated_config(Path("run.yaml"), overrides)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"{len(lines)} problem{'s' * (len(lines) != 1)} in run.yaml"
+    return lines
+
+
+def line_of(text: str, wrong: str, key: str) -> int:
+    """The line with the last word of the key, or the first of what was written."""
+    lines = wrong.splitlines()
+    word = key.split(".")[-1]
+    inside = max((n for n, line in enumerate(lines) if word in line), default=0)
+    return text[: text.index(wrong)].count("\n") + 1 + inside
+
+
+def test_the_config_without_mistakes_is_fine():
+    Path("run.yaml").write_text(GOOD)
+    assert validated_config(Path("run.yaml")).batch.groups == 32
+
+
+def test_there_are_twenty():
+    assert len({(right, key) for right, _, key, _ in MISTAKES}) == 20
+
+
+@pytest.mark.parametrize(("right", "wrong", "key", "said"), MISTAKES, ids=[mistake[2] for mistake in MISTAKES])
+def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, key: str, said: str):
+    assert GOOD.count(right + "\n") == 1
+    text = GOOD.replace(right + "\n", wrong + "\n")
+    (line,) = said_of(text)
+    assert line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line
+
+
+def test_all_twenty_are_told_at_once_each_with_its_line():
+    text = GOOD
+    for right, wrong, _, _ in MISTAKES:
+        text = text.replace(right + "\n", wrong + "\n")
+    lines = said_of(text)
+    for _, wrong, key, said in MISTAKES:
+        assert [line for line in lines if line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line], (
+            key
+        )
+    assert len(lines) == 20
+    numbers = [int(re.findall(r"run\.yaml:(\d+)  ", line)[0]) for line in lines]
+    assert numbers == sorted(numbers)
+
+
+def test_a_missing_need_does_not_hide_other_mistakes():
+    text = GOOD.replace("model:\n  path: ./model\n", "").replace("run:\n  name: mine", "run: {}")
+    text = text.replace("  train: data/train.jsonl\n", "").replace("- function: score.py:brief", "- weight: 2.0")
+    lines = said_of(text, "eval.samples=4", "learner.ranks=999")
+    assert any(line.startswith("  run.yaml  model: found nothing") for line in lines)
+    for key in ("model: ", "run.name: ", "data.train: ", "reward.functions.1.function: ", "eval.samples: ", "learner.ranks: "):
+        assert len([line for line in lines if f"  {key}" in line]) == 1, (key, lines)
+    assert len(lines) == 6
+
+
+def test_what_hangs_on_a_reported_key_is_not_told():
+    text = GOOD.replace("  group_size: 8", "  group_size: one").replace("  advantage: grpo", "  advantage: rloo")
+    assert len(said_of(text, "learner.ranks=999")) == 2, "ranks have nothing to do with the key that is wrong"
+    assert len(said_of(text.replace("group_size: one", "group_size: 1"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "said"),
+    [
+        ("def a(prompt, response, solution):\n  return 0", "own.py:a", "wants column `solution`, which data/train.jsonl lacks"),
+        ("def a(prompt, response, *, soluton):\n  return 0", "own.py:a", "it has question, answer"),
+        ("def a(prompt, response, answr):\n  return 0", "own.py:a", "did you mean `answer`?"),
+        ("def a(prompt response): return 0", "own.py:a", "own.py:1 is no Python"),
+        ("a = 3", "own.py:b", "found no `b` in own.py; it has no functions"),
+        ("", "missing_package.rewards:a", "found no module `missing_package`; install it"),
+    ],
+)
+def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
+    Path("own.py").write_text(code)
+    (line,) = said_of(GOOD, f"reward.functions.0.function={function}")
+    assert said in line and line.startswith("  override `reward.functions.0.function=")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def a(prompt, response, solution=None): return 0",
+        "def a(prompt, response, **columns): return 0",
+        "from elsewhere import a",
+        "from elsewhere import *",
+        "import functools\na = functools.partial(print)",
+        "@decorated\ndef a(prompt, response, solution): return 0",
+        "if True:\n    def a(prompt, response): return 0",
+        "class a:\n    def __call__(self, prompt, response): return 0",
+        "raise SystemExit('this must not run')\nasync def a(prompt, response, answer): return 0",
+    ],
+)
+def test_functions_that_may_well_be_there_are_no_mistake(code: str):
+    Path("own.py").write_text(code)
+    Path("run.yaml").write_text(GOOD)
+    assert validated_config(Path("run.yaml"), ["reward.functions.0.function=own.py:a", "reward.functions.0.name=a"])
+
+
+def test_functions_of_the_algorithm_and_hooks_are_looked_for():
+    (line,) = said_of(GOOD, "algorithm.policy_loss=own.py:loss")
+    assert "algorithm.policy_loss.name: found no own.py" in line
+    Path("own.py").write_text("class Look: ...\n")
+    (line,) = said_of(GOOD, "learner.hooks=[own.py:Lok]")
+    assert "did you mean `Look`?" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{bad\n", "no JSON object in the first row"), ("[1]\n", "found int"), ('"text"\n', "found str")]
+)
+def test_a_first_row_that_is_no_object(content: str, said: str):
+    Path("data/train.jsonl").write_text("\n" + content)
+    (line,) = said_of(GOOD)
+    assert said in line and line.startswith("  run.yaml:6  data.train: ")
+
+
+def test_columns_of_a_template_are_looked_for():
+    (line,) = said_of(GOOD.replace("  prompt_field: question", "  template: 'Q: {question[0]} {context}'"))
+    assert "run.yaml:8  data.template: wants column `context`" in line
+
+
+def test_held_out_rows_are_looked_at_too():
+    Path("data/test.json").write_text('[{"question": "1+1?"}]')
+    (line,) = said_of(GOOD, "data.eval=data/test.json")
+    assert "reward.functions.0.function: wants column `answer`, which data/test.json lacks" in line
+    (line,) = said_of(GOOD, "data.eval=./score.py")
+    assert "found the suffix `.py`" in line
+
+
+HEAVY = (
+    "torch",
+    "vllm",
+    "deepspeed",
+    "transformers",
+    "redis",
+    "zmq",
+    "wandb",
+    "numpy",
+    "psutil",
+    "datasets",
+    "pyarrow",
+    "plotext",
+)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "run.yaml"], ["up", "--help"]])
+def test_help_and_validate_import_nothing_heavy(arguments: list[str]):
+    Path("run.yaml").write_text(GOOD)
+    code = (
+        "import sys\nfrom asyncrl.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as leave:\n    assert not leave.code, leave.code\n"
+        f"print('HEAVY', sorted(set(sys.modules) & set({HEAVY})))"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": root},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("HEAVY []\n"), done.stdout + done.stderr
