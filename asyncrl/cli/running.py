@@ -66,12 +66,16 @@ def samples(
     run: RunArgument = None,
     count: Annotated[int, typer.Option(min=1)] = 5,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
-    kind: Annotated[str | None, typer.Option(help="train or eval.")] = None,
+    kind: Annotated[str | None, typer.Option(help="train, eval or dropped.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward, instead of the newest.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward.")] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="Of groups that were not trained, with the reason.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")] = False,
 ) -> None:
-    """Show rollouts: prompt, response, reward parts, versions."""
-    from asyncrl.launch.inspect import show_samples
+    """Show rollouts: prompt, response, reward parts, versions of the tokens."""
+    from asyncrl.launch.samples import show_samples, wanted
 
-    show_samples(run, count=count, step=step, kind=kind)
+    show_samples(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow)
 
 
 @app.command()

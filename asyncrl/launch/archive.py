@@ -111,13 +111,18 @@ class Archive:
         return found
 
     def samples(self) -> Iterator[SampleRecord]:
-        """Rollouts in the order in which they were written, one at a time: the file may be large."""
-        if not self.directory.samples.exists():
-            return
-        with self.directory.samples.open("rb") as file:
-            for line in file:
-                if (record := _parse(line)) is not None:
-                    yield sample_from(record)
+        """See `read_samples`."""
+        return read_samples(self.directory.samples)
+
+
+def read_samples(path: Path) -> Iterator[SampleRecord]:
+    """Rollouts in the order in which they were written, one at a time: the file may be large. None while there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (record := _parse(line)) is not None:
+                yield sample_from(record)
 
 
 def read_archive(directory: RunDirectory) -> Archive:

@@ -1,4 +1,4 @@
-"""Commands that look at a run: status, samples, audit, export."""
+"""Commands that look at a run: status, audit, export."""
 
 import json
 import shutil
@@ -12,11 +12,10 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import load_config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
-from asyncrl.telemetry.dashboard import render, sample_lines
-from asyncrl.telemetry.history import Tail
+from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.live import watch
-from asyncrl.telemetry.state import read_state, sample_from
+from asyncrl.telemetry.state import read_state
 from asyncrl.telemetry.status import read_status, status_json
 
 
@@ -31,19 +30,6 @@ def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
     else:
         console = Console()
         console.print(render(read_state(directory.path), console.width))
-
-
-def show_samples(run: Path | None, *, count: int, step: int | None, kind: str | None) -> None:
-    """Print the newest rollouts that match."""
-    directory = find_run(run)
-    if not directory.samples.exists():
-        raise RunError(f"{directory.samples} does not exist yet; samples are written after each step")
-    records = [sample_from(record) for record in Tail(directory.samples).read()]
-    chosen = [r for r in records if (step is None or r.step == step) and (kind is None or r.kind == kind)]
-    console = Console(highlight=False)
-    for record in chosen[-count:]:
-        for line in sample_lines(record, console.width, 40):
-            console.print(line)
 
 
 def show_audit(run: Path | None, store_url: str | None) -> None:
