@@ -213,7 +213,8 @@ class Generator:
         while (outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)) is PutOutcome.FULL:
             if time.monotonic() > warn_at_s:
                 warn_at_s += 30.0
-                log.warning("the store is full; group %d is kept and offered again until there is room", group.ticket_id)
+                where = {"ticket_id": group.ticket_id, "lane": lane.name}
+                log.warning("the store is full; group %d is kept and offered until there is room", group.ticket_id, extra=where)
             await asyncio.sleep(0.2)
         self._held[lane.name].pop(group.ticket_id)
         self._groups += outcome is PutOutcome.STORED
@@ -224,12 +225,13 @@ class Generator:
 
     async def _fail(self, lane: Lane, ticket: Ticket, reason: str) -> None:
         self._rewards_failed += 1
-        log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason)
+        where = {"ticket_id": ticket.id, "lane": lane.name}
+        log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason, extra=where)
         dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._engine.version, 0))
         tombstone = encode_group(dead, self._settings.wire_key)
         self._held[lane.name].pop(ticket.id)  # first, as above
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):
-            log.error("ticket %d of lane %s failed for the last time and is counted dead: %s", ticket.id, lane.name, reason)
+            log.error("ticket %d of lane %s failed for the last time, and is dead", ticket.id, lane.name, extra=where)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,8 @@ def decode_take(buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Gro
             if groups[-1].ticket_id != ticket_id:
                 raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
         except WireError as error:
-            log.error("group %d is not a frame of ours and counts as a failed attempt: %s", ticket_id, error)
+            where = {"ticket_id": ticket_id}
+            log.error("group %d is not a frame of ours and counts as a failed attempt: %s", ticket_id, error, extra=where)
             buffer.reject_frame(take, ticket_id, str(error))
             return None
     return groups

@@ -70,7 +70,7 @@ def _header(state: DashboardState, width: int) -> Line:
 def _advice(state: DashboardState, width: int) -> Line:
     if state.silent_s > SILENT_S:
         return one_line(
-            Text(f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.log", "bold red"), width
+            Text(f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl", "bold red"), width
         )
     if state.status and state.status.message:
         return one_line(Text(visible(state.status.message), "bold"), width)

@@ -128,7 +128,9 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert processes_of(run) == []
     assert not (run.parent / "prometheus" / "whole@learner.json").exists(), "who has ended is no target"
-    assert re.search(r" g0 v[1-6] ", (run / "logs" / "g0.log").read_text()), "lines carry the version that samples"
+    log = [json.loads(line) for line in (run / "logs" / "g0.jsonl").read_text().splitlines()]
+    assert {line["version"] for line in log} & set(range(1, 7)), "lines carry the version that samples"
+    assert re.search(r" g0 v[0-6] asyncrl", (run / "logs" / "g0.out").read_text()), "and people can read them too"
     ledger = ledger_of(run, 6)
     consumed = ledger["watermark"] + len(ledger["above"])
     assert ledger["trained"] == 6 * B

@@ -1,6 +1,7 @@
 """The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and survives."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -420,8 +421,8 @@ def test_log_lines_carry_the_version_that_samples(tmp_path):
         for handler in [handler for handler in logging.getLogger().handlers if context in handler.filters]:
             logging.getLogger().removeHandler(handler)
             handler.close()
-    lines = (tmp_path / "g0.log").read_text().splitlines()
-    assert [line.split(" g0 ")[1] for line in lines if " test: " in line] == ["v0 test: before", "v1 test: after"]
+    lines = [json.loads(line) for line in (tmp_path / "g0.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["event"]) for line in lines if line["logger"] == "test"] == [(0, "before"), (1, "after")]
 
 
 def test_a_full_store_keeps_the_group_with_the_generator():

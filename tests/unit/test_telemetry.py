@@ -6,6 +6,10 @@ import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -276,30 +280,76 @@ for step in range(150):
     assert last and last.step == 149
 
 
-def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextmanager
+def logging_restored() -> Iterator[logging.Logger]:
+    """The root logger, as it was when the block is left."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
-        setup_logging("other", tmp_path / "logs", console=False)
-        context = setup_logging("generator-3", tmp_path / "logs", console=True)
-        context.version = 12
-        logging.getLogger("asyncrl.x").warning("late %d", 5)
-        logging.getLogger("asyncrl.x").info("a lone \ud83d half")
-        ours = [handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)]
-        assert len(ours) == 2
+        yield root
     finally:
         for handler in [handler for handler in root.handlers if handler not in before]:
             root.removeHandler(handler)
             handler.close()
         root.setLevel(level)
         logging.captureWarnings(False)
-    text = (tmp_path / "logs" / "generator-3.log").read_text()
-    assert " WARNING generator-3 v12 asyncrl.x: late 5\n" in text
-    assert f"process {os.getpid()} begins" in text and "\\ud83d half" in text
-    assert "late 5" not in (tmp_path / "logs" / "other.log").read_text()
-    assert "v12 asyncrl.x: late 5" in capsys.readouterr().err
+
+
+def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logging_restored() as root:
+        setup_logging("other", tmp_path / "logs", console=False)
+        context = setup_logging("generator-3", tmp_path / "logs", console=True)
+        context.version = 12
+        logging.getLogger("asyncrl.x").warning("late %d", 5, extra={"ticket_id": 7})
+        logging.getLogger("asyncrl.x").info("a lone \ud83d half")
+        ours = [handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)]
+        assert len(ours) == 2
+    begins, late, half = lines(tmp_path / "logs" / "generator-3.jsonl")
+    assert begins["version"] is None and begins["event"] == f"log of process {os.getpid()} begins"
+    moment = datetime.fromisoformat(late.pop("time"))
+    assert abs(moment.timestamp() - time.time()) < 60.0
+    assert late == {
+        "level": "warning", "process": "generator-3", "version": 12, "logger": "asyncrl.x", "event": "late 5", "ticket_id": 7,
+    }  # fmt: skip
+    assert half["event"] == "a lone \ud83d half"
+    assert [line["process"] for line in lines(tmp_path / "logs" / "other.jsonl")] == ["other"]
+    assert " WARNING generator-3 v12 asyncrl.x: late 5\n" in capsys.readouterr().err
+
+
+def test_an_exception_is_one_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with logging_restored():
+        setup_logging("learner", tmp_path, console=False)
+        try:
+            raise ValueError("bad\nnews")
+        except ValueError:
+            logging.getLogger("asyncrl.x").exception("it broke", extra={"where": tmp_path})
+    _, said = lines(tmp_path / "learner.jsonl")
+    assert said["rank"] == 1 and said["event"] == "it broke" and str(tmp_path) in said["where"]
+    assert said["exception"].startswith("Traceback") and said["exception"].endswith("ValueError: bad\nnews")
+
+
+def test_secrets_reach_neither_the_file_nor_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", 'pass"word\\1')
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("SHORT_KEY", "asy")
+    with logging_restored():
+        setup_logging("learner", tmp_path, console=True)
+        logger = logging.getLogger("asyncrl.x")
+        logger.warning("store redis://user:other-secret@host:6379/0 with %s", 'pass"word\\1', extra={"token": "hf_abcdef"})
+        try:
+            raise RuntimeError("hf_abcdef is refused at rediss://:other-secret@host")
+        except RuntimeError:
+            logger.exception("not let in")
+    both = (tmp_path / "learner.jsonl").read_text() + capsys.readouterr().err
+    for secret in ("word", "hf_abcdef", "other-secret"):
+        assert secret not in both
+    assert "redis://***@host:6379/0" in both and "rediss://***@host" in both and "asyncrl.x" in both
+    assert lines(tmp_path / "learner.jsonl")[1]["token"] == "***"
 
 
 HEALTHY = {
