@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import time
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from helpers_compose import DEPLOY, compose, env_file, used_variables
+from helpers_docs import commands
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -205,3 +207,15 @@ def test_a_mounted_path_exists():
         assert service["working_dir"] == "/work" == service["volumes"][0].split(":")[1]
         assert (DEPLOY / Path(service["build"]["context"])).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+
+def test_the_env_file_can_be_filled_in(tmp_path):
+    """With the commands of the README, as typed."""
+    shutil.copy(DEPLOY / ".env.example", tmp_path)
+    typed = [command.text for command in commands(DEPLOY / "README.md", {"cp", "sed"})]
+    assert len(typed) == 3
+    subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
+    values = env_file(tmp_path / ".env")
+    assert re.fullmatch(r"[0-9a-f]{64}", values["ASYNCRL_STORE_PASSWORD"])
+    assert (values["ASYNCRL_UID"], values["ASYNCRL_GID"]) == (str(os.getuid()), str(os.getgid()))
+    assert compose(values) != compose(VALUES)

@@ -1,0 +1,148 @@
+"""What the documentation quotes exists: messages, metrics, commands with their options, keys and paths."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from helpers_docs import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
+
+from asyncrl.cli.main import app
+from asyncrl.config.choices import CHOICE_LISTS, CHOICES
+from asyncrl.config.load import load_config
+from asyncrl.config.report import all_paths
+from asyncrl.rewards.load import bind, load_function
+
+GROUP = typer.main.get_command(app)
+DONE_ELSEWHERE = {
+    "make quickstart": "the integration test of the warm-up and that of whole runs; measured in docs/results.md",
+    "make test": "is what runs this",
+    "git pull": "needs a remote",
+    "source .venv/bin/activate": "is what make install makes",
+}
+BY_HAND = {
+    "docker": "no Docker where tests run: the two test_deploy.py hold the files against what exists, and start the commands",
+    "sed": "test_the_env_file_can_be_filled_in",
+    "cp": "test_the_env_file_can_be_filled_in",
+    "python": "benchmarks: the script must exist",
+    "pip": "the extra must exist",
+}
+OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "sbatch", "mkdir", "vllm", "wandb", "tensorboard"}
+PROGRAMS = OTHERS | BY_HAND.keys()
+ALL = [command for page in PAGES for command in commands(page, PROGRAMS)]
+INLINE = [command for page in PAGES for command in inline_commands(page)]
+PLACEHOLDERS = {"FILE": "configs/quickstart.yaml", "RUN": "runs/x", "URL": "redis://127.0.0.1/0", "…": "x"}
+
+
+def label(command: Command) -> str:
+    return f"{command.page}: {command.text}"
+
+
+@pytest.mark.parametrize("command", [command for command in ALL if command.words[0] != "asyncrl"], ids=label)
+def test_every_command_is_known(command):
+    """One that is neither ours nor in a table above has to be put there, with how it is tested."""
+    program, *rest = command.words
+    if command.text in DONE_ELSEWHERE:
+        return
+    assert program in BY_HAND, f"{label(command)} is in no table of {Path(__file__).name}"
+    if program == "python":
+        assert (ROOT / rest[0]).is_file()
+    if program == "pip":
+        extras = re.findall(r"asyncrl\[([\w,]+)\]", command.text)
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        assert all(f"\n{extra} = [" in project for one in extras for extra in one.split(","))
+
+
+def test_no_table_holds_what_no_page_says():
+    assert {text for text in DONE_ELSEWHERE if text not in {command.text for command in ALL}} <= {"source .venv/bin/activate"}
+
+
+@pytest.mark.parametrize("command", [command for command in ALL if command.words[0] == "asyncrl"], ids=label)
+def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, monkeypatch):
+    """Parsed as typed, and the config that it names loads with its overrides. test_doc_commands.py runs what is quick."""
+    _, name, *rest = command.words
+    GROUP.commands[name].make_context(name, list(rest))
+    for page in PAGES:
+        for file, content in files(page).items():
+            (tmp_path / file).write_text(content, encoding="utf-8")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    config = next((word for word in rest if word.endswith(".yaml")), None)
+    if config:
+        load_config(Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
+
+
+@pytest.mark.parametrize("command", INLINE, ids=label)
+def test_commands_in_a_sentence_can_be_typed(command):
+    text = re.sub(r"\[([^\]]*)\]", r"\1", command.text)  # [RUN], [--store URL]
+    names = [name.strip() for name in text.removeprefix("asyncrl ").split(" · ")]
+    for words in ([word for word in name.split() if word not in ("…", "...")] for name in names):
+        given = [PLACEHOLDERS.get(word, word) for word in words[1:]]
+        assert words[0] in GROUP.commands, label(command)
+        if given or len(names) == 1:
+            parameters = GROUP.commands[words[0]].params
+            needs = [one for one in parameters if one.required]
+            if needs and not given:
+                continue  # its name is meant
+            GROUP.commands[words[0]].make_context(words[0], given)
+
+
+def messages() -> list[str]:
+    """Every text of the program; what is filled in is …"""
+    found = []
+    for path in [*(ROOT / "asyncrl").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(\.\d)?[sdgf]", "…", node.value))
+    return found
+
+
+def test_every_message_that_is_quoted_is_one_of_the_program():
+    known = messages()
+    rows = re.findall(r"^\| (.*?) \|", text_of(ROOT / "docs" / "troubleshooting.md"), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 40
+    for text in quoted:
+        pattern = ".*".join(re.escape(part.strip()) for part in text.split("…"))
+        assert any(re.search(pattern, message, re.DOTALL) for message in known), text
+
+
+def test_metrics_that_are_named_are_explained():
+    explained = text_of(ROOT / "docs" / "metrics.md")
+    prefixes = set(re.findall(r"`([a-z]+)/", explained))
+    for page in ("reading-metrics.md", "first-run.md", "own-task.md", "troubleshooting.md"):
+        for name in re.findall(r"`([a-z]+/[\w/@<>]+)`", text_of(ROOT / "docs" / page)):
+            general = re.sub(r"(masked_share)/\w+", r"\1/<band>", name)
+            general = re.sub(r"(rejected)_\w+", r"\1_<reason>", general)
+            general = re.sub(r"^(mismatch|policy|drift)/(?=k\d|ratio|ess)", "<pair>/", general)
+            if name.split("/")[0] in prefixes:
+                assert f"`{name}`" in explained or f"`{general}`" in explained, f"{page}: {name}"
+
+
+def test_keys_that_are_named_exist():
+    known = {*all_paths(), *(".".join(map(str, keys)) for keys in (*CHOICES, *CHOICE_LISTS))}
+    sections = {path for path in known if "." not in path}
+    for page in PAGES:
+        for name in re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", text_of(page)):
+            first = name.split(".")[0]
+            if first in sections and not name.endswith((".py", ".yaml", ".json", ".jsonl", ".md", ".key")):
+                plain = re.sub(r"\.\d+", "", name)
+                assert plain in known or plain in ITEMS, f"{page.name}: {name}"
+
+
+ITEMS = {"reward.functions.function", "reward.functions.weight", "reward.functions.name"}
+
+
+def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "own-task.md"
+    for file, content in files(page).items():
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (row,) = [ast.literal_eval(content.strip()) for language, content in blocks(page) if language == "json"]
+    columns = {"answer": row["answer"]}
+    right, step = (bind(load_function(f"task.py:{name}")) for name in ("right", "last_digit"))
+    for response, expected in (("46", (1.0, 1.0)), ("36", (0.0, 1.0)), ("47", (0.0, 0.0)), ("", (0.0, 0.0)), ("46x", (1.0, 1.0))):
+        assert (right(row["prompt"], response, columns), step(row["prompt"], response, columns)) == expected
