@@ -40,7 +40,7 @@ from asyncrl.trainer.estimate import GREEDY
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.decoder import GroupDecoder
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Head:
         self._is_recovered = False
         self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
+        self._decoder = GroupDecoder(wire_key())
         self._intake = self._make_intake(state.ledger)
         self._watch = AuditWatch(self._intake.buffer)
         self._evaluation = self._make_evaluation(state)
@@ -183,6 +184,7 @@ class Head:
         is_over = error is None or isinstance(error, (SystemExit, *NOT_MENDED_BY_A_RESTART))
         self._hub.stop(self._message, farewell=is_over)
         self._publisher.close()
+        self._decoder.close()
         self._trackers.close()
 
     def _make_intake(self, ledger: Ledger) -> Intake:
@@ -191,7 +193,7 @@ class Head:
         return Intake(
             buffer=train_lane(config, self._store),
             ledger=ledger,
-            decode=partial(decode_group, key=wire_key()),
+            decode=self._decoder.decode,
             judge=make_judge(
                 filters,
                 drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
@@ -211,7 +213,7 @@ class Head:
         return Evaluation(
             buffer=eval_lane(config, self._store, prompts),
             ledger=resume_ledger(state.evaluation, version=state.version, prompts=prompts, every=every, steps=steps),
-            decode=partial(decode_group, key=wire_key()),
+            decode=self._decoder.decode,
             prompts=prompts,
             every=every,
             steps=steps,

@@ -91,6 +91,7 @@ class LearnerRun:
             raise SystemExit(128 + signal.SIGTERM)
         if self._head:
             return self._head.collected
+        # Rank 0's decoder has survived these.
         frames = self._buffer.frames(json.loads(message))
         return Collected(groups=tuple(decode_group(frame, wire_key()) for frame in frames), rejected=(), takes=0)
 

@@ -14,7 +14,7 @@ import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -26,6 +26,9 @@ WIRE_VERSION = 1
 MAGIC = b"ASYNCRL\0"
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")}
 """What may cross, by name."""
+NESTING = 8
+
+C = TypeVar("C", list[Any], dict[Any, Any])
 
 _FIELDS = struct.Struct("<8sHHIQ")
 _CHECKSUM_BYTES = 16
@@ -40,7 +43,7 @@ class Limits:
     meta_bytes: int
     body_bytes: int
     items: int
-    """Entries of one list or map in the meta."""
+    """Entries of one list or map in the meta; of all of them together `NESTING` times as many."""
     text_bytes: int
     binary_bytes: int = 0
 
@@ -65,7 +68,7 @@ def encode_frame(limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, N
     return b"".join((fields, _checksum(key, fields, body, packed), body, packed))
 
 
-def decode_frame(limits: Limits, data: bytes, *, key: bytes = b"") -> Frame:
+def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes = b"") -> Frame:
     """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release."""
     body_bytes = _check_header(limits, data)
     view = memoryview(data)
@@ -77,7 +80,7 @@ def decode_frame(limits: Limits, data: bytes, *, key: bytes = b"") -> Frame:
     return Frame(meta=meta, arrays=_arrays(meta.pop("arrays", None), body))
 
 
-def _check_header(limits: Limits, data: bytes) -> int:
+def _check_header(limits: Limits, data: bytes | bytearray) -> int:
     """How many bytes of tensors follow."""
     if len(data) < HEADER_BYTES:
         raise WireError(f"{len(data)} bytes are no frame; the header alone has {HEADER_BYTES}")
@@ -112,7 +115,21 @@ def _checksum(key: bytes, *parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Entries that may still be unpacked: an empty list is one byte on the wire and sixty in memory."""
+
+    left: int
+
+    def spend(self, container: C) -> C:
+        self.left -= 1 + len(container)
+        if self.left < 0:
+            raise ValueError("too many entries in all lists and maps together")
+        return container
+
+
 def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
+    budget = _Budget(NESTING * limits.items)
     try:
         meta = msgpack.unpackb(
             packed,
@@ -123,6 +140,8 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
             max_str_len=limits.text_bytes,
             max_bin_len=limits.binary_bytes,
             max_ext_len=0,
+            list_hook=budget.spend,
+            object_hook=budget.spend,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"{len(packed)} bytes of meta are not what a frame may carry: {type(error).__name__}: {error}") from error

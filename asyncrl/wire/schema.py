@@ -16,6 +16,8 @@ from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
 GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
 """The body stays below what Redis takes as one value (512 MiB)."""
+MAX_ROLLOUTS, MAX_SPANS = 4096, 1 << 16
+"""Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and not their size."""
 REASON_CHARACTERS = 1000
 """A longer `dead_reason` is cut."""
 
@@ -57,6 +59,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
         pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
         arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
+    _check_counts(arrays)
     _check_finite(
         arrays,
         reward_parts=[value for rollout in rollouts for value in rollout.reward_parts.values()],
@@ -77,7 +80,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
 
 
-def decode_group(data: bytes, key: bytes = b"") -> Group:
+def decode_group(data: bytes | bytearray, key: bytes = b"") -> Group:
     """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group."""
     frame = decode_frame(GROUP_LIMITS, data, key=key)
     _check_columns(frame.arrays)
@@ -104,11 +107,20 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
     found = {name: array.dtype.name for name, array in arrays.items()}
     if found != _COLUMNS:
         raise WireError(f"the group has tensors {found}; needed are {_COLUMNS}")
+    _check_counts(arrays)
     for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens"):
         if (arrays[name] < 0).any():
             raise WireError(f"the group has a negative count in {name}")
     if (arrays["action_mask"] > 1).any():
         raise WireError("the group has an action mask with values other than 0 and 1")
+
+
+def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
+    rollouts, spans = len(arrays["rewards"]), len(arrays["span_tokens"])
+    if rollouts > MAX_ROLLOUTS or spans > MAX_SPANS:
+        raise WireError(
+            f"the group has {rollouts} rollouts with {spans} version spans; at most {MAX_ROLLOUTS} and {MAX_SPANS} are allowed"
+        )
 
 
 def _check_finite(
