@@ -33,6 +33,18 @@ def doctor(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Argument()],
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
+    from asyncrl.launch.plan import show_plan
+
+    show_plan(config, overrides or [], as_json=json)
+
+
+@app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
     from asyncrl.launch.warmup import build_quickstart

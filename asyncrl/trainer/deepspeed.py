@@ -14,9 +14,10 @@ from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
-from asyncrl.trainer.engine_settings import choose_device, join_deepspeed, zero_stage
+from asyncrl.trainer.engine_settings import choose_device, join_deepspeed
 from asyncrl.trainer.files import Writes
 from asyncrl.trainer.loading import export_model, load_critic, load_policy
+from asyncrl.trainer.memory import zero_stage
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.trained_model import TrainedModel, run, whole_parameters

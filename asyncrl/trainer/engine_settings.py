@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import ConfigError
 
 NEVER = 1 << 62
@@ -41,11 +41,6 @@ def join_deepspeed(local_rank: int) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ["LOCAL_RANK"] = str(local_rank)  # the only way in: deepspeed.initialize has no argument for it
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
-    """The configured stage, but 1 for 0 in bfloat16: AdamW needs float32 master weights, which ZeRO keeps (and shards)."""
-    return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
 
 
 def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""What a model and this machine are, without loading the one or touching the other."""
+
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import DataError
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.trainer.memory import ModelShape
+
+MIB = 1 << 20
+ASK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Memory that a run may use."""
+
+    memory_bytes: int
+    """Of the host, available now."""
+    gpu_bytes: tuple[int, ...]
+    """Total of each GPU."""
+
+
+def this_machine() -> Machine:
+    """GPUs as nvidia-smi shows them, so that no CUDA context is made."""
+    count = count_gpus()
+    return Machine(memory_bytes=psutil.virtual_memory().available, gpu_bytes=_gpu_bytes()[:count] if count else ())
+
+
+def _gpu_bytes() -> tuple[int, ...]:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(f"GPUs are there, but nvidia-smi does not show their memory ({error}); run `asyncrl doctor`") from error
+    return tuple(int(line) * MIB for line in said.split())
+
+
+def read_shape(model: ModelConfig) -> ModelShape:
+    """From the model's config.json: its architecture is built without memory, so that every parameter is counted once.
+
+    Raises:
+        DataError: no config could be read, or transformers does not know its architecture.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"model.path {model.path}: its size cannot be told ({error}); give a Hugging Face directory or name"
+        ) from error
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in built.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        query=heads * head_size,
+        kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+        vocabulary=text.vocab_size,
+    )

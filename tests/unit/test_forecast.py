@@ -1,0 +1,217 @@
+"""What `asyncrl plan` says against numbers worked out by hand, against real parameters, and against a real frame."""
+
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.launch.forecast import Forecast, forecast, frame_bytes
+from asyncrl.launch.machine import Machine, read_shape
+from asyncrl.launch.plan import table
+from asyncrl.trainer.memory import ModelShape, checkpoint_bytes
+from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.wire.schema import encode_group
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT.parent / "shared" / "models"
+GIB = 1 << 30
+STORIES = ModelShape(parameters=17_182_368, layers=6, hidden=288, intermediate=768, query=576, kv=576, vocabulary=32000)
+QWEN = ModelShape(parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151936)
+CPU = Machine(memory_bytes=24 * GIB, gpu_bytes=())
+
+
+def planned(config: Config, shape: ModelShape = STORIES, machine: Machine = CPU, rows: int | None = 1000) -> Forecast:
+    return forecast(config, shape, machine, rows=rows)
+
+
+def config_of(**sections: dict) -> Config:
+    values = {
+        "run": {"name": "a"}, "model": {"path": "m", "dtype": "float32"}, "data": {"train": "t"},
+        "reward": {"functions": [{"function": "exact_match"}]},
+    }  # fmt: skip
+    return Config.model_validate(values | {name: values.get(name, {}) | section for name, section in sections.items()})
+
+
+def real_parameters(directory: Path) -> int:
+    """From the header of the weights."""
+    with (directory / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+@pytest.mark.parametrize("name", ["stories15M-hd96", "stories260K-hd32"])
+def test_parameters_are_those_of_the_real_weights(name):
+    if not (MODELS / name).exists():
+        pytest.skip(f"needs {MODELS / name}")
+    shape = read_shape(config_of(model={"path": str(MODELS / name)}).model)
+    assert shape.parameters == real_parameters(MODELS / name)
+
+
+def test_a_known_model_by_hand():
+    if not (MODELS / "stories15M-hd96").exists():
+        pytest.skip("needs stories15M")
+    attention = 4 * 288 * (6 * 96)
+    layer = attention + 3 * 288 * 768 + 2 * 288
+    assert STORIES.parameters == 32000 * 288 + 6 * layer + 288  # embedding (tied), layers, last norm
+    assert read_shape(config_of(model={"path": str(MODELS / "stories15M-hd96")}).model) == STORIES
+
+
+def test_the_arithmetic_of_a_batch():
+    plan = planned(
+        config_of(
+            batch={"groups": 32, "group_size": 8, "minibatches": 4, "epochs": 2},
+            sampling={"max_prompt_tokens": 100, "max_response_tokens": 300},
+            staleness={"max_lag": 3},
+            learner={"steps": 50, "ranks": 2, "tokens_per_microbatch": 4000},
+            generator={"count": 3, "max_running": 100},
+            checkpoint={"every": 10, "keep": 2},
+            data={"eval": "e"},
+            eval={"every": 20},
+        ),
+        rows=640,
+    )
+    expected = {
+        "sequences": 256, "tokens, at most": 102_400, "optimizer steps": 8,
+        "micro-batches per rank": 4,  # 25,600 tokens of an optimizer step over 2 ranks x 4,000
+        "open groups, at most": 128, "window": 38, "oldest group, in steps": 3 + 2,  # 37 others: two steps
+        "groups being sampled": 36,  # 3 x (100 // 8)
+        "sequences in all": 12_800, "steps per epoch": 20, "epochs": 2.5,
+        "evaluations": 4,  # versions 0, 20, 40, 50
+    }  # fmt: skip
+    assert {name: plan[name] for name in expected} == expected
+    assert plan["store, at most"] == (128 + 2 * 10 * 32) * plan["a group, at most"]
+
+
+def test_a_group_of_greedy_baselines_takes_one_sequence_more():
+    plan = planned(
+        config_of(algorithm={"advantage": "remax"}, batch={"group_size": 1}, generator={"count": 1, "max_running": 10})
+    )
+    assert plan["groups being sampled"] == 5
+
+
+def test_memory_of_float32_on_a_cpu_by_hand():
+    config = config_of(
+        learner={"tokens_per_microbatch": 1000, "logprob_chunk_tokens": 100},
+        generator={"count": 2, "kv_cache_gib": 0.5, "max_running": 8},
+        sampling={"max_prompt_tokens": 100, "max_response_tokens": 100},
+    )
+    plan, n = planned(config), STORIES.parameters
+    assert plan["weights"] == plan["learner weights"] == plan["gradients"] == 4 * n
+    assert plan["optimizer"] == 8 * n
+    kept = 6 * 4 * (4 * 288 + 4 * 576 + 4 * 768)
+    assert plan["activations"] == 1000 * kept + 100 * 32000 * 3 * 4
+    assert plan["one rank"] == 16 * n + plan["activations"]
+    assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
+    assert plan["full sequences in KV"] == GIB // 2 // (2 * 6 * 576 * 4 * 200)
+    libraries = int(0.8 * GIB) + 2 * int(1.6 * GIB)
+    assert plan["host memory"] == libraries + 2 * 4 * n + plan["one rank"] + 2 * (2 * 4 * n + GIB // 2)
+    assert plan["checkpoint"] == 16 * n and plan["disk"] == 48 * n
+    assert not plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 2.0, 6.0, 3.0), (1, 2.0, 6.0, 3.0), (2, 2.0, 3.0, 3.0), (3, 0.5, 1.5, 3.0)],
+)
+def test_bytes_per_parameter_of_bfloat16_on_four_ranks(stage, weights, gradients, optimizer):
+    """Weights 2; gradients 4 (shared out from stage 2) and 2; master and moments 12 (from stage 1, which stands for 0)."""
+    plan = planned(
+        config_of(model={"dtype": "bfloat16"}, learner={"ranks": 4, "zero_stage": stage}), replace(STORIES, parameters=4000)
+    )
+    per_parameter = [plan[name] / 4000 for name in ("learner weights", "gradients", "optimizer")]
+    assert per_parameter == [weights, gradients, optimizer]
+
+
+def test_reference_and_critic_are_counted_where_there_are_any():
+    n = STORIES.parameters
+    base = planned(config_of())
+    reference = planned(config_of(algorithm={"kl": {"coefficient": 0.1}}))
+    critic = planned(config_of(algorithm={"advantage": "gae"}))
+    assert reference["one rank"] - base["one rank"] == 4 * n
+    assert critic["one rank"] - base["one rank"] == 16 * n and critic["checkpoint"] == 28 * n
+
+
+def test_checkpointing_keeps_one_layer_and_the_inputs_of_all():
+    config = config_of(learner={"tokens_per_microbatch": 1000, "gradient_checkpointing": True, "logprob_chunk_tokens": 100},
+                       sampling={"max_prompt_tokens": 9, "max_response_tokens": 9})  # fmt: skip
+    kept = 4 * (4 * 288 + 4 * 576 + 4 * 768) + 6 * 4 * 288
+    assert planned(config)["activations"] == 1000 * kept + 100 * 32000 * 12
+
+
+def test_a_group_in_the_store_is_as_large_as_a_real_one():
+    config = config_of(sampling={"max_prompt_tokens": 20, "max_response_tokens": 30}, batch={"group_size": 3})
+    rollout = Rollout(
+        prompt_ids=np.arange(20, dtype=np.int32),
+        response_ids=np.arange(30, dtype=np.int32),
+        action_mask=np.ones(30, np.bool_),
+        behaviour_logprobs=np.full(30, -1.5, np.float32),
+        version_spans=(VersionSpan(4, 11), VersionSpan(5, 19)),
+        finish_reason="stop",
+        reward=0.5,
+        reward_parts={"exact_match": 0.5},
+    )
+    group = Group(ticket_id=12345, rollouts=(rollout,) * 3, generator_id="g12", finished_version=5)
+    assert abs(frame_bytes(config) - len(encode_group(group, b"key"))) <= 16
+
+
+def test_a_checkpoint_on_disk():
+    """The quick start's, measured: 595,328 parameters in float32 made 9,613,524 bytes."""
+    size = checkpoint_bytes(replace(STORIES, parameters=595_328), config_of().model, critic=False)
+    assert size == pytest.approx(9_613_524, rel=0.01)
+
+
+GPU = Machine(memory_bytes=200 * GIB, gpu_bytes=(80 * GIB,) * 8)
+
+
+def test_gpus_are_those_that_the_run_would_use(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-8gpu.yaml"))
+    plan = planned(config, QWEN, GPU)
+    assert [plan[f"GPU {i}"] for i in range(8)] == [plan["one rank"]] * 2 + [int(0.85 * 80 * GIB)] * 6
+    assert plan["KV cache"] == int(0.85 * 80 * GIB) - 2 * QWEN.parameters
+    assert plan["KV of a sequence"] == 2 * 24 * 128 * 2 * config.sampling.max_tokens
+    assert not [warning for warning in plan.warnings if "GPU" in warning or "memory" in warning]
+
+
+def test_one_gpu_for_all_is_added_up(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-1gpu.yaml"))
+    one = replace(GPU, gpu_bytes=(80 * GIB,))
+    plan = planned(config, QWEN, one)
+    assert plan["GPU 0"] == plan["one rank"] + int(config.generator.gpu_memory_utilization * 80 * GIB) * config.generator.count
+    assert any(warning.startswith("GPU 0: ") for warning in planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).warnings)
+
+
+@pytest.mark.parametrize(
+    ("sections", "machine", "said"),
+    [
+        ({"generator": {"kv_cache_gib": 0.01}}, CPU, "holds no sequence of full length"),
+        ({"generator": {"kv_cache_gib": 0.1}, "batch": {"group_size": 8}}, CPU, "fewer than a group of 8"),
+        ({"generator": {"count": 12}}, CPU, "host memory: "),
+        ({"generator": {"count": 8, "max_running": 256}, "staleness": {"max_lag": 0}}, CPU, "some will wait"),
+        ({"model": {"dtype": "bfloat16"}}, replace(CPU, gpu_bytes=(GIB,)), "GPU 0: "),
+    ],
+)
+def test_what_cannot_go_well_is_told(sections, machine, said):
+    calm = {"generator": {"count": 1, "max_running": 64}}
+    chosen = {name: calm.get(name, {}) | sections.get(name, {}) for name in {*calm, *sections}}
+    warnings = planned(config_of(**chosen), machine=machine).warnings
+    assert [warning for warning in warnings if said in warning], warnings
+    assert all(" lower " in warning or " raise " in warning for warning in warnings)
+
+
+def test_every_number_says_how_it_is_formed_and_the_table_fits(monkeypatch):
+    plan = planned(config_of(data={"eval": "e"}, learner={"ranks": 2}))
+    assert all(line.formed and line.shown for line in plan.lines)
+    assert len({line.name for line in plan.lines}) == len(plan.lines)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table(plan))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
