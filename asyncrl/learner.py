@@ -7,10 +7,10 @@ produces  credit    to    buffer            through the version: unblocks genera
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.trainer.algorithm import Algorithm
@@ -41,6 +41,15 @@ class Run(Protocol):
         ...
 
 
+class Span(NamedTuple):
+    """One part of a step."""
+
+    name: str
+    started_at: float
+    """Unix seconds."""
+    duration_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One finished step, for reporting."""
@@ -52,6 +61,8 @@ class Step:
     results: tuple[StepResult, ...]
     """Of the policy; empty while only the critic learns."""
     seconds: Mapping[str, float]
+    spans: Sequence[Span] = ()
+    """What `seconds` adds up, in order."""
     critic_results: tuple[StepResult, ...] = ()
     coefficients: Mapping[str, float] = field(default_factory=dict)
     """Those that this step used, under their published names."""
@@ -61,18 +72,21 @@ class Step:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds by name."""
+    """Seconds by name, and when they passed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
     @contextmanager
     def time(self, name: str) -> Any:
         """Add the block's duration to `name`."""
-        started_s = time.perf_counter()
+        started_at, started_s = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
+            duration_s = time.perf_counter() - started_s
+            self.seconds[name] = self.seconds.get(name, 0.0) + duration_s
+            self.spans.append(Span(name, started_at, duration_s))
 
 
 def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, *, version: int, steps: int) -> None:
@@ -104,6 +118,7 @@ def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, 
             plan=plan,
             results=results,
             seconds=clock.seconds,
+            spans=clock.spans,
             critic_results=critic_results,
             coefficients=coefficients,
             hook_metrics=hook_metrics,

@@ -83,6 +83,16 @@ class Rollout:
         )
 
 
+class GroupTimes(NamedTuple):
+    """When a generator did what, in Unix seconds by its own clock: for people to look at, nothing is decided by it."""
+
+    leased_at: float
+    sampling_at: float
+    """When the weights were there that it may be sampled with."""
+    put_at: float
+    """When it was handed over, for the first time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """The rollouts of one ticket, or the reason why it died."""
@@ -94,6 +104,8 @@ class Group:
     """The generator's policy version when the group was complete: splits lag into in-flight and in-queue."""
     sampling_s: float = 0.0
     reward_s: float = 0.0
+    times: GroupTimes | None = None
+    """Unknown of dead groups, and of those that were sampled outside of a run."""
     greedy_reward: float | None = None
     """Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline."""
     dead_reason: str | None = None

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Collected:
     rejected: tuple[tuple[Group, str], ...]
     """Groups that were consumed on the way but are not trained, with the reason."""
     takes: int
+    taken_at: Mapping[int, float] = field(default_factory=dict)
+    """Unix seconds by ticket id, of both kinds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Intake:
     _accepted: list[Group] = field(default_factory=list)
     _rejected: list[tuple[Group, str]] = field(default_factory=list)
     _takes: int = 0
+    _taken_at: dict[int, float] = field(default_factory=dict)
     _settled: dict[str, Any] = field(init=False)
     _arrived: int = 0
     _waiting_for: int = -1
@@ -120,10 +123,12 @@ class Intake:
         self.recover(version)
 
     def _finish(self) -> Collected:
-        collected = Collected(groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes)
+        collected = Collected(
+            groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes, taken_at=self._taken_at
+        )
         self.ledger.trained += len(self._accepted)
         self._settled = self.ledger.to_dict()
-        self._accepted, self._rejected, self._takes = [], [], 0
+        self._accepted, self._rejected, self._takes, self._taken_at = [], [], 0, {}
         return collected
 
     def _sort(self, take: Take, version: int) -> None:
@@ -133,6 +138,7 @@ class Intake:
         self.ledger.consume(take.ids)
         self._last_progress_s = time.monotonic()
         self._takes += 1
+        self._taken_at |= dict.fromkeys(take.ids, time.time())
         for group in groups:
             reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
             if reason is None:

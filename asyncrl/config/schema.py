@@ -318,6 +318,8 @@ class TelemetryConfig(Part):
     """Trackio's local database; needs asyncrl[trackio]."""
     trackio_project: str = "asyncrl"
     """Project there; the run's name is `run.name`."""
+    trace: bool = True
+    """The timeline in RUN/trace_events.json, at most 64 MiB with the one before it."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """/metrics and /health of the learner; generator i has this + 1 + i. 0: any free ones. Default: off."""
     prometheus_host: str = "127.0.0.1"

@@ -65,11 +65,16 @@ class ControlHub:
         config_hash: str,
         wire_key: bytes = b"",
         on_dead: Callable[[str], None] = lambda holder: None,
+        on_report: Callable[[str, UpdateReport], None] = lambda generator_id, report: None,
     ) -> None:
-        """Binds and starts the thread. Raises ControlError when `endpoint` cannot be used."""
+        """Binds and starts the thread, in which `on_report` hears of every update.
+
+        Raises ControlError when `endpoint` cannot be used.
+        """
         self._publisher = publisher
         self._wire_key = wire_key
         self._on_dead = on_dead
+        self._on_report = on_report
         self._membership = Membership(
             release=release, config_hash=config_hash, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s
         )
@@ -241,6 +246,7 @@ class ControlHub:
     def _hear_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         if not report.applied:
             log.warning("generator %s did not apply version %d: %s", holder, report.version, report.reason)
+        self._on_report(holder.rpartition(":")[0], report)
         self._obey(self._schedule.reported(holder, report, now_s))
 
     def _hear_sender(self, holder: str, reply: UpdateOrder | Sent | Failed, now_s: float) -> None:

@@ -49,6 +49,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """The timeline, for Perfetto."""
+        return self.path / "trace_events.json"
+
+    @property
     def starts(self) -> Path:
         """Each start of the learner with its software, JSONL."""
         return self.path / "starts.jsonl"

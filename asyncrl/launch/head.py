@@ -31,6 +31,7 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.report import step_metrics
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import eval_lane, key_id, open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
@@ -128,6 +129,7 @@ class Head:
         self._exporter = open_exporter(config, directory, "learner")
         if self._exporter:
             self._trackers.add(self._exporter)
+        self._timeline = Timeline(directory.trace if config.telemetry.trace else None)
         self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
         self._status_path = directory.status
         self._ticker = Ticker(self._tick)
@@ -154,6 +156,7 @@ class Head:
             config_hash=hash_,
             wire_key=wire_key(),
             on_dead=self._revoke,
+            on_report=self._timeline.update,
         )
         self._ticker.start()
         return self
@@ -186,6 +189,7 @@ class Head:
         self._publisher.close()
         self._decoder.close()
         self._trackers.close()
+        self._timeline.close()
 
     def _make_intake(self, ledger: Ledger) -> Intake:
         config = self._config
@@ -255,6 +259,7 @@ class Head:
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
         counters["buffer/audit_mismatch"] = self._watch.mismatch
         self._trackers.log(step_metrics(step) | counters, step=step.version)
+        self._timeline.step(step)
         count = self._config.telemetry.samples_per_step
         dropped = dropped_records(step, self._decode_text, count)
         self._trackers.samples([*dropped, *sample_records(step, self._decode_text, count)])  # newest last: what was trained
@@ -272,6 +277,7 @@ class Head:
     def saved(self, oldest: LearnerState, seconds: float) -> None:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""
         self._trackers.log({"time/checkpoint": seconds}, step=self.version)
+        self._timeline.checkpoint(self.version, seconds)
         self._intake.commit(oldest.ledger.takes, oldest.ledger.chain, self.version)
 
     def save_failed(self, count: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
-from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
 GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
@@ -77,6 +77,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     }
     if group.greedy_reward is not None:  # added later: frames without it stay as they were
         meta["greedy_reward"] = float(group.greedy_reward)
+    if group.times is not None:
+        meta["times"] = [float(at) for at in group.times]
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
 
 
@@ -98,6 +100,7 @@ def decode_group(data: bytes | bytearray, key: bytes = b"") -> Group:
         finished_version=_value(meta, "finished_version", int),
         sampling_s=_value(meta, "sampling_s", float),
         reward_s=_value(meta, "reward_s", float),
+        times=_times(meta),
         greedy_reward=greedy_reward,
         dead_reason=_optional(meta, "dead_reason", str),
     )
@@ -176,6 +179,16 @@ def _texts(meta: Mapping[str, Any], name: str) -> list[str]:
     if not all(type(text) is str for text in texts):
         raise WireError(f"{name} of the group holds something other than texts")
     return texts
+
+
+def _times(meta: Mapping[str, Any]) -> GroupTimes | None:
+    match meta.get("times"):
+        case None:
+            return None
+        case [float(leased_at), float(sampling_at), float(put_at)]:
+            return GroupTimes(leased_at, sampling_at, put_at)
+        case found:
+            raise WireError(f"times of the group is {reprlib.repr(found)}; three numbers of Unix seconds are needed")
 
 
 def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:

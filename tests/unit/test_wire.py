@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
-from asyncrl.types import Group, Rollout, VersionSpan, version_spans
+from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec
 from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
@@ -54,6 +54,7 @@ groups = st.builds(
     finished_version=st.integers(-1, 2**40),
     sampling_s=finite,
     reward_s=finite,
+    times=st.none() | st.builds(GroupTimes, finite, finite, finite),
     greedy_reward=st.none() | finite,
     dead_reason=st.none() | names,
 )

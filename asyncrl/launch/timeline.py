@@ -1,0 +1,100 @@
+"""What the learner knows of a run's timeline: its own steps, the life of every group, the weights' way to each generator.
+
+What a generator did is told by its own clock, what the learner did by the learner's. A group's moments are put in order, so that
+clocks of two hosts that differ make a span of its life shorter or longer, and never negative.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from asyncrl.learner import Step
+from asyncrl.telemetry.trace import TraceWriter
+from asyncrl.types import Group
+from asyncrl.weights.base import UpdateReport
+
+log = logging.getLogger(__name__)
+
+LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
+LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
+"""Of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for the step, in its training."""
+
+
+class Timeline:
+    """Written as it happens. When it cannot be written, it ends with one message, and the run goes on."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: nothing is written."""
+        self._trace: TraceWriter | None = None
+        if path is not None:
+            self._safely(lambda: setattr(self, "_trace", TraceWriter(path)))
+
+    def step(self, step: Step) -> None:
+        """A step that has just ended, with its parts and the groups that it took."""
+        if trace := self._trace:
+            self._safely(lambda: trace_step(trace, step))
+
+    def update(self, generator_id: str, report: UpdateReport) -> None:
+        """An update that a generator has just reported."""
+        if trace := self._trace:
+            self._safely(lambda: trace_update(trace, generator_id, report))
+
+    def checkpoint(self, version: int, seconds: float) -> None:
+        """A checkpoint that has just been saved."""
+        now_at = time.time()
+        if trace := self._trace:
+            self._safely(lambda: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at))
+
+    def close(self) -> None:
+        """Close the file."""
+        if trace := self._trace:
+            self._trace = None
+            self._safely(trace.close)
+
+    def _safely(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError:
+            self._trace = None
+            log.exception("the timeline cannot be written and ends here; training goes on")
+
+
+def trace_step(trace: TraceWriter, step: Step) -> None:
+    """The step with its parts, and the groups that it took."""
+    spans = [(span.name, span.started_at, span.started_at + span.duration_s) for span in step.spans]
+    if not spans:
+        return
+    trace.slice(
+        LEARNER, STEPS, f"step {step.version}", spans[0][1], max(end for _, _, end in spans), groups=len(step.collected.groups)
+    )
+    for span in spans:
+        trace.slice(LEARNER, STEPS, *span)
+    training = next((start, end) for name, start, end in spans if name == "train")
+    for group in step.collected.groups:
+        _trace_group(trace, step, group, training, f"trained in step {step.version}")
+    for group, reason in step.collected.rejected:
+        _trace_group(trace, step, group, (), f"rejected: {reason}")
+
+
+def _trace_group(trace: TraceWriter, step: Step, group: Group, training: Sequence[float], outcome: str) -> None:
+    times, taken_at = group.times, step.collected.taken_at.get(group.ticket_id)
+    if times is None or taken_at is None:
+        return
+    sampled_at = times.sampling_at + group.sampling_s
+    known = [times.leased_at, times.sampling_at, sampled_at, sampled_at + group.reward_s, times.put_at, taken_at, *training]
+    moments = list(accumulate(known, max))
+    versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
+    details = {"outcome": outcome, "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1)}
+    process, track = group.generator_id, trace.lane(group.generator_id, moments[0], moments[-1])
+    trace.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
+    for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
+        trace.slice(process, track, name, start_at, end_at)
+
+
+def trace_update(trace: TraceWriter, generator_id: str, report: UpdateReport) -> None:
+    """An update that ends now."""
+    now_at = time.time()
+    details = {"outcome": report.reason or "applied", "paused_s": report.paused_s, "probe_max": report.probe_max}
+    trace.slice(generator_id, WEIGHTS, f"version {report.version}", now_at - report.transfer_s, now_at, **details)

@@ -1,0 +1,81 @@
+"""A timeline that Perfetto opens: events of the Chrome trace format, one a line, in an array that is never closed.
+
+Perfetto takes such an array as it is while it grows, and every line but the first is JSON before its last comma. An array rather
+than JSON lines, because of those it would read one line only.
+"""
+
+import json
+import threading
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+OPENING = b"[\n"
+END = b",\n"
+MAX_BYTES = 32 << 20
+"""Of one file; with the one before it, twice as much: some 500 steps of 32 groups each."""
+
+
+class TraceWriter:
+    """Slices on tracks of processes. Any thread may write."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        """Go on in the file `path`; one that is full becomes `<stem>.1.json`, in place of the last one."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._named: set[tuple[str, str]] = set()
+        self._lanes: dict[str, list[float]] = {}
+        self._file = self._open()
+
+    def slice(self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any) -> None:
+        """Something that took from `start_at` to `end_at`, in Unix seconds. What overlaps on a track must nest."""
+        with self._lock:
+            self._name(process, track)
+            event = {"ph": "X", "name": name, "ts": round(start_at * 1e6), "dur": round(end_at * 1e6) - round(start_at * 1e6)}
+            self._write(event | _where(process, track) | {"args": details})
+
+    def lane(self, process: str, start_at: float, end_at: float) -> str:
+        """A track of `process` that is free from `start_at` on, taken until `end_at`: for things that do not nest."""
+        with self._lock:
+            ends = self._lanes.setdefault(process, [])
+            free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))
+            ends[free : free + 1] = [end_at]
+            return f"groups {free + 1:03}"
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+    def _name(self, process: str, track: str) -> None:
+        if (process, track) not in self._named:
+            self._named.add((process, track))
+            for kind, name in (("process_name", process), ("thread_name", track)):
+                self._write({"ph": "M", "name": kind} | _where(process, track) | {"args": {"name": name}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event, separators=(",", ":")).encode() + END)
+        self._file.flush()
+        if self._file.tell() > self._max_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"{self._path.stem}.1{self._path.suffix}"))
+            self._named.clear()
+            self._file = self._open()
+
+    def _open(self) -> IO[bytes]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab+")
+        file.seek(0)
+        whole = file.read().rfind(END) + len(END)  # a killed process may have left half a line
+        if whole < len(OPENING + END):
+            file.truncate(0)
+            file.write(OPENING)
+        else:
+            file.truncate(whole)
+        return file
+
+
+def _where(process: str, track: str) -> dict[str, int]:
+    """Numbers for the names: the same in every process and after every restart."""
+    return {"pid": zlib.crc32(process.encode()) >> 1, "tid": zlib.crc32(f"{process} {track}".encode()) >> 1}
