@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     log = [json.loads(line) for line in (run / "logs" / "g0.jsonl").read_text().splitlines()]
     assert {line["version"] for line in log} & set(range(1, 7)), "lines carry the version that samples"
     assert re.search(r" g0 v[0-6] asyncrl", (run / "logs" / "g0.out").read_text()), "and people can read them too"
+    trace = [json.loads(line.removesuffix(",")) for line in (run / "trace_events.json").read_text().splitlines()[1:]]
+    lived = Counter(event["args"]["outcome"].split(":")[0] for event in trace if event["name"].startswith("group "))
+    assert {f"trained in step {number}": B for number in range(1, 7)}.items() <= lived.items(), "a life for each trained group"
+    durations = {event["name"]: event["dur"] / 1e6 for event in trace if event["name"].startswith("step ")}
+    for row in rows(run):
+        if "time/step" in row:  # between two parts nothing is done that counts
+            assert durations[f"step {row['step']}"] == pytest.approx(row["time/step"], rel=0.2, abs=0.5)
     ledger = ledger_of(run, 6)
     consumed = ledger["watermark"] + len(ledger["above"])
     assert ledger["trained"] == 6 * B
