@@ -39,6 +39,8 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
     try:
         audit = audit_store(directory, store_url)
     except StoreError:
+        if store_url or config.store.url:
+            raise  # an empty store of our own would prove nothing
         with StoreServer(config.store, directory.store) as server:  # the run is over; its data is still there
             audit = audit_store(directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from helpers_compose import DEPLOY, compose, env_file, used_variables
 from helpers_docs import commands
 from packaging.requirements import Requirement
@@ -24,8 +25,10 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.up import LEAVE_S, learner_spec
 
 ROOT = DEPLOY.parent
-VALUES = env_file() | {"ASYNCRL_STORE_PASSWORD": "p" * 64}
-SERVICES = compose(VALUES)["services"]
+SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "GRAFANA_PASSWORD": "g" * 32}
+VALUES = env_file() | SECRETS
+COMPOSE = compose(VALUES)
+SERVICES = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("asyncrl:")}
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -62,11 +65,11 @@ def test_every_service_is_bounded_and_can_be_stopped(name):
 
 
 def test_a_password_must_be_set_and_stands_in_no_argument():
-    with pytest.raises(KeyError, match="ASYNCRL_STORE_PASSWORD"):
-        compose(env_file())
-    for service in SERVICES.values():
-        assert VALUES["ASYNCRL_STORE_PASSWORD"] not in str(service["command"])
-        assert VALUES["ASYNCRL_STORE_PASSWORD"] not in str(service.get("healthcheck"))
+    for name, secret in SECRETS.items():
+        with pytest.raises(KeyError, match=name):
+            compose({**VALUES, name: ""})
+        for service in SERVICES.values():
+            assert secret not in str(service.get("command")) + str(service.get("healthcheck"))
 
 
 def test_the_example_of_env_has_every_variable_and_no_other():
@@ -200,13 +203,39 @@ def test_health_is_a_file_that_was_written_within_a_minute(tmp_path, file, servi
     assert not is_healthy()
 
 
-def test_a_mounted_path_exists():
+def test_mounted_paths_exist():
+    for name, service in SERVICES.items():
+        for volume in service["volumes"]:
+            source, target = volume.split(":")[:2]
+            if source.startswith((".", "/")):
+                assert (DEPLOY / source).resolve() in (ROOT, ROOT / "runs") or (DEPLOY / source).is_dir(), f"{name}: {volume}"
+                assert target.startswith("/")
+            else:
+                assert source in COMPOSE["volumes"], f"{name}: {volume}"
     for service in OURS.values():
-        source = service["volumes"][0].split(":")[0]
-        assert (DEPLOY / source).resolve() == ROOT
         assert service["working_dir"] == "/work" == service["volumes"][0].split(":")[1]
-        assert (DEPLOY / Path(service["build"]["context"])).resolve() == ROOT
+        assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+
+def test_prometheus_and_grafana_find_what_they_need():
+    prometheus, grafana = SERVICES["prometheus"], SERVICES["grafana"]
+    mounts = {
+        target: source for source, target, *_ in (volume.split(":") for volume in prometheus["volumes"] + grafana["volumes"])
+    }
+    scraping = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    (found,) = [pattern for one in scraping["scrape_configs"] for files in one["file_sd_configs"] for pattern in files["files"]]
+    written = RunDirectory(Path("runs/some")).target("learner")
+    assert Path(found.replace("/runs", "runs")).parent == written.parent and Path(mounts["/runs"]).name == "runs"
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/asyncrl.yml").read_text(encoding="utf-8"))
+    assert provider["providers"][0]["options"]["path"] in mounts
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8"))
+    host, port = source["datasources"][0]["url"].removeprefix("http://").split(":")
+    assert grafana["extra_hosts"] == [f"{host}:127.0.0.1"]
+    assert f"--web.listen-address=127.0.0.1:{port}" in prometheus["command"]
+    assert grafana["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    for name in ("box", "learner"):
+        assert config_of(SERVICES[name]["command"]).telemetry.prometheus_port == int(VALUES["METRICS_PORT"])
 
 
 def test_the_env_file_can_be_filled_in(tmp_path):
@@ -217,5 +246,6 @@ def test_the_env_file_can_be_filled_in(tmp_path):
     subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
     values = env_file(tmp_path / ".env")
     assert re.fullmatch(r"[0-9a-f]{64}", values["ASYNCRL_STORE_PASSWORD"])
+    assert re.fullmatch(r"[0-9a-f]{32}", values["GRAFANA_PASSWORD"])
     assert (values["ASYNCRL_UID"], values["ASYNCRL_GID"]) == (str(os.getuid()), str(os.getgid()))
     assert compose(values) != compose(VALUES)
