@@ -60,7 +60,7 @@ def analyze(
 
 @app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
-    """Copy the newest checkpoint as a Hugging Face model directory."""
-    from asyncrl.launch.inspect import export_run
+    """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
+    from asyncrl.launch.export import export_run
 
     export_run(run, to)

@@ -26,19 +26,22 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
     if len(runs) < 2:
         raise RunError(f"compare needs at least two runs, got {len(runs)}; give run directories or names")
     archives = labelled([read_archive(find_run(run)) for run in runs])
-    tables = [results(archives), *differences(archives)]
     console = Console(highlight=False)
-    for table in tables:
+    for table in (results(archives), *differences(archives)):
         console.print(terminal_table(table))
     if to:
-        sections = [
-            Section(title="Results", tables=tables[:1]),
-            Section(title="Curves", charts=overlaid(archives)),
-            Section(title="Differences", tables=tables[1:]),
-        ]
-        page = render_page(f"{len(archives)} runs", ", ".join(archives), sections)
-        to.write_text(page, encoding="utf-8")
+        to.write_text(compare_page(archives), encoding="utf-8")
         console.print(Text(str(to)), soft_wrap=True)
+
+
+def compare_page(archives: Mapping[str, Archive]) -> str:
+    """All of it as a page."""
+    sections = [
+        Section(title="Results", tables=[results(archives)]),
+        Section(title="Curves", charts=overlaid(archives)),
+        Section(title="Differences", tables=differences(archives)),
+    ]
+    return render_page(f"{len(archives)} runs", ", ".join(archives), sections)
 
 
 def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:

@@ -1,7 +1,6 @@
-"""Commands that look at a run: status, audit, export."""
+"""Commands that look at a run: status, audit."""
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,22 +59,3 @@ def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, Any
         raise RunError(f"{directory.path} has never been up here; give --store URL")
     audit = train_lane(config, connect_store(config, url, retry_s=2.0)).audit()
     return asdict(audit) | {"missing": audit.missing}
-
-
-def newest_export(directory: RunDirectory) -> Path:
-    """The Hugging Face directory in the newest valid checkpoint."""
-    from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
-
-    newest = CheckpointStore(directory.checkpoints, directory.secret().encode(), keep=1).latest()
-    if newest is None:
-        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made")
-    return newest / EXPORT
-
-
-def export_run(run: Path | None, to: Path) -> None:
-    """Copy the newest checkpoint's model directory."""
-    if to.exists():
-        raise RunError(f"{to} exists; give --to a new directory")
-    source = newest_export(find_run(run))
-    shutil.copytree(source, to)
-    print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output

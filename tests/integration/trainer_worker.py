@@ -335,6 +335,17 @@ def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
     return {"done": torch.zeros(1)}, errors
 
 
+def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """One step, a checkpoint of it, and what the trained weights say of a sequence before and after."""
+    trainer = build(job, scenario, lr=1e-2)
+    scores = [trainer.score(scenario["ids"])]
+    trainer.step([microbatch(sequences(), CPU)], loss_over(60))
+    scores.append(trainer.score(scenario["ids"]))
+    CheckpointStore(Path(scenario["store"]), KEY, 2).save(1, trainer, {"version": 1})
+    trainer.close()
+    return {"done": torch.zeros(1)}, scores
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)

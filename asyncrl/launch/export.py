@@ -1,0 +1,120 @@
+"""`asyncrl export`: the newest checkpoint as a directory that Hugging Face, vLLM and people can read."""
+
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from asyncrl.errors import RunError
+from asyncrl.launch.archive import Archive, read_archive
+from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.telemetry.text import duration, number, visible, visible_lines
+
+CARD = "README.md"
+SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")
+"""Metrics of the card."""
+TRAINING_PARTS = ("model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval")
+
+
+def export_run(run: Path | None, to: Path) -> None:
+    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model card."""
+    if to.exists():
+        raise RunError(f"{to} exists; give --to a new directory")
+    directory = find_run(run)
+    source = newest_export(directory)
+    writing = to.with_name(f".writing-{to.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    shutil.copytree(source, writing)
+    step = int(source.parent.name.removeprefix("step-"))
+    card = model_card(read_archive(directory), step, served_as=to, has_template=_has_template(source))
+    (writing / CARD).write_text(card, encoding="utf-8")
+    writing.rename(to)  # whole or not there
+    print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
+
+
+def newest_export(directory: RunDirectory) -> Path:
+    """The Hugging Face directory in the newest valid checkpoint."""
+    from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
+
+    newest = CheckpointStore(directory.checkpoints, directory.secret().encode(), keep=1).latest()
+    if newest is None:
+        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made")
+    return newest / EXPORT
+
+
+def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bool) -> str:
+    """What the model is, how it came about, what it reached by `step`, and how to serve it from `served_as`."""
+    rewards = archive.config.get("reward", {}).get("functions", [])
+    start = archive.starts[-1] if archive.starts else None
+    template = resources.files("asyncrl.launch").joinpath("model_card.md").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)  # Markdown
+    return environment.from_string(template).render(
+        front_matter=_front_matter(archive),
+        name=visible(archive.name),
+        step=step,
+        setting=lambda name: _code(_setting(archive, name)),
+        code=_code,
+        results=_results(archive, step),
+        rewards=[f"{reward.get('function')}, weight {reward.get('weight')}" for reward in rewards],
+        trained_tokens=f"{sum(tokens for at, tokens in archive.series('tokens') if at <= step):,.0f}",
+        wall_time=duration(archive.wall_s),
+        versions=start.versions if start else {},
+        hardware=start.hardware if start else "not recorded",
+        directory=served_as.name,
+        uses_template=_setting(archive, "model.chat_template") == "True",
+        has_template=has_template,
+        config=visible_lines(_training_config(archive)).replace("```", "'''"),
+    )
+
+
+def _training_config(archive: Archive) -> str:
+    """What the weights depend on; hosts, ports and paths of the run itself are nobody's business where the model goes."""
+    config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
+    return yaml.safe_dump(config, sort_keys=False).strip()
+
+
+def _has_template(model: Path) -> bool:
+    settings = model / "tokenizer_config.json"
+    return (model / "chat_template.jinja").exists() or (settings.exists() and '"chat_template"' in settings.read_text("utf-8"))
+
+
+def _front_matter(archive: Archive) -> str:
+    """What the Hugging Face hub reads. Names that are paths of some machine are left out."""
+    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
+    if _is_hub_name(model := _setting(archive, "model.path")):
+        values["base_model"] = model
+    if _is_hub_name(data := _setting(archive, "data.train").split(":")[0]):
+        values["datasets"] = [data]
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith((".jsonl", ".parquet"))
+
+
+def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
+    """First and last value up to `step`: what the run did later is not in these weights."""
+    rows = []
+    for name in SHOWN:
+        series = [point for point in archive.series(name) if point[0] <= step]
+        if series:
+            first, last = (f"{number(value)} (step {at})" for at, value in (series[0], series[-1]))
+            rows.append((name, first, last))
+    return rows
+
+
+def _setting(archive: Archive, name: str) -> str:
+    """By its dotted name; `?` where the run had none."""
+    value: Any = archive.config
+    for key in name.split("."):
+        value = value.get(key, "?") if isinstance(value, dict) else "?"
+    return str(value)
+
+
+def _code(text: str) -> str:
+    """As it is: what stands in a config must not become Markdown."""
+    return f"`{visible(text).replace('`', chr(39))}`"

@@ -1,0 +1,88 @@
+"""The model card tells of the exported weights and not of what came later, and of nothing that is nobody's business."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.errors import RunError
+from asyncrl.launch.archive import read_archive
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.export import export_run, model_card
+from asyncrl.launch.starts import read_starts, record_start
+
+CONFIG = {
+    "run": {"name": "sums", "root": "/home/somebody/secret"},
+    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct", "chat_template": True},
+    "data": {"train": "openai/gsm8k:main", "prompt_field": "question"},
+    "reward": {"functions": [{"function": "task.py:ok", "weight": 1.0}]},
+    "store": {"url": "redis://internal.example:6379"},
+    "algorithm": {"advantage": {"name": "rloo"}},
+}
+
+
+def run_with(directory: Path, config: dict) -> RunDirectory:
+    (directory / "metrics").mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [{"step": step, "time": 100.0 + step, "reward/mean": step / 100, "tokens": 1000.0} for step in range(1, 61)]
+    rows += [{"step": step, "time": 1.0, "eval/accuracy": 0.25 + step / 200} for step in (0, 50, 60)]
+    (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record_start(directory / "starts.jsonl", 0, None)
+    return RunDirectory(directory)
+
+
+def card_of(directory: RunDirectory, step: int = 50, **options: bool) -> str:
+    return model_card(read_archive(directory), step, served_as=Path("/somewhere/sums"), **{"has_template": True} | options)
+
+
+def test_figures_are_those_of_the_checkpoint_not_of_the_end_of_the_run(tmp_path: Path) -> None:
+    card = card_of(run_with(tmp_path, CONFIG))
+    assert (
+        "| eval/accuracy | 0.25 (step 0) | 0.5 (step 50) |" in card and "| reward/mean | 0.01 (step 1) | 0.5 (step 50) |" in card
+    )
+    assert "trained tokens: 50,000" in card and "step 60" not in card and "0.55" not in card
+
+
+def test_the_hub_can_read_its_front_matter(tmp_path: Path) -> None:
+    _, front, _ = card_of(run_with(tmp_path / "hub", CONFIG)).split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["asyncrl", "reinforcement-learning", "rloo"],
+        "base_model": "Qwen/Qwen2.5-0.5B-Instruct", "datasets": ["openai/gsm8k"],
+    }  # fmt: skip
+    local = CONFIG | {"model": {"path": "/data/model"}, "data": {"train": "data/train.jsonl"}}
+    _, front, _ = card_of(run_with(tmp_path / "local", local)).split("---\n", 2)
+    assert not {"base_model", "datasets"} & yaml.safe_load(front).keys()
+
+
+def test_it_says_how_to_serve_and_with_what_it_was_made(tmp_path: Path) -> None:
+    directory = run_with(tmp_path, CONFIG)
+    card = card_of(directory)
+    assert "    vllm serve sums\n" in card and "use `/v1/chat/completions`" in card
+    versions = read_starts(directory.starts)[0].versions
+    assert all(f"{name} {version}" in card for name, version in versions.items())
+    assert "secret" not in card and "internal.example" not in card and "`task.py:ok, weight 1.0`" in card
+    plain = run_with(tmp_path / "plain", CONFIG | {"model": {"path": "a/b"}})
+    assert "although the tokenizer has a chat template" in card_of(plain)
+    assert "there is no chat template" in card_of(plain, has_template=False)
+
+
+def test_what_stands_in_a_config_does_not_become_markdown(tmp_path: Path) -> None:
+    hostile = "x` <script>\n# Heading\n```\x1b[31m"
+    card = card_of(run_with(tmp_path, CONFIG | {"data": {"train": hostile}}))
+    outside = card.split("## Config")[0]
+    assert "\n# Heading" not in outside and "x` <script>" not in outside and "\x1b" not in card
+    assert card.count("```") == 2
+
+
+def test_an_older_run_and_one_without_steps_have_a_card(tmp_path: Path) -> None:
+    directory = run_with(tmp_path, {"run": {"name": "x"}})
+    directory.starts.unlink()
+    (directory.metrics / "learner.jsonl").unlink()
+    card = card_of(directory)
+    assert "no step was logged" in card and "software: not recorded" in card
+
+
+def test_an_export_never_overwrites(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="exists"):
+        export_run(None, tmp_path)
