@@ -241,8 +241,8 @@ def test_prometheus_and_grafana_find_what_they_need():
 def test_the_env_file_can_be_filled_in(tmp_path):
     """With the commands of the README, as typed."""
     shutil.copy(DEPLOY / ".env.example", tmp_path)
-    typed = [command.text for command in commands(DEPLOY / "README.md", {"cp", "sed"})]
-    assert len(typed) == 3
+    typed = [command.text for command in commands(DEPLOY / "README.md", {"cp", "sed", "mkdir"})]
+    assert len(typed) == 4
     subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
     values = env_file(tmp_path / ".env")
     assert re.fullmatch(r"[0-9a-f]{64}", values["ASYNCRL_STORE_PASSWORD"])

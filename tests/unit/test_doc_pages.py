@@ -24,11 +24,12 @@ DONE_ELSEWHERE = {
 BY_HAND = {
     "docker": "no Docker where tests run: the two test_deploy.py hold the files against what exists, and start the commands",
     "sed": "test_the_env_file_can_be_filled_in",
+    "mkdir": "test_the_env_file_can_be_filled_in",
     "cp": "test_the_env_file_can_be_filled_in",
     "python": "benchmarks: the script must exist",
     "pip": "the extra must exist",
 }
-OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "sbatch", "mkdir", "vllm", "wandb", "tensorboard"}
+OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "sbatch", "vllm", "wandb", "tensorboard"}
 PROGRAMS = OTHERS | BY_HAND.keys()
 ALL = [command for page in PAGES for command in commands(page, PROGRAMS)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
