@@ -8,6 +8,8 @@ import typer
 from asyncrl.cli.options import Overrides
 
 app = typer.Typer()
+reward = typer.Typer(help="Try out reward functions.")
+app.add_typer(reward, name="reward")
 
 
 @app.command()
@@ -42,6 +44,22 @@ def plan(
     from asyncrl.launch.plan import show_plan
 
     show_plan(config, overrides or [], as_json=json)
+
+
+@reward.command("test")
+def reward_test(
+    config: Annotated[Path, typer.Argument()],
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("--n", min=1, help="Prompts of the data, or samples.")] = 8,
+    samples: Annotated[
+        Path | None, typer.Option(help="Run directory, or JSONL with `response` and a row's columns; default: wrong answers.")
+    ] = None,
+) -> None:
+    """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
+    from asyncrl.launch.reward_test import try_rewards
+
+    if not try_rewards(config, overrides or [], count=count, samples=samples):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,124 @@
+"""`asyncrl reward test` on reward functions that are right, and on some that fail in every way there is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config.load import load_config
+from asyncrl.data.dataset import load_rows
+from asyncrl.data.plan import SamplePlan
+from asyncrl.launch.reward_test import WRONG, generic_cases, sample_cases
+from tests.helpers_models import tiny_qwen2
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+CODE = """
+import time
+def right(prompt, response, answer, **row):
+    return float(response.strip() == answer)
+def raises(prompt, response, answer):
+    return float(int(response) == int(answer))
+def hangs(prompt, response):
+    if response == "":
+        time.sleep(600)
+    return 0.5
+def always_hangs(prompt, response):
+    time.sleep(600)
+def nan(prompt, response, answer):
+    return float("nan") if response.startswith("no ") else 1.0
+def dies(prompt, response):
+    import os
+    os._exit(3) if response == "0" else None
+    return 1.0
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    tiny_qwen2(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text(CODE)
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(1, 9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    values = {
+        "run": {"name": "scored", "root": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+        "reward": {"functions": [{"function": f"{tmp_path}/rewards.py:right", "weight": 2.0}], "timeout_s": 20},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def reward_test(config: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "asyncrl.cli.main", "reward", "test", str(config), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"COLUMNS": "200"})
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_good_reward_tells_references_from_wrong_answers(config):
+    status, said = reward_test(config, "--n", "4")
+    assert status == 0, said
+    assert f"{4 + 4 * len(WRONG)} responses: 4 reference, {4 * len(WRONG)} wrong" in said
+    rows = [line.split() for line in said.splitlines() if "reference" in line or "wrong" in line][1:]
+    assert rows[0][:6] == ["right", "2", "reference", "1", "1", "1"] and rows[0][-1] == "0"
+    assert rows[1][:4] == ["wrong", "0", "0", "0"]
+
+
+def test_whatever_fails_is_counted_with_its_message(config):
+    names = ["right", "raises", "hangs", "nan", "dies", "always_hangs"]
+    functions = ", ".join(f"{{function: {config.parent}/rewards.py:{name}}}" for name in names)
+    status, said = reward_test(config, f"reward.functions=[{functions}]", "reward.timeout_s=1", "--n", "1")
+    assert status == 1
+    for expected in (
+        "x on wrong: reward part `raises` raised ValueError: invalid literal for int()",
+        "1 x on wrong: reward part `hangs` took longer than 1 s and was killed",
+        "1 x on wrong: reward part `nan` returned nan; a reward must be finite",
+        "1 x on wrong: reward part `dies`: the worker process died (exit status 3)",
+        "always_hangs: 5 more responses were not tried after 3 time-outs",
+        "nan gives the reference answers no more than wrong ones",
+    ):
+        assert expected in said, said
+    rows = [line.split() for line in said.splitlines() if len(line.split()) == 9 and line.split()[0] in names]
+    failed = {row[0]: row[-1] for row in rows}
+    assert failed["right"] == "0" and failed["hangs"] == failed["nan"] == failed["dies"] == "1" and failed["always_hangs"] == "3"
+
+
+def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):
+    loaded, home = load_config(config), config.parent
+    file = home / "mine.jsonl"
+    file.write_text('{"prompt": "a", "response": "4", "answer": "4"}\n{"prompt": "a", "response": "5", "answer": "4"}\n')
+    status, said = reward_test(config, "--samples", str(file))
+    assert status == 0 and "2 responses: 2 sample" in said and " 0.5 " in said
+    rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
+    run = home / "runs" / "scored"
+    run.mkdir(parents=True)
+    records = [{"ticket_id": ticket, "kind": "train", "prompt": "p", "response": "r"} for ticket in (1, 11, 30)]
+    records.append({"ticket_id": 5, "kind": "eval", "prompt": "p", "response": "r", "finish_reason": "length"})
+    (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    cases = list(sample_cases(loaded, run, 8))
+    assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
+    assert cases[3].given.row == load_rows(loaded.data.eval)[1] and cases[3].given.truncated
+    assert len(list(sample_cases(loaded, run, 2))) == 2
+
+
+def test_prompts_are_those_that_the_run_trains_on_first(config):
+    loaded = load_config(config)
+    rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
+    cases = [case for case in generic_cases(loaded, 3) if case.kind == "reference"]
+    assert [case.given.response for case in cases] == [rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)]
+    assert len([case for case in generic_cases(loaded, 99) if case.kind == "reference"]) == 8
+
+
+def test_a_file_without_responses_is_refused(config):
+    (config.parent / "mine.jsonl").write_text('{"prompt": "a"}\n')
+    status, said = reward_test(config, "--samples", str(config.parent / "mine.jsonl"))
+    assert status == 2 and "no text in column `response`" in said
