@@ -147,3 +147,12 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
     right, step = (bind(load_function(f"task.py:{name}")) for name in ("right", "last_digit"))
     for response, expected in (("46", (1.0, 1.0)), ("36", (0.0, 1.0)), ("47", (0.0, 0.0)), ("", (0.0, 0.0)), ("46x", (1.0, 1.0))):
         assert (right(row["prompt"], response, columns), step(row["prompt"], response, columns)) == expected
+
+
+def test_links_into_a_page_meet_a_heading():
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text_of(page)):
+            there = (page.parent / target).resolve() if target else page
+            headings = re.findall(r"^#+ (.+)$", text_of(there), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name}: {target}#{anchor}"
