@@ -224,6 +224,8 @@ def _reject_call(call: Call) -> None:
         kept = call.after.takes[int(call.arguments[2])]
         told = (call.reply[1].decode(), tuple(map(int, call.reply[2])))
         require(kept[1:] == told, "another take was told than is kept", kept, told)
+        was_there = ticket_id in call.before.takes[int(call.arguments[2])][2]
+        require(was_counted or not was_there or ticket_id in told[1], "a refused frame cost no attempt", ticket_id, told)
         if was_counted:
             is_last = call.after.attempts[ticket_id] == call.max_attempts
             require((ticket_id in told[1]) == is_last, "given up early or late", ticket_id, told)

@@ -15,6 +15,7 @@ MEAN_S = {
     "second_learner": 50.0,
     "store_kill": 30.0,
     "store_wipe": 60.0,
+    "store_failover": 60.0,
     "store_pause": 60.0,
     "functions_lost": 60.0,
     "clock_jump": 60.0,
@@ -44,9 +45,9 @@ class Faults:
         means_s = {name: mean_s * random.choice([0.5, 1.0]) for name, mean_s in MEAN_S.items() if random.random() < 0.5}
         return cls(random, chances, means_s, struck={})
 
-    def strikes(self, name: str, *, also_in_calm: bool = False) -> bool:
-        """Whether this happens now."""
-        chance = self.chances[name]
+    def strikes(self, name: str, *, share: float = 1.0, also_in_calm: bool = False) -> bool:
+        """Whether this happens now; `share` scales its chance."""
+        chance = share * self.chances[name]
         if not ((self.is_on or also_in_calm) and chance and self.random.random() < chance):
             return False
         self.count(name)

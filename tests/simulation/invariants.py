@@ -24,6 +24,7 @@ def check_state(lane: Lane, strays: set[int]) -> None:
     require(frames.keys() - stored <= strays, "a frame belongs to no group", frames.keys() - stored)
     counted = sum(len(frames[i]) for i in stored)
     require(lane.number("bytes") == counted, "bytes do not add up", lane.number("bytes"), counted)
+    require(not any(map(lane.is_done, lane.attempts)), "attempts of done ids are left", lane.attempts, watermark, lane.done)
     number, chain = lane.number("committed"), None
     for n in sorted(takes):
         previous, after, ids = takes[n]

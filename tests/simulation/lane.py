@@ -27,6 +27,11 @@ class Lane:
         self.holders = {int(i): holder.decode() for i, holder in look("holders", dict).items()}
         self.attempts = {int(i): int(count) for i, count in look("attempts", dict).items()}
         self.frames: dict[int, bytes] = {int(i): frame for i, frame in look("frames", dict).items()}
+        self.requests: dict[str, tuple[str, set[int]]] = {}
+        """holder -> its last lease request, and the tickets that it got"""
+        for holder, text in look("requests", dict).items():
+            request, *ids = text.decode().split()
+            self.requests[holder.decode()] = (request, set(map(int, ids)))
         self.done = {int(i) for i in look("done", set)}
         self.takes: dict[int, tuple[str, str, tuple[int, ...]]] = {}
         """number -> (previous, chain, ids)"""

@@ -36,7 +36,8 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
-RARE = {"reject", "commit", "recover", "close"}
+AMBUSHED = {"reject": 1.0, "commit": 1.0, "recover": 1.0, "close": 1.0, "take": 0.1}
+"""Share of the chance, by function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,7 @@ class World:
         self._answers: dict[str, tuple[str, set[int]]] = {}
         """holder -> its last lease request, and the tickets that it got"""
         self._snapshots = [self.store.snapshot()]
+        self._replicas = self._snapshots
         self._snapshot_at_s = 0.0
         self._is_finished, self._is_over = False, False
         self.drained = False
@@ -222,20 +224,23 @@ class World:
     # -- the store
 
     def _before(self) -> None:
-        if self.engine.now_s - self._snapshot_at_s >= self.scenario.fsync_s > 0:
+        if self.engine.now_s - self._snapshot_at_s >= max(self.scenario.fsync_s, 0.2):
             self._snapshot()
         self._lane = self._lane or Lane(self.store.data)
 
     def _snapshot(self) -> None:
         self._snapshot_at_s = self.engine.now_s
         self._snapshots = [*self._snapshots, self.store.snapshot()][-SNAPSHOTS:]
+        if self.engine.random.random() < 0.3:
+            self._replicas = [*self._replicas, self._snapshots[-1]][-SNAPSHOTS:]
 
     def _after(self, name: str, raw: tuple[bytes, ...], reply: Any) -> None:
         """A function of the store, or UNLINK, has run."""
         arguments = tuple(argument.decode(errors="replace") for argument in raw)
         self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
-        if name == "unlink":  # a learner without a checkpoint deletes what was there
+        if name == "unlink":  # a learner without a checkpoint deletes what was there, and fences whoever was before
             self._store_is_another()
+            self._owner = ""
             return
         before, lane = self._lane, Lane(self.store.data)
         assert before is not None
@@ -294,9 +299,9 @@ class World:
 
     def _store_is_another(self) -> None:
         """It lost something: what was assigned and answered before may be assigned and answered otherwise."""
-        self._lane, self._owner = None, ""
+        self._lane = None
         self._seen.clear()
-        self._answers.clear()
+        self._answers = Lane(self.store.data).requests
 
     # -- faults
 
@@ -311,8 +316,9 @@ class World:
 
     def _ambush(self, function: str) -> None:
         """Right before a rare call, where the schedule alone would hardly ever strike: the store or the caller changes."""
-        if function in RARE and self.faults.strikes("ambush", also_in_calm=function == "close"):
-            self.engine.random.choice([self._store_kill, self._store_wipe, self._second_learner])()
+        share = AMBUSHED.get(function, 0.0)
+        if share and self.faults.strikes("ambush", share=share, also_in_calm=function == "close"):
+            self.engine.random.choice([self._store_kill, self._store_wipe, self._store_failover, self._second_learner])()
             self.engine.sleep(self.engine.random.uniform(0.0, 5.0))
 
     def _any_generator(self) -> GeneratorProcess:
@@ -353,6 +359,14 @@ class World:
             self.store.restore(random.choice(self._snapshots))
             self._snapshots = [self.store.snapshot()]
             self._store_is_another()
+
+    def _store_failover(self) -> None:
+        """To a replica that was left behind, perhaps before another one: it may have seen what never became history."""
+        self.network.down_until_s = self.engine.now_s + self.engine.random.uniform(0.2, 3.0)
+        self.store.restore(self.engine.random.choice(self._replicas))
+        self._snapshots = [self.store.snapshot()]
+        self._store_is_another()
+        self._owner = ""  # somebody with the same epoch may have been there
 
     def _store_wipe(self) -> None:
         self.network.down_until_s = self.engine.now_s + self.engine.random.choice([0.0, 2.0])
