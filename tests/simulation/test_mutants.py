@@ -1,0 +1,39 @@
+"""The simulation notices a broken protocol: some mutants in every run, all by `python -m tests.simulation.mutants`."""
+
+import shutil
+
+import pytest
+
+from .mutant_table import MUTANTS, Edit
+from .mutants import ROOT, check_matches, try_mutant
+
+pytestmark = pytest.mark.timeout(900)
+QUICK = (
+    "leased one beyond the credit",
+    "takes need not follow at all",
+    "a commit forgets one take only",
+    "a group of a lost history is trained",
+)
+"""Each is noticed within a few seeds."""
+
+
+def test_every_mutant_still_finds_the_text_that_it_replaces():
+    assert len(MUTANTS) >= 100
+    check_matches()
+
+
+def test_a_text_that_is_not_there_is_an_error(tmp_path):
+    edit = Edit("asyncrl/buffer/functions.lua", "local function anchor(k)", "")
+    copy = tmp_path / edit.path
+    copy.parent.mkdir(parents=True)
+    shutil.copy(ROOT / edit.path, copy)
+    edit.apply(tmp_path)
+    with pytest.raises(LookupError, match=r"functions.lua no longer contains 'local function anchor"):
+        edit.apply(tmp_path)
+
+
+@pytest.mark.parametrize("what", QUICK)
+def test_a_mutant_is_noticed(what):
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.what == what]
+    verdict = try_mutant(mutant, seeds=40)
+    assert "Violation" in verdict.how, verdict
