@@ -66,9 +66,8 @@ def trace_step(trace: TraceWriter, step: Step) -> None:
     spans = [(span.name, span.started_at, span.started_at + span.duration_s) for span in step.spans]
     if not spans:
         return
-    trace.slice(
-        LEARNER, STEPS, f"step {step.version}", spans[0][1], max(end for _, _, end in spans), groups=len(step.collected.groups)
-    )
+    (_, started_at, _), (_, _, ended_at) = spans[0], spans[-1]
+    trace.slice(LEARNER, STEPS, f"step {step.version}", started_at, ended_at, groups=len(step.collected.groups))
     for span in spans:
         trace.slice(LEARNER, STEPS, *span)
     training = next((start, end) for name, start, end in spans if name == "train")
