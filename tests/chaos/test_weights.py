@@ -1,0 +1,32 @@
+"""A few of each fault on the weights plane. `python -m tests.chaos.weights` does hundreds."""
+
+import pytest
+
+from tests.chaos.weights import aborted, run, stricken, visitors
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing():
+    found = run(stricken, 6)
+    assert sum(found["injected"].values()) == 6
+    assert (found["learner_errors"], found["failed_updates_of_the_others"], found["mixed_tokens"]) == (0, 0, 0)
+    assert found["updates_of_the_others"] > 0 and found["steps_under_faults"] > 0
+
+
+def test_generators_come_and_go():
+    found = run(visitors, 4)
+    assert found["joins"] == sum(found["leaves"].values()) == 4
+    assert (found["learner_errors"], found["failed_updates_of_the_steady"], found["mixed_tokens"]) == (0, 0, 0)
+    assert found["open_senders"] == 1
+
+
+def test_no_token_is_sampled_by_a_mixture_of_weights():
+    found = run(aborted, 6)
+    assert found["failed_updates"] >= 6 and found["tokens"] > 0
+    assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
+
+
+def test_a_mixture_would_be_seen():
+    """The same with an engine that samples on while it loads."""
+    assert run(aborted, 2, never_pauses=True)["mixed_tokens"] > 0
