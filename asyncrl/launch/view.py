@@ -62,6 +62,6 @@ def _next_steps(directory: RunDirectory, *, finished: bool) -> str:
     if not finished:
         return f"stopped before the end; `asyncrl up --config {directory.config}` resumes from its last checkpoint"
     return (
-        f"next: `asyncrl samples {path}`, `asyncrl export {path} --to model`, `asyncrl audit {path}`; "
+        f"next: `asyncrl report {path}`, `asyncrl samples {path}`, `asyncrl export {path} --to model`, `asyncrl audit {path}`; "
         f"a longer run: `asyncrl up --config {directory.config} learner.steps=...`"
     )

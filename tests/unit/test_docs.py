@@ -39,3 +39,8 @@ def test_links_lead_somewhere():
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pictures_are_small():
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs" / "img").iterdir()}
+    assert sizes and max(sizes.values()) < 300_000, sizes
