@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from asyncrl.errors import RunError
 from asyncrl.launch.archive import Archive, read_archive
-from asyncrl.launch.directory import find_run
+from asyncrl.launch.directory import find_run, write_text
 from asyncrl.launch.run_charts import began_at
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.history import Series
@@ -38,8 +39,8 @@ class Metric:
 
 def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> None:
     """Print what was asked for, or without patterns what there is; with `to` write it as .html or .csv too."""
-    if to is not None and to.suffix not in WRITERS:
-        raise RunError(f"--to {to}: the file's ending says what to write, allowed are {' and '.join(WRITERS)}")
+    if to is not None and to.suffix not in FORMATS:
+        raise RunError(f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}")
     archive = read_archive(find_run(run))
     known = metrics_of(archive)
     console = Console(highlight=False)
@@ -58,7 +59,7 @@ def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> N
         ):
             console.print(line)
     if to is not None:
-        WRITERS[to.suffix](archive, chosen, to)
+        write_text(to, FORMATS[to.suffix](archive, chosen))
         console.print(Text(str(to)), soft_wrap=True)
 
 
@@ -124,23 +125,23 @@ def _spread(places: Sequence[int]) -> list[int]:
     return [places[round(index * last / (MOST_ROWS - 1))] for index in range(MOST_ROWS)]
 
 
-def _write_csv(archive: Archive, chosen: Mapping[str, Metric], to: Path) -> None:
-    with to.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("metric", "axis", "at", "value"))
-        writer.writerows((name, metric.axis, at, value) for name, metric in chosen.items() for at, value in metric.series)
+def _csv(archive: Archive, chosen: Mapping[str, Metric]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("metric", "axis", "at", "value"))
+    writer.writerows((name, metric.axis, at, value) for name, metric in chosen.items() for at, value in metric.series)
+    return text.getvalue()
 
 
-def _write_html(archive: Archive, chosen: Mapping[str, Metric], to: Path) -> None:
+def _html(archive: Archive, chosen: Mapping[str, Metric]) -> str:
     from asyncrl.telemetry.charts import lines
     from asyncrl.telemetry.page import Section, render_page
 
     charts = [lines(name, {name: metric.series}, x=metric.axis) for name, metric in chosen.items()]
-    page = render_page(
+    return render_page(
         archive.name, "metrics of an asyncrl run", [Section(title="Metrics", tables=[statistics(chosen)], charts=charts)]
     )
-    to.write_text(page, encoding="utf-8")
 
 
-WRITERS: Mapping[str, Callable[[Archive, Mapping[str, Metric], Path], None]] = {".html": _write_html, ".csv": _write_csv}
+FORMATS: Mapping[str, Callable[[Archive, Mapping[str, Metric]], str]] = {".html": _html, ".csv": _csv}
 """By the ending of the file."""

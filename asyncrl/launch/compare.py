@@ -9,7 +9,7 @@ from rich.text import Text
 
 from asyncrl.errors import RunError
 from asyncrl.launch.archive import Archive, read_archive
-from asyncrl.launch.directory import find_run
+from asyncrl.launch.directory import find_run, write_text
 from asyncrl.launch.run_charts import CURVES, began_at
 from asyncrl.telemetry.charts import Chart, lines
 from asyncrl.telemetry.page import Section, render_page
@@ -30,7 +30,7 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
     for table in (results(archives), *differences(archives)):
         console.print(terminal_table(table))
     if to:
-        to.write_text(compare_page(archives), encoding="utf-8")
+        write_text(to, compare_page(archives))
         console.print(Text(str(to)), soft_wrap=True)
 
 

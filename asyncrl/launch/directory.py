@@ -159,3 +159,14 @@ def find_run(run: Path | None) -> RunDirectory:
         if directory.config.exists():
             return directory
     raise RunError(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that somebody asked for, at once: who has it open sees the old or the new one. Raises RunError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}; give --to another place") from error

@@ -26,7 +26,7 @@ def export_run(run: Path | None, to: Path) -> None:
     directory = find_run(run)
     source = newest_export(directory)
     writing = to.with_name(f".writing-{to.name}")
-    shutil.rmtree(writing, ignore_errors=True)
+    shutil.rmtree(writing, ignore_errors=True)  # of an export that was cut off
     shutil.copytree(source, writing)
     step = int(source.parent.name.removeprefix("step-"))
     card = model_card(read_archive(directory), step, served_as=to, has_template=_has_template(source))

@@ -59,7 +59,7 @@ def learning_charts(archive: Archive) -> list[Chart]:
     """Reward, held-out accuracy, lengths, and what announces that a run is lost."""
     charts = []
     for curve in CURVES:
-        found = _series(archive, curve.names)
+        found = _distinct(_series(archive, curve.names))
         if curve.log:
             found = {name: tuple(point for point in points if point[1] > 0) for name, points in found.items()}
         if any(found.values()):
@@ -99,11 +99,11 @@ def dropped_charts(archive: Archive) -> list[Chart]:
         known = {reason: length for reason, length in lengths.items() if length is not None}
         charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
     by_band = {
-        name: {band: mean for band in BANDS if (mean := _mean(archive, f"{name}/{band}", f"tokens/{band}")) is not None}
+        name: {band: mean for band in BANDS if (mean := _mean_of_band(archive, name, band)) is not None}
         for name in ("staleness/masked_share", "policy/left_out", "weight/zero")
     }
     if any(share for shares in by_band.values() for share in shares.values()):
-        charts.append(bars("Tokens out of the loss, by length of the response", by_band, y="share of the tokens"))
+        charts.append(bars("Tokens out of the loss, by length of the response", by_band, y="share of them, mean over steps"))
     if not archive.series("tokens/short"):
         return charts
     trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
@@ -179,13 +179,18 @@ def _speeds(archive: Archive, began: float) -> dict[str, Points]:
 
 def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
     """Of all metrics that match, in the order of the patterns."""
-    found: dict[str, Series] = {}
-    for name in [name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)]:
-        series = archive.series(name)
-        # The only part of a reward is the reward, and pass@1 is the accuracy; but all zeros are worth telling of each.
-        if series not in found.values() or len({value for _, value in series}) == 1:
-            found[name] = series
-    return found
+    names = dict.fromkeys(name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern))
+    return {name: archive.series(name) for name in names}
+
+
+def _distinct(found: Mapping[str, Series]) -> dict[str, Series]:
+    """Without those that only repeat one before: the only part of a reward is the reward, and pass@1 is the accuracy."""
+    kept: dict[str, Series] = {}
+    for name, series in found.items():
+        # All zeros are worth telling of each.
+        if series not in kept.values() or len({value for _, value in series}) == 1:
+            kept[name] = series
+    return kept
 
 
 def _histogram(archive: Archive, where: str) -> Mapping[str, float]:
@@ -206,3 +211,10 @@ def _mean(archive: Archive, name: str, weight: str) -> float | None:
     pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
     total = sum(one for _, one in pairs)
     return sum(value * one for value, one in pairs) / total if total else None
+
+
+def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
+    """Over the steps that had tokens in responses of that length; None without any."""
+    trained = dict(archive.series(f"tokens/{band}"))
+    shares = [share for step, share in archive.series(f"{name}/{band}") if share or trained.get(step)]
+    return sum(shares) / len(shares) if shares else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.archive import Archive, read_archive
-from asyncrl.launch.directory import find_run
+from asyncrl.launch.directory import find_run, write_text
 from asyncrl.launch.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
@@ -30,7 +30,7 @@ def write_report(run: Path | None, to: Path | None) -> None:
     """Write the page, by default into the run directory, and print where it is."""
     archive = read_archive(find_run(run))
     path = to or archive.directory.path / "report.html"
-    path.write_text(report_page(archive), encoding="utf-8")
+    write_text(path, report_page(archive))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and nothing beside it")  # noqa: T201 - the command's output
 
 

@@ -11,6 +11,7 @@ import pytest
 from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.algo import metrics
+from asyncrl.errors import RunError
 from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.run_charts import BANDS, growth_shares
@@ -184,6 +185,41 @@ def test_counters_of_a_generator_that_started_again_are_added_up(tmp_path: Path)
     assert archive_of(run).sampled_tokens == 250 + 90
 
 
+def test_what_was_dropped_is_set_beside_what_was_trained(tmp_path: Path) -> None:
+    """Weighted by groups; bands over the steps that had any."""
+    run = run_in(tmp_path, steps=0)
+    base = {
+        "groups/trained": 4.0,
+        "tokens/short": 10.0,
+        "tokens/medium": 0.0,
+        "tokens/long": 0.0,
+        "completions/length_mean": 20.0,
+    }
+    dropped = {"groups/rejected_stale": 1.0, "groups/length_rejected_stale": 90.0}
+    more = {"groups/rejected_stale": 3.0, "groups/length_rejected_stale": 50.0, "tokens/long": 5.0}
+    shares = {f"staleness/masked_share/{band}": share for band, share in (("short", 0.0), ("medium", 0.0), ("long", 1.0))}
+    run.learner.log(base | dropped | shares, step=1)
+    run.learner.log(base | more | shares | {"staleness/masked_share/long": 0.5}, step=2)
+    page = page_of(run)
+    assert page.curves("Groups")["groups"] == [("trained", 8.0), ("stale", 4.0)]
+    assert page.curves("Mean length of their responses")["length"] == [("trained", 20.0), ("stale", (90 + 3 * 50) / 4)]
+    assert page.curves("Tokens out of the loss, by length of the response")["staleness/masked_share"] == [
+        ("short", 0.0), ("long", 0.75),
+    ]  # fmt: skip
+
+
+def test_the_histogram_of_age_is_the_mean_over_steps(tmp_path: Path) -> None:
+    run = run_in(tmp_path, steps=0)
+    run.learner.log(
+        {"time/step": 1.0, "staleness/in_flight/0": 1.0, "staleness/in_queue/0": 0.5, "staleness/in_queue/1": 0.5}, step=1
+    )
+    run.learner.log(
+        {"time/step": 1.0, "staleness/in_flight/0": 0.5, "staleness/in_flight/1": 0.5, "staleness/in_queue/0": 1.0}, step=2
+    )
+    found = page_of(run).curves("Steps that a token spent")
+    assert found == {"in flight": [("0", 0.75), ("1", 0.25)], "in queue": [("0", 0.75), ("1", 0.25)]}
+
+
 def test_a_long_curve_is_thinned_to_means_that_keep_its_area() -> None:
     points = [(float(at), float(at % 7)) for at in range(10 * MOST_POINTS)]
     short = thinned(points)
@@ -199,7 +235,11 @@ def test_the_bands_are_those_of_the_mathematics() -> None:
 def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path, steps=2)
     write_report(run.directory, None)
-    write_report(run.directory, tmp_path / "elsewhere.html")
-    written = [(run.directory / "report.html").read_text(), (tmp_path / "elsewhere.html").read_text()]
+    write_report(run.directory, tmp_path / "new" / "elsewhere.html")
+    written = [(run.directory / "report.html").read_text(), (tmp_path / "new" / "elsewhere.html").read_text()]
     without_time = [re.sub(r"written [-\d :]+ UTC", "", text) for text in written]
     assert without_time[0] == without_time[1] and "report.html" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report(run.directory, tmp_path / "file" / "report.html")
+    assert not list(run.directory.glob(".report*"))

@@ -1,0 +1,42 @@
+"""An exported directory is the trained model: real vLLM loads it as it lies there and says what the learner says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers_models import tiny_qwen2
+from helpers_ranks import run_ranks
+from transformers import AutoTokenizer
+from vllm_helpers import running_engine
+
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.export import export_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+IDS = [3, 9, 4, 30, 12, 7, 7, 25]
+
+
+def test_vllm_gives_the_learners_logprobs(tmp_path: Path) -> None:
+    model = tiny_qwen2(tmp_path / "model")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(fresh=True)
+    directory.config.write_text(f"run: {{name: run}}\nmodel: {{path: {model}}}\n")
+    (directory.path / "run.key").write_text("key of the test run")
+    scenario = {"run": "checkpoint", "name": "run", "stage": 0, "ids": IDS, "store": str(directory.checkpoints)}
+    _, (before, learner) = run_ranks(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
+    export_run(directory.path, tmp_path / "exported")
+
+    with running_engine(tmp_path / "exported") as (runner, engine):
+        served = runner.run(engine.score(IDS))
+    np.testing.assert_allclose(served, learner, atol=1e-4)
+    assert np.abs(np.array(before) - np.array(learner)).max() > 0.01, "the step changed what is compared"
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == template
+    assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert "# run, step 1" in (tmp_path / "exported" / "README.md").read_text()
+    assert not list(tmp_path.glob(".writing-*"))
