@@ -5,7 +5,8 @@
                    v
                 given up                     the whole run stops and says why
 
-A process that exits with `USER_ERROR` made its point already: restarting would only repeat it.
+A process that exits with `USER_ERROR` made its point already: restarting would only repeat it. Processes may be added and
+drained while the run goes on.
 """
 
 import logging
@@ -41,6 +42,8 @@ class ProcessSpec:
     log_path: Path
     ends_run: bool = False
     """True for the learner: its exit with status 0 ends the run."""
+    is_extra: bool = False
+    """True for what was added while the run went on: it is left out where others would end the run."""
     grace_s: float = 15.0
     """Between SIGTERM and SIGKILL."""
 
@@ -52,6 +55,8 @@ class _Child:
     deaths_s: deque[float] = field(default_factory=deque)
     start_at_s: float = 0.0
     finished: bool = False
+    kill_at_s: float | None = None
+    """Set when it was asked to leave."""
 
     @property
     def is_running(self) -> bool:
@@ -90,10 +95,28 @@ class Supervisor:
             RunError: a process found a user's mistake, or died too often.
         """
         while self._stop_reason is None and not self.is_over:
-            for child in self._children.values():
+            for child in list(self._children.values()):
                 self._look_after(child)
             on_tick()
             time.sleep(tick_s)
+
+    def add(self, spec: ProcessSpec) -> None:
+        """One process more, from the next tick on. Its name must be free: see `names`."""
+        if spec.name in self._children:
+            raise RunError(f"there is a process {spec.name} already; choose another name")
+        self._children[spec.name] = _Child(spec)
+
+    def drain(self, name: str) -> None:
+        """Ask a process to leave; it is not started again. Returns at once; its name is free when `names` lacks it."""
+        child = self._children[name]
+        child.kill_at_s = time.monotonic() + child.spec.grace_s
+        if child.process is not None and child.is_running:
+            child.process.terminate()
+
+    @property
+    def names(self) -> dict[str, bool]:
+        """Everybody there is, and whether they stay."""
+        return {name: child.kill_at_s is None for name, child in self._children.items()}
 
     def pids(self) -> dict[str, int]:
         """Process ids of what is running now, by name."""
@@ -132,12 +155,35 @@ class Supervisor:
         return any(child.spec.ends_run for child in self._children.values())
 
     def _look_after(self, child: _Child) -> None:
+        if child.kill_at_s is not None:
+            self._see_off(child, child.kill_at_s)
+            return
         if child.finished or child.is_running:
             return
         if child.process is not None:
             self._bury(child)
         if not child.finished and child.process is None and time.monotonic() >= child.start_at_s:
             self._start(child)
+
+    def _see_off(self, child: _Child, kill_at_s: float) -> None:
+        if child.process is not None and child.is_running:
+            if time.monotonic() > kill_at_s:
+                child.process.kill()
+            return
+        _kill_session(child.process)
+        self._leave_out(child, "left as it was asked to")
+
+    def _leave_out(self, child: _Child, how: str) -> None:
+        del self._children[child.spec.name]
+        log.info("%s %s", child.spec.name, how)
+        self._on_change(self.pids())
+
+    def _give_up(self, child: _Child, reason: str) -> None:
+        """Raises RunError, unless the run can do without it."""
+        if not child.spec.is_extra:
+            raise RunError(reason)
+        log.error("%s", reason)
+        self._leave_out(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
         spec = child.spec
@@ -166,7 +212,8 @@ class Supervisor:
             child.start_at_s = time.monotonic() + _LEFT_S
             log.info("%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S)
         elif status == USER_ERROR:
-            raise RunError(last_words(child.spec.log_path) or f"{child.spec.name} refused to start; see {child.spec.log_path}")
+            said = last_words(child.spec.log_path)
+            self._give_up(child, said or f"{child.spec.name} refused to start; see {child.spec.log_path}")
         else:
             self._schedule_restart(child, status)
         self._on_change(self.pids())
@@ -179,10 +226,12 @@ class Supervisor:
         name, deaths = child.spec.name, len(child.deaths_s)
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         if deaths > self._max_restarts:
-            raise RunError(
+            self._give_up(
+                child,
                 f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts allows "
-                f"{self._max_restarts}. Its last lines in {child.spec.log_path}:\n{last_words(child.spec.log_path)}"
+                f"{self._max_restarts}. Its last lines in {child.spec.log_path}:\n{last_words(child.spec.log_path)}",
             )
+            return
         delay_s = min(_FIRST_BACKOFF_S * 2 ** (deaths - 1), _LONGEST_BACKOFF_S)
         child.start_at_s = now_s + delay_s
         log.warning("%s died (%s); restart %d of %d in %.1f s", name, cause, deaths, self._max_restarts, delay_s)

@@ -87,6 +87,17 @@ def audit(run: RunArgument = None, store: StoreOption = None) -> None:
 
 
 @app.command()
+def scale(
+    change: Annotated[str, typer.Argument(help="generators=+2, generators=-1 or generators=4.", metavar="CHANGE")],
+    run: RunArgument = None,
+) -> None:
+    """Start or drain generators of a run that is up; those that leave give their tickets back."""
+    from asyncrl.launch.scale import scale_run
+
+    scale_run(change, run)
+
+
+@app.command()
 def down(run: RunArgument = None) -> None:
     """Stop a run and check that nothing of it is left."""
     from asyncrl.launch.down import stop_run

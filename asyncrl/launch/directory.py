@@ -69,6 +69,11 @@ class RunDirectory:
         return self.path / "processes.json"
 
     @property
+    def scale(self) -> Path:
+        """How many generators there shall be, written by `asyncrl scale`; only there while a supervisor starts some."""
+        return self.path / "scale.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoint directories."""
         return self.path / "checkpoints"

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import time
 import uuid
@@ -50,7 +51,10 @@ def main() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
         context = setup_logging(arguments.id, directory.logs, console=True)
-        asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory, context))
+        try:
+            asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory, context))
+        except asyncio.CancelledError:
+            raise SystemExit(128 + signal.SIGTERM) from None
 
     run_role(role)
 
@@ -65,6 +69,9 @@ async def _generate(
     scorer = RewardPool(config.reward)
     await scorer.start()  # first: a function that cannot be loaded is known in a second
     engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
     control = ControlClient(
         await _control_endpoint(store),
         heartbeat_s=config.control.heartbeat_s,

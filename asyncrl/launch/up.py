@@ -15,6 +15,7 @@ from asyncrl.errors import RunError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.roles import child_environment
+from asyncrl.launch.scale import Scaled
 from asyncrl.launch.view import show_result, viewer
 from asyncrl.launch.wiring import WIRE_KEY_VARIABLE, connect_store
 from asyncrl.supervisor import ProcessSpec, Supervisor
@@ -41,19 +42,20 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
         url, tend_store = _store(config, directory, stack)
         directory.write_store_url(url)
         specs = [learner_spec(config, directory, url)]
-        if generators:
-            specs += generator_specs(config, directory, url, learner_ranks=config.learner.ranks)
-        else:
+        if not generators:
             print(f"generators join with: asyncrl generator --store {url}", flush=True)  # noqa: T201 - the command's output
             if config.store.url is None or config.control.bind is None:
                 print("from this host only: set store.url and control.bind for generators elsewhere", flush=True)  # noqa: T201
         supervisor = stack.enter_context(
             Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
         )
+        scaled = stack.enter_context(Scaled(supervisor, generator_maker(config, directory, url), directory.scale))
+        scaled.begin(config.generator.count if generators else 0)
         view = stack.enter_context(viewer(directory, plain=plain))
 
         def on_tick() -> None:
             tend_store()
+            scaled.tend()
             view()
 
         with stop_on_signals(supervisor):
@@ -113,20 +115,23 @@ def generator_specs(
     config: Config, directory: RunDirectory, store_url: str, *, learner_ranks: int, prefix: str = "g"
 ) -> list[ProcessSpec]:
     """`generator.count` generators beside `learner_ranks` ranks on this machine: cores and GPUs are shared out."""
-    count = config.generator.count
-    threads = config.generator.threads or share_of_cores(count + learner_ranks)
+    make = generator_maker(config, directory, store_url, learner_ranks=learner_ranks, prefix=prefix)
+    return [make(index, config.generator.count) for index in range(config.generator.count)]
+
+
+def generator_maker(
+    config: Config, directory: RunDirectory, store_url: str, *, learner_ranks: int | None = None, prefix: str = "g"
+) -> Callable[[int, int], ProcessSpec]:
+    """(index, how many there are) -> one generator of this machine, which it shares with the learner's ranks (default: all)."""
+    ranks = config.learner.ranks if learner_ranks is None else learner_ranks
     width, gpus = config.generator.tensor_parallel, count_gpus()
-    return [
-        generator_spec(
-            config,
-            directory,
-            store_url,
-            f"{prefix}{index}",
-            threads=threads,
-            gpus=generator_gpus(gpus, index, ranks=learner_ranks, width=width),
-        )
-        for index in range(count)
-    ]
+
+    def make(index: int, count: int) -> ProcessSpec:
+        threads = config.generator.threads or share_of_cores(count + ranks)
+        visible = generator_gpus(gpus, index, ranks=ranks, width=width)
+        return generator_spec(config, directory, store_url, f"{prefix}{index}", threads=threads, gpus=visible)
+
+    return make
 
 
 def generator_spec(

@@ -80,3 +80,50 @@ def test_a_learner_that_finishes_ends_the_others(tmp_path):
         assert list(supervisor.pids()) == ["g0"]
     assert supervisor.pids() == {}
     assert changes[-1] == {}
+
+
+def until(supervisor: Supervisor, condition, wait_s: float = 60.0) -> None:
+    """Supervise until `condition`."""
+    ends_s = time.monotonic() + wait_s
+
+    def tick() -> None:
+        if condition():
+            supervisor.request_stop("as expected")
+        assert time.monotonic() < ends_s, "it did not come to this"
+
+    supervisor.run(tick, tick_s=0.02)
+    supervisor._stop_reason = None
+
+
+UP = "import pathlib, signal, sys, time; {before}; print('up', flush=True); time.sleep(600)"
+
+
+def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
+    polite = UP.format(before="signal.signal(signal.SIGTERM, lambda *_: (print('thanks', flush=True), sys.exit(143)))")
+    stubborn = UP.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    learner = spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)
+    with Supervisor([learner], max_restarts=0) as supervisor:
+        for name, code in (("g0", polite), ("g1", stubborn)):
+            supervisor.add(spec(name, code, tmp_path))
+        with pytest.raises(RunError, match="already"):
+            supervisor.add(spec("g1", polite, tmp_path))
+        logs = [tmp_path / "g0.log", tmp_path / "g1.log"]
+        until(supervisor, lambda: all(log.exists() and "up" in log.read_text() for log in logs))
+        pids = supervisor.pids()
+        supervisor.drain("g0")
+        supervisor.drain("g1")
+        assert supervisor.names == {"learner": True, "g0": False, "g1": False}
+        until(supervisor, lambda: "g0" not in supervisor.names and "g1" not in supervisor.names)
+        assert "thanks" in logs[0].read_text()
+        assert not is_alive(pids["g0"]) and not is_alive(pids["g1"]), "who does not go is killed"
+        assert supervisor.pids().keys() == {"learner"} and supervisor.restarts() == {"learner": 0}, "nobody died or came back"
+        supervisor.add(spec("g0", polite, tmp_path))
+        until(supervisor, lambda: logs[0].read_text().count("up") == 2)
+
+
+@pytest.mark.parametrize("status", [7, USER_ERROR])
+def test_a_process_that_was_added_and_cannot_run_is_left_out(tmp_path, status):
+    with Supervisor([spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)], max_restarts=0) as supervisor:
+        supervisor.add(spec("g0", f"import sys; sys.exit({status})", tmp_path, is_extra=True))
+        until(supervisor, lambda: "g0" not in supervisor.names)
+        assert supervisor.pids().keys() == {"learner"}

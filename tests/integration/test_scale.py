@@ -1,0 +1,122 @@
+"""`asyncrl scale` on a live supervisor with stand-ins for learner and generators."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.down import processes_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+GENERATOR = """
+import pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+if (here / "broken").exists(): sys.exit(7)
+def leave(*_):
+    with (here / "gave-back").open("a") as file: file.write(sys.argv[2] + " ")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+(here / f"{sys.argv[2]}.up").touch()
+time.sleep(600)
+"""
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.roles import child_environment
+from asyncrl.launch.scale import Scaled
+from asyncrl.launch.up import stop_on_signals
+from asyncrl.supervisor import ProcessSpec, Supervisor
+
+directory = RunDirectory(Path(sys.argv[1]))
+def spec(name, code, **more):
+    argv = [sys.executable, "-c", code, str(directory.path), name]
+    env = child_environment(directory.path, threads=1, gpus=[])
+    return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
+learner = spec("learner", "import time; time.sleep(600)", ends_run=True)
+with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):
+    with Scaled(supervisor, lambda index, count: spec(f"g{index}", sys.argv[3]), directory.scale) as scaled:
+        scaled.begin(int(sys.argv[2]))
+        supervisor.run(scaled.tend)
+"""
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    directory = RunDirectory(tmp_path / "scaled")
+    directory.create(fresh=False)
+    directory.config.write_text("run: {name: scaled}\n")
+    yield directory
+    for process in processes_of(directory.path):
+        process.kill()
+
+
+def start(run: RunDirectory, count: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(run.path), str(count), GENERATOR], env=os.environ)
+
+
+def children(run: RunDirectory) -> set[str]:
+    return set(json.loads(run.processes.read_text())["children"]) if run.processes.exists() else set()
+
+
+def wait(condition: Callable[[], bool], wait_s: float = 120.0) -> None:
+    until_s = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def scale(run: RunDirectory, change: str) -> tuple[int, str]:
+    done = subprocess.run([*ASYNCRL, "scale", change, str(run.path)], capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_generators_are_started_and_drained_while_the_run_goes_on(run):
+    supervisor = start(run, 2)
+    try:
+        wait(lambda: children(run) == {"learner", "g0", "g1"} and run.scale.exists())
+        assert scale(run, "generators=+2") == (0, "generators: 2 -> 4; started: g2, g3 (the model is loaded first)\n")
+        assert children(run) == {"learner", "g0", "g1", "g2", "g3"}
+        wait(lambda: all((run.path / f"g{index}.up").exists() for index in range(4)))
+        status, said = scale(run, "generators=-3")
+        assert status == 0 and "left: g1, g2, g3 (their tickets are given back)" in said
+        assert children(run) == {"learner", "g0"}
+        assert set((run.path / "gave-back").read_text().split()) == {"g1", "g2", "g3"}
+        assert scale(run, "generators=2")[0] == 0 and children(run) == {"learner", "g0", "g1"}
+        for change, expected in (
+            ("generators=-2", "would make 0 of 2; allowed is 1 to"),
+            ("learners=2", "allowed is generators=+2"),
+        ):
+            status, said = scale(run, change)
+            assert status == 2 and expected in said
+        assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None
+        (run.path / "broken").touch()
+        run.scale.write_text('{"generators": 4}')
+        wait(lambda: run.scale.read_text() == '{"generators": 2}')
+        assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None, "extra ones that cannot start end nothing"
+    finally:
+        supervisor.terminate()
+        supervisor.wait(timeout=60)
+    assert not run.scale.exists() and processes_of(run.path) == []
+    status, said = scale(run, "generators=3")
+    assert status == 2 and "starts no generators here now" in said
+
+
+def test_a_run_without_generators_of_its_own_is_not_scaled(run):
+    supervisor = start(run, 0)
+    try:
+        wait(lambda: children(run) == {"learner"})
+        status, said = scale(run, "generators=+1")
+        assert status == 2 and "asyncrl generator --count" in said and children(run) == {"learner"}
+    finally:
+        supervisor.terminate()
+        supervisor.wait(timeout=60)
