@@ -138,7 +138,7 @@ class Engine:
 @contextmanager
 def virtual_time(engine: Engine, *modules: Any) -> Iterator[None]:
     """Let the shipped modules sleep in virtual time, and draw their unique ids from the seed."""
-    clock = SimpleNamespace(monotonic=lambda: engine.now_s, sleep=engine.sleep)
+    clock = SimpleNamespace(monotonic=lambda: engine.now_s, time=lambda: engine.now_s, sleep=engine.sleep)
     unique = SimpleNamespace(uuid4=lambda: _Unique(engine.random.getrandbits(128)))
     replaced = [(module, name, new) for module in modules for name, new in (("time", clock), ("uuid", unique))]
     kept = [(module, name, getattr(module, name)) for module, name, _ in replaced if hasattr(module, name)]
