@@ -35,8 +35,8 @@ READ_BYTES = 1 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
 """Error codes of a server that will answer later."""
-_LASTING = ("unknown command", "ACL failure in script", "The user executing the script can't")
-"""What a server without functions says, and one that refuses what a function does."""
+_LASTING = ("unknown command", "ACL failure in script", "The user executing the script can't", "Protocol error: unauthenticated")
+"""A server without functions, one that refuses what a function does, and one that takes only short calls of strangers."""
 _REFUSALS = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
