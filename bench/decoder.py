@@ -155,7 +155,7 @@ def memory() -> dict[str, dict[str, Any]]:
     honest = {
         "64 KB": group_of(8, 850),
         "16 MB": group_of(8, 230_000),
-        "220 MB": group_of(16, 1_500_000),
+        "56 MB": group_of(8, 800_000),
         "most rollouts": group_of(MAX_ROLLOUTS, 16),
         "most spans": group_of(64, MAX_SPANS // 64, MAX_SPANS // 64),
     }

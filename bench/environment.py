@@ -17,7 +17,7 @@ def describe(*packages: str, **binaries: Path) -> dict[str, Any]:
             [path, "--version"], capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_what_ran(), *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": versions,
         "cpu": _cpu(),
@@ -25,6 +25,12 @@ def describe(*packages: str, **binaries: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def _what_ran() -> list[str]:
+    """A module by its name, not by where it lies on this machine."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
 
 
 def _cpu() -> str:

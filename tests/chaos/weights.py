@@ -1,4 +1,4 @@
-"""Faults on the weights plane: `python -m tests.chaos.weights [--injections 100] [--joins 200] [--aborts 100] [--json FILE]`.
+"""Faults on the weights plane: `python -m tests.chaos.weights [--injections N] [--joins N] [--aborts N] [--minutes M]`.
 
 The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times itself. Senders
 are the shipped processes. Generators are the shipped loop, control client and Gloo receiver, in processes of their own, with a
@@ -55,9 +55,9 @@ from asyncrl.weights.staging import GlooStaging
 
 LAYOUT = layout.Layout.plan([TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20)
 PROBE = (1, 2, 3, 4)
-STEP_S = 0.25
+STEP_S = 0.5
 DEADLINE_S, TIMEOUT_S, HEARTBEAT_S = 8.0, 4.0, 0.25
-WAIT_S = 240.0
+WAIT_S = 600.0
 """For anything that must happen; a loaded machine is slow."""
 
 
@@ -413,7 +413,7 @@ class Patient:
             assert time.monotonic() < self.since_s + WAIT_S, f"{self.member.name} is not back: {self.member.counts}"
 
 
-def stricken(learner: Learner, injections: int) -> dict[str, Any]:
+def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
     """Kill or stop a receiver while it receives, again and again."""
     well = [learner.add(f"well{i}") for i in range(2)]
     learner.wait_for(lambda: all(member.counts["applied"] >= 3 for member in well), "three updates of the well")
@@ -424,11 +424,11 @@ def stricken(learner: Learner, injections: int) -> dict[str, Any]:
     struck: Counter[str] = Counter()
     back_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     sick = [Patient(learner.add(f"sick{i}", bucket_s=0.02)) for i in range(3)]
-    while sum(struck.values()) < injections or any(patient.state != "well" for patient in sick):
+    while (goes_on := _goes_on(sum(struck.values()), injections, until_s)) or any(each.state != "well" for each in sick):
         learner.listen()
         for patient in sick:
             patient.look(back_s)
-            if patient.is_in_the_middle and sum(struck.values()) < injections:
+            if patient.is_in_the_middle and goes_on:
                 kind = learner.rng.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP))
                 struck[patient.strike(kind, learner)] += 1
     faulty = learner.publish_s[faulty_from:]
@@ -448,7 +448,11 @@ def stricken(learner: Learner, injections: int) -> dict[str, Any]:
     }
 
 
-def visitors(learner: Learner, joins: int, at_once: int = 3) -> dict[str, Any]:
+def _goes_on(done: int, wanted: int, until_s: float) -> bool:
+    return done < wanted and time.monotonic() < until_s
+
+
+def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> dict[str, Any]:
     """Generators come, take an update, and go: every other one without a word."""
     steady = learner.add("steady")
     learner.wait_for(lambda: steady.counts["applied"] >= 2, "updates of the steady one")
@@ -456,8 +460,8 @@ def visitors(learner: Learner, joins: int, at_once: int = 3) -> dict[str, Any]:
     first_order_s, first_update_s, gone, number = [], [], Counter[str](), 0
     inside: list[Member] = []
     mixed = 0
-    while sum(gone.values()) < joins:
-        while len(inside) < at_once and number < joins:
+    while (goes_on := _goes_on(number, joins, until_s)) or inside:
+        while goes_on and len(inside) < at_once and number < joins:
             inside.append(learner.add(f"visitor{number}"))
             number += 1
         learner.listen()
@@ -496,15 +500,13 @@ def visitors(learner: Learner, joins: int, at_once: int = 3) -> dict[str, Any]:
     }
 
 
-def aborted(learner: Learner, aborts: int, **broken: Any) -> dict[str, Any]:
+def aborted(learner: Learner, aborts: int, until_s: float, **broken: Any) -> dict[str, Any]:
     """Transfers end at a random bucket, by the sender's death, or at a random tensor, in the engine."""
     members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3, **broken) for i in range(3)]
     cut: Counter[str] = Counter()
     handled: Counter[str] = Counter()
-    until_s = time.monotonic() + 10.0 * WAIT_S
-    while sum(member.counts["failed"] for member in members) < aborts:
+    while _goes_on(sum(member.counts["failed"] for member in members), aborts, until_s):
         learner.listen()
-        assert time.monotonic() < until_s, cut
         for member in members:
             assert member.process.is_alive(), (member.name, member.counts)
             if member.counts["cut me"] > handled[member.name]:
@@ -527,12 +529,12 @@ def aborted(learner: Learner, aborts: int, **broken: Any) -> dict[str, Any]:
     }
 
 
-def run(scenario: Callable[..., dict[str, Any]], count: int, seed: int = 1, **options: Any) -> dict[str, Any]:
-    """One scenario in a directory of its own."""
+def run(scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, **options: Any) -> dict[str, Any]:
+    """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
     try:
-        with Learner(directory, seed) as learner:
-            return scenario(learner, count, **options)
+        with Learner(directory, seed=1) as learner:
+            return scenario(learner, count, time.monotonic() + 60.0 * minutes, **options)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -545,6 +547,7 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=100)
     parser.add_argument("--joins", type=int, default=200)
     parser.add_argument("--aborts", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -554,7 +557,7 @@ def main() -> int:
     for scenario, count in counts.items():
         if not count:
             continue
-        result = run(scenario, count) | {"environment": describe("torch")}
+        result = run(scenario, count, arguments.minutes) | {"environment": describe("torch")}
         found[scenario.__name__] = result
         sys.stdout.write(f"{scenario.__name__}: {json.dumps(result, indent=1)}\n")
         sys.stdout.flush()
