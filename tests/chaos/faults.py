@@ -169,12 +169,14 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-def strike(world: World, scenario: Scenario, seed: int, seconds: float) -> None:
-    """Faults for about `seconds`, in an order that the seed decides."""
+def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most: int = 1 << 30) -> None:
+    """Faults for about `seconds`, at most `most`, in an order that the seed decides."""
     draw = random.Random(f"{scenario.name} {seed}")
     kinds, weights = zip(*scenario.faults.items(), strict=True)
     scenario.always(world, draw)
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    for _ in range(most):
+        if time.monotonic() > until_s:
+            return
         world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
         draw.choices(kinds, weights)[0](world, random.Random(draw.random()))

@@ -66,6 +66,8 @@ class World:
     seed: int
     generators: int = 3
     fsync: str = "everysec"
+    learner_role: Callable[..., None] = roles.learner
+    generator_role: Callable[..., None] = roles.generator
     struck: Counter[str] = field(default_factory=Counter)
     """Faults by kind."""
     recoveries: dict[str, list[tuple[float, dict[str, Any]]]] = field(default_factory=lambda: defaultdict(list))
@@ -90,9 +92,9 @@ class World:
         self.start_store()
         upstreams = {"generators": self.server.socket_path, "learner": self.server.socket_path, "control": self._control_path}
         self.proxies = {name: Proxy(path, seed=self.seed) for name, path in upstreams.items()}
-        self._add("learner", roles.learner, self.checkpoints, True)
+        self._add("learner", self.learner_role, self.checkpoints, True)
         for index in range(self.generators):
-            self._add(f"g{index}", roles.generator, self.seed * 1000 + index)
+            self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -275,6 +277,11 @@ class World:
 
     def finish(self) -> Verdict:
         """No more faults: let the run end by itself, and judge it. Raises Stuck."""
+        self.settle()
+        return self._judge()
+
+    def settle(self) -> None:
+        """No more faults: let the run end by itself. Raises Stuck."""
         for proxy in self.proxies.values():
             proxy.swallow_rate = proxy.repeat_rate = 0.0
             proxy.heal()
@@ -288,7 +295,6 @@ class World:
         self.wait(lambda: self.version >= furthest + 2, START_S, f"step {furthest + 2}")
         (self.directory / roles.FINISH).touch()
         self.wait(lambda: all(self._is_finished(member) for member in self.members.values()), START_S, "end of the run")
-        return self._judge()
 
     def _judge(self) -> Verdict:
         last = max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
