@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -11,10 +12,10 @@ from types import FrameType
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
-from asyncrl.launch.roles import child_environment
+from asyncrl.launch.roles import RUN_VARIABLE, child_environment
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.view import show_result, viewer
 from asyncrl.launch.wiring import WIRE_KEY_VARIABLE, connect_store
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LEAVE_S = 20.0
 """After the learner has finished, generators get this long to leave by themselves."""
+STORE_AGAIN_S = 1.0
 
 
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> None:
@@ -38,6 +40,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
         target.unlink()
     setup_logging("supervisor", directory.logs, console=plain)
     os.environ.setdefault(WIRE_KEY_VARIABLE, directory.secret())
+    os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
     with ExitStack() as stack:
         url, tend_store = _store(config, directory, stack)
         directory.write_store_url(url)
@@ -88,7 +91,11 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
         if not server.is_running:
             log.warning("the store died and is started again; the learner's ledger decides what it still knows")
             server.stop()
-            server.start()
+            try:
+                server.start()
+            except StoreError as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
+                log.error("the store cannot be started and is tried again in %.0f s: %s", STORE_AGAIN_S, error)
+                time.sleep(STORE_AGAIN_S)
 
     return server.url, tend
 

@@ -1,8 +1,8 @@
 """`python -m tests.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`: faults on real processes, and what they cost.
 
 NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `designs`: other designs under the same faults;
-`real`: a whole run with a model. What was not run keeps its figures in FILE. The exit status is the number of runs that broke a
-promise.
+`real`: a whole run with a model; `ettr`: the share of its time that was not lost. What was not run keeps its figures in FILE.
+The exit status is the number of runs that broke a promise.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.environment import describe
 
+from . import designs
 from .faults import SCENARIOS, Scenario, strike
 from .outcome import outcome, table
 from .world import World
@@ -34,34 +35,51 @@ def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[
 def main() -> int:
     """Run what was asked for, print the tables, keep the numbers."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios; length of `ettr`")
+    parser.add_argument("--faults", type=int, default=25, help="of `designs`, in each run")
+    parser.add_argument("--rounds", type=int, default=2, help="of `real`: kills of every kind of process")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(scenario.name for scenario in SCENARIOS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     chosen = arguments.only.split(",")
-    scenarios = [scenario for scenario in SCENARIOS if scenario.name in chosen]
-    found: dict[str, Any] = {}
     root = Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
-    if scenarios:
-        found["volume"] = {"seed": arguments.seed, "environment": describe(), "runs": []}
-    for scenario in scenarios:
-        seconds = 60.0 * arguments.minutes * scenario.share / sum(each.share for each in scenarios)
-        result = run(scenario, arguments.seed, seconds, root / scenario.name)
-        found["volume"]["runs"].append(result)
-        say(f"{scenario.name}: { ({key: value for key, value in result.items() if key != 'recoveries_s'}) }")
-        if not (result["lost"] or result["duplicated"] or result["wrong"]):
-            shutil.rmtree(root / scenario.name)
-    if scenarios:
-        say("\n".join(table(found["volume"]["runs"])))
+    found: dict[str, Any] = {}
+    broken = 0
+    if scenarios := [scenario for scenario in SCENARIOS if scenario.name in chosen]:
+        runs = [_volume(scenario, scenarios, arguments, root) for scenario in scenarios]
+        found["volume"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
+        broken += sum(bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
+        say("\n".join(table(runs)))
+    if "designs" in chosen:
+        runs = designs.compare(arguments.seed, arguments.faults)
+        found["designs"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
+        broken += sum(one["design"] == designs.OURS and bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
+        say("\n".join(designs.table(runs)))
+    if "real" in chosen or "ettr" in chosen:
+        from . import real  # needs torch, the others do not
+    if "real" in chosen:
+        found["real"] = {"environment": describe(), **real.run(arguments.seed, arguments.rounds, root / "real")}
+        say(json.dumps(found["real"]))
+    if "ettr" in chosen:
+        found["ettr"] = {"environment": describe(), **real.ettr(arguments.seed, arguments.minutes, root / "ettr")}
+        say(json.dumps(found["ettr"]))
     if arguments.out:
         kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
         arguments.out.write_text(json.dumps(kept | found, indent=1) + "\n")
-    bad = [one for one in found["volume"]["runs"] if one["lost"] or one["duplicated"] or one["wrong"]]
-    if bad:
-        say(f"broken promises; what the runs left is in {root}")
-    return len(bad)
+    if broken:
+        say(f"{broken} runs broke a promise; what they left is in {root}")
+    else:
+        shutil.rmtree(root)
+    return broken
+
+
+def _volume(scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
+    seconds = 60.0 * arguments.minutes * scenario.share / sum(each.share for each in all_)
+    result = run(scenario, arguments.seed, seconds, root / scenario.name)
+    say(f"{scenario.name}: { ({key: value for key, value in result.items() if key != 'recoveries_s'}) }")
+    return result
 
 
 def say(text: str) -> None:

@@ -56,12 +56,9 @@ class Place:
     store: str
     control: str
     """Where the learner listens, or what leads there."""
-    password: str | None = None
-    namespace: str | None = None
-    """Of the network; None stays where we are."""
 
     def connect(self) -> StoreConnection:
-        return StoreConnection(self.store, password=self.password, retry_s=RETRY_S)
+        return StoreConnection(self.store, retry_s=RETRY_S)
 
 
 def start(role: Callable[..., None], place: Place, name: str, *arguments: Any) -> None:
@@ -70,10 +67,6 @@ def start(role: Callable[..., None], place: Place, name: str, *arguments: Any) -
     os.dup2(log, 1)
     os.dup2(log, 2)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s", force=True)
-    if place.namespace:
-        from .namespaces import enter
-
-        enter(place.namespace)
     run_role(lambda: role(place, name, *arguments))
 
 

@@ -1,0 +1,273 @@
+"""A whole run with a tiny model, started as a user starts it, while its processes are killed one kind after the other.
+
+    heal        kill -9 of every kind of process; the run goes on by itself
+    supervisor  kill -9 of the one that looks after the others: nothing survives it
+    finish      the same command goes on from the checkpoint and ends by itself
+    crash loop  a process that always dies ends the run with its last words
+    down        ends a run, and proves it
+
+Everything is read from what the run leaves behind: metrics, checkpoints, the store's audit, the table of processes.
+"""
+
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from asyncrl.launch.down import processes_of
+from tests.helpers_models import tiny_qwen2
+
+from .world import Stuck
+
+B, EVERY = 4, 5
+PATIENCE_S = 400.0
+VICTIMS = {
+    "generator": "asyncrl.launch.generator",
+    "engine core": "VLLM::EngineCore",
+    "reward worker": "asyncrl.rewards.worker",
+    "sender": "asyncrl.weights.sender",
+    "learner rank": "asyncrl.launch.learner",
+    "store": "(redis|valkey)-server",
+}
+"""Kind of process, and what its command line has, as a regular expression."""
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
+
+
+@dataclass(slots=True)
+class RealRun:
+    """One run directory and the command that looks after it."""
+
+    root: Path
+    killed: dict[str, int] = field(default_factory=dict)
+    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
+    up: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "runs" / "chaos"
+
+    def prepare(self) -> None:
+        """Model, data and config."""
+        tiny_qwen2(self.root / "model")
+        code = "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
+        (self.root / "rewards.py").write_text(code)
+        rows = [json.dumps({"prompt": f"{a}+{b}="}) for a in range(10, 30) for b in range(10, 30)]
+        (self.root / "train.jsonl").write_text("\n".join(rows) + "\n")
+        values = {
+            "run": {"name": "chaos", "root": str(self.root / "runs")},
+            "model": {"path": str(self.root / "model"), "dtype": "float32"},
+            "data": {"train": str(self.root / "train.jsonl")},
+            "reward": {"functions": [{"function": f"{self.root}/rewards.py:odd"}]},
+            "batch": {"groups": B, "group_size": 4},
+            "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+            "staleness": {"max_lag": 2},
+            "learner": {"steps": 100_000, "ranks": 2, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
+            "generator": {"count": 2, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
+            "checkpoint": {"every": EVERY},
+            "control": {"max_restarts": 1000, "timeout_s": 5},
+        }
+        (self.root / "run.yaml").write_text(yaml.safe_dump(values))
+
+    def start(self, *overrides: str) -> None:
+        """`asyncrl up`."""
+        with (self.root / "up.out").open("ab") as output:
+            argv = [*ASYNCRL, "up", "--plain", "--config", str(self.root / "run.yaml"), *overrides]
+            self.up = subprocess.Popen(argv, stdout=output, stderr=output)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.up is not None:
+            self.up.kill()
+            self.up.wait(10.0)
+        for process in processes_of(self.directory):
+            process.kill()
+
+    # --- what it says about itself -----------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the learner's steps, oldest first."""
+        path = self.directory / "metrics" / "learner.jsonl"
+        if not path.exists():
+            return []
+        found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [row for row in found if "time/step" in row]
+
+    def furthest(self) -> int:
+        """The highest step so far."""
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def find(self, kind: str) -> list[psutil.Process]:
+        """The live processes of one kind, in a steady order."""
+        found = []
+        for process in processes_of(self.directory):
+            try:
+                command = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if re.search(VICTIMS[kind], command):
+                found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+    def wait(self, condition: Callable[[], Any], what: str, wait_s: float = PATIENCE_S) -> None:
+        """Raises Stuck with the end of the supervisor's output."""
+        until_s = time.monotonic() + wait_s
+        while not condition():
+            if time.monotonic() > until_s:
+                raise Stuck(f"no {what} within {wait_s:.0f} s:\n{self.said()}")
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        """The end of the supervisor's output."""
+        return (self.root / "up.out").read_text()[-3000:]
+
+    def wait_steps(self, more: int) -> None:
+        """Until `more` new steps are made. Raises Stuck."""
+        target = self.furthest() + more
+        self.wait(lambda: self.furthest() >= target or self._check(), f"step {target}")
+
+    def _check(self) -> bool:
+        if self.up is not None and self.up.poll() is not None:
+            raise Stuck(f"the run ended with status {self.up.returncode}:\n{self.said()}")
+        return False
+
+    # --- the parts ---------------------------------------------------------------------------------------------------
+
+    def kill_one(self, kind: str, draw: random.Random) -> None:
+        """kill -9 of one process of `kind`; the run must make steps that it had not made before."""
+        self.wait(lambda: self.find(kind), kind)
+        victim = draw.choice(self.find(kind))
+        at_s = time.time()
+        victim.kill()
+        self.killed[kind] = self.killed.get(kind, 0) + 1
+        self.wait(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "death")
+        self.wait_steps(1 + EVERY)
+        first = next(row["time"] for row in self.rows() if row["time"] > at_s + 0.5)
+        self.recoveries_s.setdefault(kind, []).append(round(first - at_s, 2))
+
+    def kill_supervisor(self) -> float:
+        """Seconds until nothing of the run is left. Raises Stuck."""
+        assert self.up is not None
+        self.up.kill()
+        self.up.wait(10.0)
+        at_s = time.monotonic()
+        self.wait(lambda: not processes_of(self.directory), "end of all processes after the supervisor's", 60.0)
+        self.killed["supervisor"] = 1
+        return round(time.monotonic() - at_s, 2)
+
+    def finish(self) -> dict[str, Any]:
+        """Go on, end by itself, and account for every group. Raises Stuck."""
+        self.start(f"learner.steps={(last := self.furthest() + 4)}")
+        assert self.up is not None
+        if self.up.wait(PATIENCE_S) != 0:
+            raise Stuck(f"the run did not finish:\n{self.said()}")
+        state = json.loads((self.directory / "checkpoints" / f"step-{last:06}" / "state.json").read_text())
+        ledger, audit = state["ledger"], json.loads(self.command("audit", str(self.directory)))
+        consumed = ledger["watermark"] + len(ledger["above"])
+        return {
+            "steps": last,
+            "groups": consumed,
+            "lost": last * B + sum(ledger["rejected"].values()) - consumed,
+            "trained": ledger["trained"],
+            "missing_in_audit": audit["missing"],
+            "steps_in_a_row": lineage_of(self.rows()) == list(range(1, last + 1)),
+            "processes_left": len(processes_of(self.directory)),
+        }
+
+    def crash_loop(self) -> bool:
+        """A generator that dies again and again ends the run, which says so and leaves nothing."""
+        self.start("learner.steps=100000", "control.max_restarts=2")
+        assert self.up is not None
+        until_s = time.monotonic() + PATIENCE_S
+        while self.up.poll() is None and time.monotonic() < until_s:
+            for process in self.find("generator")[:1]:
+                process.kill()
+            time.sleep(0.5)
+        return self.up.poll() not in (0, None) and "died 3 times" in self.said() and not processes_of(self.directory)
+
+    def down(self) -> bool:
+        """`asyncrl down` of a run that is training."""
+        self.start("learner.steps=100000")
+        self.wait_steps(2)
+        self.command("down", str(self.directory))
+        assert self.up is not None
+        return self.up.wait(60.0) == 0 and not processes_of(self.directory)
+
+    def command(self, *arguments: str) -> str:
+        """A command's output. Raises Stuck."""
+        done = subprocess.run([*ASYNCRL, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        if done.returncode:
+            raise Stuck(f"asyncrl {' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+
+def lineage_of(rows: list[dict[str, Any]]) -> list[int]:
+    """The steps that lasted: a step that is made again replaces itself and all after it."""
+    steps: list[int] = []
+    for row in rows:
+        steps = [*(step for step in steps if step < row["step"]), row["step"]]
+    return steps
+
+
+def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
+    """All parts; every kind of process is killed `rounds` times."""
+    draw, real = random.Random(seed), RealRun(root)
+    real.prepare()
+    try:
+        real.start()
+        real.wait_steps(2)
+        began = time.monotonic()
+        for _ in range(rounds):
+            for kind in draw.sample(sorted(VICTIMS), len(VICTIMS)):
+                real.kill_one(kind, draw)
+        healing_s = time.monotonic() - began
+        gone_s = real.kill_supervisor()
+        found = real.finish()
+        return {
+            "seed": seed,
+            "killed": real.killed,
+            "seconds": round(healing_s, 1),
+            "to_next_step_s": {kind: statistics.median(times) for kind, times in sorted(real.recoveries_s.items())},
+            "nothing_left_after_supervisor_s": gone_s,
+            **found,
+            "crash_loop_ends_the_run": real.crash_loop(),
+            "down_leaves_nothing": real.down(),
+        }
+    finally:
+        real.close()
+
+
+def ettr(seed: int, minutes: float, root: Path) -> dict[str, Any]:
+    """F13: share of the time that went into steps that lasted; a generator is killed every minute, the learner once."""
+    draw, real = random.Random(seed), RealRun(root)
+    real.prepare()
+    try:
+        real.start()
+        real.wait_steps(2)
+        began_s, kills = time.time(), 0
+        while (minute := int((time.time() - began_s) / 60.0)) < minutes:
+            if minute > kills:
+                kills += 1
+                kind = "learner rank" if kills == int(minutes / 2) else "generator"
+                draw.choice(real.find(kind) or real.find("generator") or [psutil.Process(0)]).send_signal(signal.SIGKILL)
+                real.killed[kind] = real.killed.get(kind, 0) + 1
+            time.sleep(0.2)
+        rows = [row for row in real.rows() if row["time"] > began_s]
+        lasted: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            lasted = {step: kept for step, kept in lasted.items() if step < row["step"]} | {row["step"]: row}
+        wall_s = rows[-1]["time"] - began_s
+        productive_s = sum(row["time/step"] for row in lasted.values())
+        return {"minutes": minutes, "killed": real.killed, "steps": len(lasted), "ettr": round(productive_s / wall_s, 3)}
+    finally:
+        real.close()
