@@ -1,10 +1,12 @@
 """Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults import SCENARIOS, Scenario, strike
+from tests.chaos.page import PAGE, RESULTS, rewritten
 from tests.chaos.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
@@ -21,3 +23,8 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
     assert world.struck or world.proxies["generators"].swallowed
     assert verdict.is_good, verdict
     assert verdict.groups >= 8 * verdict.steps > 0
+
+
+def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert rewritten(page, json.loads(RESULTS.read_text())) == page

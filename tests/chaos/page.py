@@ -1,0 +1,59 @@
+"""Rewrites the tables of docs/reliability.md from bench/results/faults.json: `python -m tests.chaos.page`."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import designs, outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results" / "faults.json"
+REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rewritten(page: str, results: Mapping[str, Any]) -> str:
+    """The page with every table as the results make it."""
+
+    def region(match: re.Match[str]) -> str:
+        start, kind, end = match.groups()
+        rows = {
+            "volume": lambda: outcome.table(results["volume"]["runs"]),
+            "designs": lambda: designs.table(results["designs"]["runs"]),
+            "real": lambda: real(results),
+        }[kind]()
+        return "\n".join([start.strip(), *rows, end])
+
+    return REGION.sub(region, page)
+
+
+def real(results: Mapping[str, Any]) -> Iterator[str]:
+    """Of the run with a model."""
+    run, ettr = results["real"], results.get("ettr")
+    yield "| process killed | times | median seconds to the next step |"
+    yield "|---|---|---|"
+    for kind, times in sorted(run["killed"].items()):
+        yield f"| {kind} | {times} | {run['to_next_step_s'].get(kind, 'none: the run ends, and is started again')} |"
+    yield ""
+    yield (
+        f"{run['steps']} steps, {run['groups']} groups, {run['lost']} lost, {run['missing_in_audit']} missing in the audit; "
+        f"steps in a row: {_yes(run['steps_in_a_row'])}. {run['nothing_left_after_supervisor_s']} s after the supervisor was "
+        f"killed no process was left. A crash loop ends the run: {_yes(run['crash_loop_ends_the_run'])}. `asyncrl down` leaves "
+        f"nothing: {_yes(run['down_leaves_nothing'])}."
+    )
+    if ettr:
+        kills = ", ".join(f"{count} of a {kind}" for kind, count in sorted(ettr["killed"].items()))
+        yield ""
+        yield (
+            f"In {ettr['minutes']:g} minutes with {kills} killed, steps that lasted took {100 * ettr['ettr']:.0f} % of the time "
+            f"(F13; aimed at 90 % with a generator a minute and a learner in ten)."
+        )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(), json.loads(RESULTS.read_text())))
