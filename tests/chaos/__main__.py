@@ -19,17 +19,24 @@ from bench.environment import describe
 
 from . import designs
 from .faults import SCENARIOS, Scenario, strike
+from .lineage import Verdict
 from .outcome import outcome, table
-from .world import World
+from .world import Stuck, World
 
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:
-    """One scenario from start to verdict. Raises Stuck."""
+    """One scenario from start to verdict; a run that does not go on has broken a promise too."""
     with World(directory, seed, fsync=scenario.fsync) as world:
-        world.start()
         started_s = time.monotonic()
-        strike(world, scenario, seed, seconds)
-        return outcome(world, scenario.name, time.monotonic() - started_s, world.finish())
+        try:
+            world.start()
+            started_s = time.monotonic()
+            strike(world, scenario, seed, seconds)
+            struck_s = time.monotonic() - started_s
+            verdict = world.finish()
+        except Stuck as stuck:
+            struck_s, verdict = time.monotonic() - started_s, Verdict.stuck(str(stuck))
+        return outcome(world, scenario.name, struck_s, verdict)
 
 
 def main() -> int:
@@ -48,8 +55,11 @@ def main() -> int:
     found: dict[str, Any] = {}
     broken = 0
     if scenarios := [scenario for scenario in SCENARIOS if scenario.name in chosen]:
-        runs = [_volume(scenario, scenarios, arguments, root) for scenario in scenarios]
+        runs: list[dict[str, Any]] = []
         found["volume"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
+        for scenario in scenarios:
+            runs.append(_volume(scenario, scenarios, arguments, root))
+            _keep(arguments.out, found)
         broken += sum(bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
         say("\n".join(table(runs)))
     if "designs" in chosen:
@@ -65,14 +75,18 @@ def main() -> int:
     if "ettr" in chosen:
         found["ettr"] = {"environment": describe(), **real.ettr(arguments.seed, arguments.minutes, root / "ettr")}
         say(json.dumps(found["ettr"]))
-    if arguments.out:
-        kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-        arguments.out.write_text(json.dumps(kept | found, indent=1) + "\n")
+    _keep(arguments.out, found)
     if broken:
         say(f"{broken} runs broke a promise; what they left is in {root}")
     else:
         shutil.rmtree(root)
     return broken
+
+
+def _keep(path: Path | None, found: dict[str, Any]) -> None:
+    if path:
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(kept | found, indent=1) + "\n")
 
 
 def _volume(scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path) -> dict[str, Any]:

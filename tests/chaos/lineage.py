@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.buffer.ledger import EMPTY_CHAIN, next_chain
 
@@ -73,6 +73,11 @@ class Verdict:
     duplicated: int
     wrong: tuple[str, ...]
     """Broken promises other than those two."""
+
+    @classmethod
+    def stuck(cls, reason: str) -> Self:
+        """Of a run that did not go on."""
+        return cls(groups=0, steps=0, rejected=0, lost=0, duplicated=0, wrong=(reason,))
 
     @property
     def is_good(self) -> bool:

@@ -28,7 +28,7 @@ from .lineage import Verdict, judge
 from .proxy import LATE_S, Proxy
 from .roles import RULES, RUN, Place
 
-START_S = 120.0
+START_S = 300.0
 """Longest time to the first step, and from the last fault to the end of the run."""
 
 
