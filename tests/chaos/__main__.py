@@ -1,14 +1,15 @@
 """`python -m tests.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`: faults on real processes, and what they cost.
 
 NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `designs`: other designs under the same faults;
-`real`: a whole run with a model; `ettr`: the share of its time that was not lost. What was not run keeps its figures in FILE.
-The exit status is the number of runs that broke a promise.
+`real`: a whole run with a model. What was not run keeps its figures in FILE. The exit status is the number of runs that broke a
+promise.
 """
 
 import argparse
 import json
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[
 def main() -> int:
     """Run what was asked for, print the tables, keep the numbers."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios; length of `ettr`")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios")
     parser.add_argument("--faults", type=int, default=25, help="of `designs`, in each run")
     parser.add_argument("--rounds", type=int, default=2, help="of `real`: kills of every kind of process")
     parser.add_argument("--seed", type=int, default=1)
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and leave nothing behind
     chosen = arguments.only.split(",")
     root = Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
     found: dict[str, Any] = {}
@@ -67,14 +69,11 @@ def main() -> int:
         found["designs"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
         broken += sum(one["design"] == designs.OURS and bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
         say("\n".join(designs.table(runs)))
-    if "real" in chosen or "ettr" in chosen:
-        from . import real  # needs torch, the others do not
     if "real" in chosen:
+        from . import real  # needs torch, the others do not
+
         found["real"] = {"environment": describe(), **real.run(arguments.seed, arguments.rounds, root / "real")}
         say(json.dumps(found["real"]))
-    if "ettr" in chosen:
-        found["ettr"] = {"environment": describe(), **real.ettr(arguments.seed, arguments.minutes, root / "ettr")}
-        say(json.dumps(found["ettr"]))
     _keep(arguments.out, found)
     if broken:
         say(f"{broken} runs broke a promise; what they left is in {root}")

@@ -12,7 +12,6 @@ Everything is read from what the run leaves behind: metrics, checkpoints, the st
 import json
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -147,11 +146,12 @@ class RealRun:
         """kill -9 of one process of `kind`; the run must make steps that it had not made before."""
         self.wait(lambda: self.find(kind), kind)
         victim = draw.choice(self.find(kind))
+        sys.stdout.write(f"kill -9 of a {kind}, process {victim.pid}, after step {self.furthest()}\n")
         at_s = time.time()
         victim.kill()
         self.killed[kind] = self.killed.get(kind, 0) + 1
         self.wait(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "death")
-        self.wait_steps(1 + EVERY)
+        self.wait_steps(2)
         first = next(row["time"] for row in self.rows() if row["time"] > at_s + 0.5)
         self.recoveries_s.setdefault(kind, []).append(round(first - at_s, 2))
 
@@ -219,6 +219,15 @@ def lineage_of(rows: list[dict[str, Any]]) -> list[int]:
     return steps
 
 
+def share_of_lasting_steps(rows: list[dict[str, Any]], began_at: float) -> float:
+    """Of the time from `began_at` to the last step: what went into steps that were not made again."""
+    lasting: dict[int, float] = {}
+    for row in rows:
+        if row["time"] > began_at:
+            lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {row["step"]: row["time/step"]}
+    return sum(lasting.values()) / (rows[-1]["time"] - began_at)
+
+
 def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
     """All parts; every kind of process is killed `rounds` times."""
     draw, real = random.Random(seed), RealRun(root)
@@ -226,48 +235,23 @@ def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
     try:
         real.start()
         real.wait_steps(2)
-        began = time.monotonic()
+        began_at = time.time()
         for _ in range(rounds):
             for kind in draw.sample(sorted(VICTIMS), len(VICTIMS)):
                 real.kill_one(kind, draw)
-        healing_s = time.monotonic() - began
+        healing_s, lasting = time.time() - began_at, share_of_lasting_steps(real.rows(), began_at)
         gone_s = real.kill_supervisor()
         found = real.finish()
         return {
             "seed": seed,
             "killed": real.killed,
             "seconds": round(healing_s, 1),
+            "share_of_lasting_steps": round(lasting, 3),
             "to_next_step_s": {kind: statistics.median(times) for kind, times in sorted(real.recoveries_s.items())},
             "nothing_left_after_supervisor_s": gone_s,
             **found,
             "crash_loop_ends_the_run": real.crash_loop(),
             "down_leaves_nothing": real.down(),
         }
-    finally:
-        real.close()
-
-
-def ettr(seed: int, minutes: float, root: Path) -> dict[str, Any]:
-    """F13: share of the time that went into steps that lasted; a generator is killed every minute, the learner once."""
-    draw, real = random.Random(seed), RealRun(root)
-    real.prepare()
-    try:
-        real.start()
-        real.wait_steps(2)
-        began_s, kills = time.time(), 0
-        while (minute := int((time.time() - began_s) / 60.0)) < minutes:
-            if minute > kills:
-                kills += 1
-                kind = "learner rank" if kills == int(minutes / 2) else "generator"
-                draw.choice(real.find(kind) or real.find("generator") or [psutil.Process(0)]).send_signal(signal.SIGKILL)
-                real.killed[kind] = real.killed.get(kind, 0) + 1
-            time.sleep(0.2)
-        rows = [row for row in real.rows() if row["time"] > began_s]
-        lasted: dict[int, dict[str, Any]] = {}
-        for row in rows:
-            lasted = {step: kept for step, kept in lasted.items() if step < row["step"]} | {row["step"]: row}
-        wall_s = rows[-1]["time"] - began_s
-        productive_s = sum(row["time/step"] for row in lasted.values())
-        return {"minutes": minutes, "killed": real.killed, "steps": len(lasted), "ettr": round(productive_s / wall_s, 3)}
     finally:
         real.close()

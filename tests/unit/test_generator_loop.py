@@ -186,6 +186,21 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
     assert world.control.events == ["join", "leave"]
 
 
+def test_a_ticket_that_comes_again_while_it_is_sampled_is_sampled_once():
+    world = World(token_s=0.05, max_running=24)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().leased == 4)
+        world.learner.revoke("g0:i")  # as a store that was rolled back: it knows of no lease
+        await world.until(lambda: world.learner.audit().leased == 4)
+        await world.until(lambda: world.learner.audit().ready == 4)
+        assert world.engine.stats().sampled_tokens <= 4 * G * 6
+
+    world.run(script)
+    counters = world.learner.audit().counters
+    assert (counters["put"], counters.get("duplicate", 0)) == (4, 0)
+
+
 def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
     world = World(rewards=Rewards(fails=lambda one: one.prompt == "prompt 2"))
 
