@@ -58,7 +58,7 @@ def main() -> int:
     broken = 0
     if scenarios := [scenario for scenario in SCENARIOS if scenario.name in chosen]:
         runs: list[dict[str, Any]] = []
-        found["volume"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
+        found["volume"] = {"environment": describe(), "runs": runs}
         for scenario in scenarios:
             runs.append(_volume(scenario, scenarios, arguments, root))
             _keep(arguments.out, found)
@@ -83,14 +83,25 @@ def main() -> int:
 
 
 def _keep(path: Path | None, found: dict[str, Any]) -> None:
-    if path:
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(kept | found, indent=1) + "\n")
+    """Scenarios that ran with other seeds before keep their place."""
+    if path is None:
+        return
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    new = found.get("volume", {"runs": []})["runs"]
+    others = [one for one in kept.get("volume", {"runs": []})["runs"] if _key(one) not in map(_key, new)]
+    merged = kept | found
+    if new:
+        merged["volume"] = found["volume"] | {"runs": others + new}
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+
+
+def _key(one: dict[str, Any]) -> tuple[str, int]:
+    return one["scenario"], one["seed"]
 
 
 def _volume(scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
     seconds = 60.0 * arguments.minutes * scenario.share / sum(each.share for each in all_)
-    result = run(scenario, arguments.seed, seconds, root / scenario.name)
+    result = {"seed": arguments.seed, **run(scenario, arguments.seed, seconds, root / scenario.name)}
     say(f"{scenario.name}: { ({key: value for key, value in result.items() if key != 'recoveries_s'}) }")
     return result
 
