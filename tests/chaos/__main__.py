@@ -92,7 +92,8 @@ def _keep(path: Path | None, found: dict[str, Any]) -> None:
     merged = kept | found
     if new:
         merged["volume"] = found["volume"] | {"runs": others + new}
-    path.write_text(json.dumps(merged, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(values)}" for name, values in merged.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _key(one: dict[str, Any]) -> tuple[str, int]:

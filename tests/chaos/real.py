@@ -30,7 +30,7 @@ from tests.helpers_models import tiny_qwen2
 from .world import Stuck
 
 B, EVERY = 4, 5
-PATIENCE_S = 400.0
+PATIENCE_S = 600.0
 VICTIMS = {
     "generator": "asyncrl.launch.generator",
     "engine core": "VLLM::EngineCore",
@@ -147,6 +147,7 @@ class RealRun:
         self.wait(lambda: self.find(kind), kind)
         victim = draw.choice(self.find(kind))
         sys.stdout.write(f"kill -9 of a {kind}, process {victim.pid}, after step {self.furthest()}\n")
+        sys.stdout.flush()
         at_s = time.time()
         victim.kill()
         self.killed[kind] = self.killed.get(kind, 0) + 1
