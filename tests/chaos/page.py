@@ -18,6 +18,8 @@ def rewritten(page: str, results: Mapping[str, Any]) -> str:
 
     def region(match: re.Match[str]) -> str:
         start, kind, end = match.groups()
+        if kind not in results:
+            return match.group()
         rows = {
             "volume": lambda: outcome.table(results["volume"]["runs"]),
             "designs": lambda: designs.table(results["designs"]["runs"]),
