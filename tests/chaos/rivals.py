@@ -42,7 +42,7 @@ def producer(design: str, place: Place, name: str, seed: int) -> None:
             client.xadd("stream", {"id": ticket_id, "frame": PAYLOAD})
 
 
-def consumer(design: str, place: Place, name: str, checkpoints: Path, locked: bool) -> None:
+def consumer(design: str, place: Place, name: str, checkpoints: Path) -> None:
     """Steps of B groups; a checkpoint after every `EVERY`."""
     lines, path = Lines(place.directory / EVENTS), place.directory / CONSUMED
     consumed: list[int] = json.loads(path.read_text()) if path.exists() else []

@@ -342,9 +342,7 @@ def _reject_zero(outcome: GroupOutcome) -> str | None:
     return "zero_reward" if not any(outcome.rewards) else None
 
 
-def learner(place: Place, name: str, checkpoints: Path, locked: bool) -> None:
-    """A learner that holds the run's lock, or one on another host that does not see it."""
-    lock = RunLock(place.directory / "learner.lock") if locked else None
-    Learner(place, checkpoints).run()
-    if lock:
-        lock.release()
+def learner(place: Place, name: str, checkpoints: Path) -> None:
+    """Holds the run's lock: one file on each host."""
+    with RunLock(checkpoints.with_suffix(".lock")):
+        Learner(place, checkpoints).run()

@@ -92,7 +92,7 @@ class World:
         self.start_store()
         upstreams = {"generators": self.server.socket_path, "learner": self.server.socket_path, "control": self._control_path}
         self.proxies = {name: Proxy(path, seed=self.seed) for name, path in upstreams.items()}
-        self._add("learner", self.learner_role, self.checkpoints, True)
+        self._add("learner", self.learner_role, self.checkpoints)
         for index in range(self.generators):
             self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
         return self
@@ -203,7 +203,7 @@ class World:
 
     def refuse_second(self) -> None:
         """A second learner on the same host must not get the lock. Raises Stuck."""
-        second = Member("learner-second", roles.learner, self._place("learner-second"), (self.checkpoints, True))
+        second = Member("learner-second", roles.learner, self._place("learner-second"), (self.checkpoints,))
         self._restart(second)
         assert second.process is not None
         second.process.join(60.0)
@@ -226,7 +226,7 @@ class World:
             shutil.copytree(copied, self.checkpoints)
         self.proxies["control"].upstream = self._control_path
         self._old_learners.append(old)
-        self._add("learner", roles.learner, self.checkpoints, False)
+        self._add("learner", roles.learner, self.checkpoints)
 
     def wake_old(self) -> None:
         """Wake the learners that were replaced, and wait until each is fenced. Raises Stuck."""
