@@ -28,9 +28,10 @@ BY_HAND = {
     "mkdir": "test_the_env_file_can_be_filled_in",
     "cp": "test_the_env_file_can_be_filled_in",
     "python": "benchmarks: the script must exist",
+    "sbatch": "tests/integration/test_slurm_script.py",
     "pip": "the extra must exist",
 }
-OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "sbatch", "vllm", "wandb", "tensorboard"}
+OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "vllm", "wandb", "tensorboard"}
 PROGRAMS = OTHERS | BY_HAND.keys()
 ALL = [command for page in PAGES for command in commands(page, PROGRAMS)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
