@@ -13,7 +13,7 @@ from typing import IO, Any
 OPENING = b"[\n"
 END = b",\n"
 MAX_BYTES = 32 << 20
-"""Of one file; with the one before it, twice as much: some 500 steps of 32 groups each."""
+"""Of one file: some 900 steps of 32 groups each. With the one before it, twice as much."""
 
 
 class TraceWriter:

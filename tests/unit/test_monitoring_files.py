@@ -66,6 +66,13 @@ def test_everything_that_is_asked_can_be_told(where: str, expression: str) -> No
     assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', expression)) - {"__name__"} <= LABELS, where
 
 
+def test_only_what_never_falls_is_asked_for_its_rate() -> None:
+    """Prometheus takes a fall for a restart from 0. `idle_s` falls by rounding: its growth is a `delta`."""
+    rated = {name for _, one in expressions() for name in re.findall(r"(?:rate|increase)\((\w+)", one)}
+    counts = {name for name in rated if name.startswith("asyncrl_weights_") or name.endswith(("_total", "_failed"))}
+    assert rated == counts and len(rated) > 4
+
+
 def test_what_can_be_told_is_not_everything() -> None:
     assert "asyncrl_reward_mean" in exported() and "asyncrl_reward_mean_tokens" not in exported()
 
@@ -117,3 +124,77 @@ def test_what_stands_beside_the_metrics_is_documented() -> None:
     rows = GUIDE.split("## Prometheus and Grafana")[1].splitlines()
     documented = {name for row in rows for name in re.findall(r"`(asyncrl_\w+)[`{]", row)}
     assert {name.removesuffix("_total") for name in documented} >= own
+
+
+HEALTHY = {
+    "up{job='asyncrl'}": "1x40",
+    "asyncrl_mismatch_k3_nats": "0.001x40",
+    "asyncrl_mismatch_ess_share": "0.98x40",
+    "asyncrl_weights_probe_max_nats": "0.001x40",
+    "asyncrl_weights_probe_limit_nats": "0.05x40",
+    "asyncrl_alarm_entropy": "0x40",
+    "asyncrl_alarm_skipped": "0x40",
+    "asyncrl_completions_truncated_share": "0.1x40",
+    "asyncrl_group_zero_variance_share": "0.3x40",
+    "asyncrl_progress_age_seconds": "20x40",
+    "asyncrl_stall_seconds": "1800x40",
+    "asyncrl_weights_died": "0x40",
+    "asyncrl_weights_updates_failed": "1x40",
+    "asyncrl_weights_senders_killed": "0x40",
+    "asyncrl_member_silent_seconds{generator='g0'}": "1x40",
+    "asyncrl_member_version{generator='g0'}": "0+1x40",
+    "asyncrl_members": "2x40",
+    "asyncrl_buffer_payload_bytes": "50x40",
+    "asyncrl_buffer_limit_bytes": "100x40",
+    "asyncrl_buffer_missing_groups": "0x40",
+    "asyncrl_generator_rewards_failed": "3x40",
+}
+"""Series of forty minutes, one value a minute."""
+ILL = {
+    "Mismatch": {"asyncrl_mismatch_k3_nats": "0.02x40"},
+    "ProbeNearLimit": {"asyncrl_weights_probe_max_nats": "0.03x40"},
+    "EntropyCollapse": {"asyncrl_alarm_entropy": "0x30 1x9"},
+    "SkippedSteps": {"asyncrl_alarm_skipped": "1x40"},
+    "ResponsesTruncated": {"asyncrl_completions_truncated_share": "0.6x40"},
+    "NoSignal": {"asyncrl_group_zero_variance_share": "0.95x40"},
+    "ProcessDown": {"up{job='asyncrl'}": "1x30 0x9"},
+    "NoProgress": {"asyncrl_progress_age_seconds": "0+60x40"},
+    "GeneratorLost": {"asyncrl_weights_died": "0x35 1x4"},
+    "NoGenerator": {"asyncrl_members": "2x20 0x19"},
+    "DirtyWeights": {"asyncrl_member_version{generator='g0'}": "5x20 -1x19"},
+    "WeightsNotArriving": {"asyncrl_weights_updates_failed": "0+1x40"},
+    "StoreNearlyFull": {"asyncrl_buffer_payload_bytes": "95x40"},
+    "AuditMismatch": {"asyncrl_buffer_missing_groups": "0x30 2x9"},
+    "RewardsFail": {"asyncrl_generator_rewards_failed": "0+2x40"},
+}
+
+
+def test_every_alert_has_a_case() -> None:
+    assert set(ILL) == {rule["alert"] for rule in RULES}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+def test_an_alert_rings_for_its_failure_alone_and_none_for_a_healthy_run(tmp_path: Path) -> None:
+    cases = {"healthy": {}, **ILL}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [
+                {"series": name.replace("}", ",run='r'}") if "{" in name else f"{name}{{run='r'}}", "values": values}
+                for name, values in (HEALTHY | changes).items()
+            ],
+            "promql_expr_test": [
+                {
+                    "expr": "count by (alertname) (ALERTS{alertstate='firing'})",
+                    "eval_time": "38m",
+                    "exp_samples": [{"labels": f"{{alertname='{name}'}}", "value": 1}] if changes else [],
+                }
+            ],
+        }
+        for name, changes in cases.items()
+    ]
+    path = tmp_path / "cases.yml"
+    rules = str(DEPLOY / "prometheus" / "alerts.yml")
+    path.write_text(yaml.safe_dump({"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
