@@ -1,4 +1,6 @@
-"""Makes the pictures of docs/img from two runs: `python docs/pictures.py RUN OTHER_RUN`.
+"""Makes the pictures of docs/img from two runs: `python docs/pictures.py RUN OTHER_RUN [NAME...]`, all or those named.
+
+The dashboard is most telling while RUN goes on, the others when it is over.
 
 Needs a Chromium (`chromium` or `google-chrome` on PATH, or its path in CHROMIUM) and Pillow, which both are no dependencies.
 """
@@ -30,18 +32,19 @@ WAIT_MS = 20_000
 
 
 def main() -> None:
-    """Write all three."""
-    run, other = map(Path, sys.argv[1:])
+    """Write those that were asked for."""
+    run, other = map(Path, sys.argv[1:3])
     archives = [read_archive(RunDirectory(path)) for path in (run, other)]
     pages = {
-        "dashboard": (dashboard(run), 1240, 900),
-        "report": (report_page(archives[0]), 1240, 1720),
-        "compare": (compare_page(labelled(archives)), 1240, 1500),
+        "dashboard": (lambda: dashboard(run), 1240, 980),
+        "report": (lambda: report_page(archives[0]), 1240, 1720),
+        "compare": (lambda: compare_page(labelled(archives)), 1240, 1500),
     }
     PICTURES.mkdir(exist_ok=True)
-    for name, (page, width, height) in pages.items():
+    for name in sys.argv[3:] or pages:
+        page, width, height = pages[name]
         path = PICTURES / f"{name}.png"
-        photograph(page, path, width, height)
+        photograph(page(), path, width, height)
         print(f"{path} {path.stat().st_size / 1024:.0f} KiB")  # noqa: T201 - the script's output
 
 

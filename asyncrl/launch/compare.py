@@ -1,6 +1,7 @@
 """`asyncrl compare`: what several runs reached, in what time, and in which settings they differ."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.text import Text
 from asyncrl.errors import RunError
 from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import find_run, write_text
-from asyncrl.launch.run_charts import CURVES, began_at
+from asyncrl.launch.run_charts import CURVES
 from asyncrl.telemetry.charts import Chart, lines
 from asyncrl.telemetry.page import Section, render_page
 from asyncrl.telemetry.text import duration, number
@@ -37,7 +38,7 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
 def compare_page(archives: Mapping[str, Archive]) -> str:
     """All of it as a page."""
     sections = [
-        Section(title="Results", tables=[results(archives)]),
+        Section(title="Results", tables=[replace(results(archives), title="")]),
         Section(title="Curves", charts=overlaid(archives)),
         Section(title="Differences", tables=differences(archives)),
     ]
@@ -107,15 +108,15 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
         if by_step and name in OVER_TIME:
             by_time = {label: over_time(archives[label], name) for label in by_step}
-            charts.append(lines(f"{curve.title} over time", by_time, x="minutes", y=curve.y))
+            charts.append(lines(f"{curve.title} over time", by_time, x="minutes since the first step", y=curve.y))
     return charts
 
 
 def over_time(archive: Archive, name: str) -> list[tuple[float, float]]:
-    """(minutes since the first start, value)."""
-    began = began_at(archive)
-    rows = (row for _, row in sorted(archive.history.rows.items()))
-    return [((row["time"] - began) / 60, row[name]) for row in rows if {"time", name} <= row.keys()]
+    """(minutes since the first step ended, value): loading models tells nothing about how a run learns."""
+    rows = [row for _, row in sorted(archive.history.rows.items()) if "time" in row]
+    began = min((row["time"] for row in rows if "time/step" in row), default=0.0)
+    return [((row["time"] - began) / 60, row[name]) for row in rows if name in row]
 
 
 def _differing(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
