@@ -113,7 +113,7 @@ class BatchConfig(Part):
 
     groups: Positive = 32
     """Groups per optimizer step batch (B)."""
-    group_size: Positive = 8
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts per group (G)."""
     minibatches: Positive = 1
     """Optimizer steps per batch of groups; the policy version counts batches."""

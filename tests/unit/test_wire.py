@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
+from asyncrl.config.schema import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
-from asyncrl.wire import codec
+from asyncrl.wire import codec, schema
 from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
 from asyncrl.wire.messages import MessageCodec
-from asyncrl.wire.schema import GROUP_LIMITS, REASON_CHARACTERS, decode_group, encode_group
+from asyncrl.wire.schema import GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, REASON_CHARACTERS, decode_group, encode_group
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 KEY = b"the run's key"
@@ -500,3 +501,44 @@ def test_a_sealed_group_with_a_value_of_another_type_is_refused(name, value):
 def test_extension_types_are_refused():
     with pytest.raises(WireError):
         decode_frame(GROUP_LIMITS, sealed({"arrays": [], "a": msgpack.ExtType(1, b"x")}))
+
+
+def rollout_of(spans):
+    tokens = len(spans)
+    return Rollout(
+        prompt_ids=np.zeros(0, np.int32),
+        response_ids=np.zeros(tokens, np.int32),
+        action_mask=np.ones(tokens, np.bool_),
+        behaviour_logprobs=np.zeros(tokens, np.float32),
+        version_spans=spans,
+        finish_reason="stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "spans", "fits"), [(MAX_ROLLOUTS, 1, True), (MAX_ROLLOUTS + 1, 0, False), (2, MAX_SPANS // 2 + 1, False)]
+)
+def test_what_is_small_on_the_wire_and_large_in_memory_is_bounded_by_number_on_both_sides(monkeypatch, rollouts, spans, fits):
+    one = rollout_of(tuple(VersionSpan(version, 1) for version in range(spans)))
+    group = Group(ticket_id=1, rollouts=(one,) * rollouts, generator_id="g", finished_version=0)
+    if fits:
+        assert len(decode_group(encode_group(group)).rollouts) == rollouts
+        return
+    with pytest.raises(WireError, match=f"{rollouts} rollouts with {rollouts * spans} version spans; at most"):
+        encode_group(group)
+    with monkeypatch.context() as lenient:
+        lenient.setattr(schema, "_check_counts", lambda arrays: None)
+        frame = encode_group(group)
+    with pytest.raises(WireError, match="at most"):
+        decode_group(frame)
+
+
+def test_the_config_allows_no_group_that_the_wire_refuses():
+    assert BatchConfig.model_json_schema()["properties"]["group_size"]["maximum"] == MAX_ROLLOUTS
+
+
+@pytest.mark.parametrize("empty", [[], {}])
+def test_many_small_containers_in_the_meta_are_refused_together(empty):
+    """Each list is within its own limit."""
+    with pytest.raises(WireError, match="too many entries"):
+        decode_frame(GROUP_LIMITS, sealed({"arrays": [[empty] * 200] * 50}))
