@@ -38,10 +38,10 @@ def real(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {kind} | {times} | {run['to_next_step_s'].get(kind, 'none: the run ends, and is started again')} |"
     yield ""
     yield (
-        f"{run['steps']} steps, {run['groups']} groups, {run['lost']} lost, {run['missing_in_audit']} missing in the audit; "
-        f"steps in a row: {_yes(run['steps_in_a_row'])}. {run['nothing_left_after_supervisor_s']} s after the supervisor was "
-        f"killed no process was left. A crash loop ends the run: {_yes(run['crash_loop_ends_the_run'])}. `asyncrl down` leaves "
-        f"nothing: {_yes(run['down_leaves_nothing'])}."
+        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} missing "
+        f"in the audit; steps in a row: {_yes(run['steps_in_a_row'])}. {run['nothing_left_after_supervisor_s']} s after the "
+        f"supervisor was killed no process was left. `asyncrl down` leaves nothing: {_yes(run['down_leaves_nothing'])}. A crash "
+        f"loop ends the run: {_yes(run['crash_loop_ends_the_run'])}."
     )
     yield ""
     yield (

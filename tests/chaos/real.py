@@ -2,9 +2,8 @@
 
     heal        kill -9 of every kind of process; the run goes on by itself
     supervisor  kill -9 of the one that looks after the others: nothing survives it
-    finish      the same command goes on from the checkpoint and ends by itself
+    down        the same command goes on from the checkpoint; `asyncrl down` ends it
     crash loop  a process that always dies ends the run with its last words
-    down        ends a run, and proves it
 
 Everything is read from what the run leaves behind: metrics, checkpoints, the store's audit, the table of processes.
 """
@@ -144,14 +143,17 @@ class RealRun:
 
     def kill_one(self, kind: str, draw: random.Random) -> None:
         """kill -9 of one process of `kind`; the run must make steps that it had not made before."""
-        self.wait(lambda: self.find(kind), kind)
-        victim = draw.choice(self.find(kind))
+        victims: list[psutil.Process] = []
+        while not victims:
+            self.wait(lambda: self.find(kind), kind)
+            victims = self.find(kind)
+        victim = draw.choice(victims)
         sys.stdout.write(f"kill -9 of a {kind}, process {victim.pid}, after step {self.furthest()}\n")
         sys.stdout.flush()
         at_s = time.time()
         victim.kill()
         self.killed[kind] = self.killed.get(kind, 0) + 1
-        self.wait(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "death")
+        psutil.wait_procs([victim], timeout=10.0)
         self.wait_steps(2)
         first = next(row["time"] for row in self.rows() if row["time"] > at_s + 0.5)
         self.recoveries_s.setdefault(kind, []).append(round(first - at_s, 2))
@@ -166,28 +168,29 @@ class RealRun:
         self.killed["supervisor"] = 1
         return round(time.monotonic() - at_s, 2)
 
-    def finish(self) -> dict[str, Any]:
-        """Go on, end by itself, and account for every group. Raises Stuck."""
-        self.start(f"learner.steps={(last := self.furthest() + 4)}")
+    def resume_and_stop(self) -> dict[str, Any]:
+        """The same command goes on; `asyncrl down` ends it; every group is accounted for. Raises Stuck."""
+        self.start()
+        self.wait_steps(2)
+        self.command("down", str(self.directory))
         assert self.up is not None
-        if self.up.wait(PATIENCE_S) != 0:
-            raise Stuck(f"the run did not finish:\n{self.said()}")
-        state = json.loads((self.directory / "checkpoints" / f"step-{last:06}" / "state.json").read_text())
+        status, left = self.up.wait(60.0), len(processes_of(self.directory))
+        newest = max((self.directory / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        state = json.loads((newest / "state.json").read_text())
         ledger, audit = state["ledger"], json.loads(self.command("audit", str(self.directory)))
-        consumed = ledger["watermark"] + len(ledger["above"])
+        consumed, rejected = ledger["watermark"] + len(ledger["above"]), sum(ledger["rejected"].values())
         return {
-            "steps": last,
+            "steps": state["version"],
             "groups": consumed,
-            "lost": last * B + sum(ledger["rejected"].values()) - consumed,
-            "trained": ledger["trained"],
+            "unaccounted": consumed - state["version"] * B - rejected,
             "missing_in_audit": audit["missing"],
-            "steps_in_a_row": lineage_of(self.rows()) == list(range(1, last + 1)),
-            "processes_left": len(processes_of(self.directory)),
+            "steps_in_a_row": lineage_of(self.rows())[: state["version"]] == list(range(1, state["version"] + 1)),
+            "down_leaves_nothing": status == 0 and left == 0,
         }
 
     def crash_loop(self) -> bool:
         """A generator that dies again and again ends the run, which says so and leaves nothing."""
-        self.start("learner.steps=100000", "control.max_restarts=2")
+        self.start("control.max_restarts=2")
         assert self.up is not None
         until_s = time.monotonic() + PATIENCE_S
         while self.up.poll() is None and time.monotonic() < until_s:
@@ -195,14 +198,6 @@ class RealRun:
                 process.kill()
             time.sleep(0.5)
         return self.up.poll() not in (0, None) and "died 3 times" in self.said() and not processes_of(self.directory)
-
-    def down(self) -> bool:
-        """`asyncrl down` of a run that is training."""
-        self.start("learner.steps=100000")
-        self.wait_steps(2)
-        self.command("down", str(self.directory))
-        assert self.up is not None
-        return self.up.wait(60.0) == 0 and not processes_of(self.directory)
 
     def command(self, *arguments: str) -> str:
         """A command's output. Raises Stuck."""
@@ -242,7 +237,9 @@ def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
                 real.kill_one(kind, draw)
         healing_s, lasting = time.time() - began_at, share_of_lasting_steps(real.rows(), began_at)
         gone_s = real.kill_supervisor()
-        found = real.finish()
+        found = real.resume_and_stop()
+        sys.stdout.write(f"{real.killed} {real.recoveries_s} {healing_s:.0f} s, {lasting:.3f}; gone after {gone_s} s; {found}\n")
+        sys.stdout.flush()
         return {
             "seed": seed,
             "killed": real.killed,
@@ -252,7 +249,6 @@ def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
             "nothing_left_after_supervisor_s": gone_s,
             **found,
             "crash_loop_ends_the_run": real.crash_loop(),
-            "down_leaves_nothing": real.down(),
         }
     finally:
         real.close()
