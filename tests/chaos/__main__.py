@@ -37,7 +37,7 @@ def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[
             verdict = world.finish()
         except Stuck as stuck:
             struck_s, verdict = time.monotonic() - started_s, Verdict.stuck(str(stuck))
-        return outcome(world, scenario.name, struck_s, verdict)
+        return outcome(world, scenario, struck_s, verdict)
 
 
 def main() -> int:

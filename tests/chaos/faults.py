@@ -11,7 +11,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from .roles import RUN
-from .world import World
+from .world import START_S, World
 
 Fault = Callable[[World, random.Random], None]
 
@@ -143,6 +143,8 @@ class Scenario:
     share: float
     """Of the time of a whole run of the harness."""
     fsync: str = "everysec"
+    calm: bool = False
+    """The next fault waits until the run has gone on: only then are times those of one fault."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
 
@@ -159,7 +161,11 @@ SCENARIOS = (
     Scenario(
         name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.3}, gap_s=0.4, share=0.12
     ),
-    Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15),
+    Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True),
+    Scenario(
+        name="one-by-one", gap_s=0.2, share=0.12, calm=True,
+        faults=_PROCESSES | {lose_power: 1.0, wipe: 0.5, fill_disk: 0.5},
+    ),
     Scenario(name="disk", faults={fill_disk: 3.0, kill_generator: 1.0, kill_learner: 1.0}, gap_s=0.5, share=0.03),
     Scenario(name="disk-always", faults={fill_disk: 3.0, kill_generator: 1.0}, gap_s=0.5, share=0.02, fsync="always"),
     Scenario(
@@ -180,3 +186,6 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
             return
         world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
         draw.choices(kinds, weights)[0](world, random.Random(draw.random()))
+        if scenario.calm:
+            target = world.version + 3
+            world.wait(lambda: world.version >= target, START_S, f"step {target}")  # noqa: B023 - it is over before the next

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .faults import Scenario
 from .lineage import Verdict
 from .world import World
 
@@ -35,7 +36,7 @@ RECOVERIES = (
 """(figure, what is measured, kinds of fault, target)"""
 
 
-def outcome(world: World, name: str, seconds: float, verdict: Verdict) -> dict[str, Any]:
+def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) -> dict[str, Any]:
     """Plain values of a finished world."""
     stores = [world.proxies[side] for side in ("generators", "learner")]
     struck = dict(world.struck) | {
@@ -43,7 +44,7 @@ def outcome(world: World, name: str, seconds: float, verdict: Verdict) -> dict[s
         "repeated": sum(proxy.repeated for proxy in stores),
     }
     return {
-        "scenario": name,
+        "scenario": scenario.name,
         "seconds": round(seconds, 1),
         "struck": {kind: count for kind, count in sorted(struck.items()) if count},
         "groups": verdict.groups,
@@ -54,7 +55,7 @@ def outcome(world: World, name: str, seconds: float, verdict: Verdict) -> dict[s
         "wrong": list(verdict.wrong),
         "log_discarded_bytes": world.disk.discarded_bytes,
         "unexplained_exits": dict(world.exits),
-        "recoveries_s": recoveries(world),
+        "recoveries_s": recoveries(world) if scenario.calm else {},
     }
 
 

@@ -38,10 +38,10 @@ def real(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {kind} | {times} | {run['to_next_step_s'].get(kind, 'none: the run ends, and is started again')} |"
     yield ""
     yield (
-        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} missing "
-        f"in the audit; steps in a row: {_yes(run['steps_in_a_row'])}. {run['nothing_left_after_supervisor_s']} s after the "
-        f"supervisor was killed no process was left. `asyncrl down` leaves nothing: {_yes(run['down_leaves_nothing'])}. A crash "
-        f"loop ends the run: {_yes(run['crash_loop_ends_the_run'])}."
+        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
+        f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}. The supervisor was killed, and "
+        f"{run['nothing_left_after_supervisor_s']} s later no process was left. `asyncrl down` leaves nothing: "
+        f"{_yes(run['down_leaves_nothing'])}. A crash loop ends the run: {_yes(run['crash_loop_ends_the_run'])}."
     )
     yield ""
     yield (
