@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -22,6 +23,11 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def public_environment() -> dict[str, str]:
+    """Our environment without what is a secret by its name: for processes that need none."""
+    return {name: value for name, value in os.environ.items() if not name.upper().endswith(_SECRET)}
 
 
 def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> int:

@@ -25,7 +25,7 @@ from asyncrl.buffer.connection import MINIMUM_VERSION, PLAIN
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
-from asyncrl.processes import stop_process
+from asyncrl.processes import public_environment, stop_process
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
@@ -101,7 +101,9 @@ class StoreServer:
         argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
         log = (self._directory / "store.log").open("ab")
         with log:
-            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=log, stderr=log, env=public_environment(), start_new_session=True
+            )
         if self._process.stdin is None:
             raise StoreError("the store server has no standard input")
         # By standard input, because arguments are visible to everyone on the machine.

@@ -27,6 +27,8 @@ class RunConfig(Part):
     """Names the run directory and the keys in the store."""
     root: Path = Path("runs")
     """Directory that holds the run directories."""
+    environment: tuple[str, ...] = ()
+    """Variables that the run's processes inherit beside the usual ones, such as a key that a reward needs; `X_*` is a pattern."""
     seed: int = 0
     """Fixes the order of prompts and the initialisation of everything the learner draws."""
 
@@ -241,6 +243,12 @@ class WeightsConfig(Part):
     """Largest allowed log-probability difference, generator against learner, on the probe."""
 
 
+def holds_password(url: str) -> bool:
+    """Whether a store's URL would give one away."""
+    parts = urlsplit(url)
+    return parts.password is not None or "password=" in parts.query
+
+
 class StoreConfig(Part):
     """The Redis-compatible store."""
 
@@ -258,8 +266,7 @@ class StoreConfig(Part):
     @field_validator("url")
     @classmethod
     def _holds_no_password(cls, url: str | None) -> str | None:
-        parts = urlsplit(url or "")
-        if parts.password is not None or "password=" in parts.query:
+        if holds_password(url or ""):
             raise ValueError(
                 "store.url holds a password, which the saved config and process lists would show; leave only the user in it, "
                 "and put the password into the environment variable that store.password_env names"

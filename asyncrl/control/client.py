@@ -16,8 +16,9 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
+from asyncrl.control.curve import GeneratorKeys, introduce
 from asyncrl.control.membership import holder_name
-from asyncrl.control.messages import CODEC, UnknownMember, set_options
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -33,14 +34,22 @@ class ControlClient:
     """Implements `control.base.GeneratorControl` on one asyncio loop."""
 
     def __init__(
-        self, endpoint: str, *, heartbeat_s: float, timeout_s: float, join_s: float = 300.0, wire_key: bytes = b""
+        self,
+        endpoint: str,
+        *,
+        heartbeat_s: float,
+        timeout_s: float,
+        join_s: float = 300.0,
+        wire_key: bytes = b"",
+        keys: GeneratorKeys | None = None,
     ) -> None:
-        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer."""
+        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer; tcp:// needs `keys`."""
         self._endpoint = endpoint
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
         self._join_s = join_s
         self._wire_key = wire_key
+        self._keys = keys
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
         self._is_member = False
@@ -54,7 +63,9 @@ class ControlClient:
         self._hello = hello
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket)  # type: ignore[arg-type]  # its options are a plain socket's
+        set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
+        if self._endpoint.startswith("tcp://"):
+            self._introduce()
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -69,7 +80,7 @@ class ControlClient:
             await self.leave()
             raise ControlError(
                 f"control plane: no learner answered at {self._endpoint} within {self._join_s:g} s; "
-                "check that it runs and listens there"
+                "check that it runs and listens there, and that this generator has the secret of this run"
             ) from error
         except ControlError:
             await self.leave()
@@ -110,6 +121,15 @@ class ControlClient:
         self._socket.close(linger=_FLUSH_MS)
         await asyncio.to_thread(self._context.term)
         self._task = None
+
+    def _introduce(self) -> None:
+        if self._keys is None:
+            self._context.destroy(linger=0)
+            raise ControlError(
+                f"control plane: {self._endpoint} is reached over the network, and this generator has no keys of the run; "
+                "let it have the join.key of the learner's run directory (docs/security.md)"
+            )
+        introduce(self._socket, self._keys)  # type: ignore[arg-type]
 
     # --- the task ----------------------------------------------------------------------------------------------------
 

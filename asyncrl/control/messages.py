@@ -17,15 +17,21 @@ class UnknownMember:
 
 CODEC = MessageCodec((Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder))
 
-MAX_MESSAGE_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
-"""Orders carry the layout of the model, about 75 bytes per tensor; everything else is below 64 KiB."""
+MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
+"""What a generator accepts: orders carry the layout of the model, about 75 bytes per tensor."""
+MAX_REPORT_BYTES = 1 << 18
+"""What the learner accepts, from each of many: everything that generators say is below 64 KiB."""
+_QUEUED_MESSAGES = 64
+_HANDSHAKE_MS = 10_000
 
 
-def set_options(socket: "zmq.Socket[bytes]") -> None:
-    """What both ends need: nothing is queued for the dead, nothing large is accepted, closing never hangs."""
+def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:
+    """What both ends need: nothing is queued for the dead, nothing larger than `max_bytes` comes in, closing never hangs."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 64)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)  # whoever connects and says nothing is dropped
     # Drops the connection of a stopped peer, so that sending to it fails instead of queueing.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)

@@ -11,8 +11,9 @@ In the learner process, rank 0:
     hub.stop("training is complete"); publisher.close()
 
 `endpoint` is ipc://path (publisher without an interface) or tcp://ADDRESS:PORT on one interface of this host (give the
-publisher that address). `on_dead(holder)` is called from a thread of its own when a generator died or was replaced;
-it may take its time. A failure of it is logged: the leases that it should revoke run out by themselves.
+publisher that address, and the hub the run's `keys`: over a network only those who know them are heard).
+`on_dead(holder)` is called from a thread of its own when a generator died or was replaced; it may take its time. A failure of
+it is logged: the leases that it should revoke run out by themselves.
 
 One update: the sender prepares -> order to the generator, and the sender starts -> both meet in their two-party group
 -> the generator reports. Whatever goes wrong costs the sender its life and a back-off; see `updates`.
@@ -29,11 +30,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
+from asyncrl.control.curve import LearnerKeys, guard
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
-from asyncrl.control.messages import CODEC, UnknownMember, set_options
+from asyncrl.control.messages import CODEC, MAX_REPORT_BYTES, UnknownMember, set_options
 from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, WireError
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
@@ -64,6 +67,7 @@ class ControlHub:
         release: str,
         config_hash: str,
         wire_key: bytes = b"",
+        keys: LearnerKeys | None = None,
         on_dead: Callable[[str], None] = lambda holder: None,
         on_report: Callable[[str, UpdateReport], None] = lambda generator_id, report: None,
     ) -> None:
@@ -93,7 +97,8 @@ class ControlHub:
         self._woken.setblocking(False)
         self._revoker = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-revoke")
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router = self._bind(endpoint)
+        self._gate: ThreadAuthenticator | None = None
+        self._router = self._bind(endpoint, keys)
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """What generators connect to."""
         self._take_snapshot()
@@ -150,7 +155,12 @@ class ControlHub:
             for sender in self._senders.values():
                 sender.close()
             self._router.close(linger=_FLUSH_MS)
-            self._context.term()
+            self._close_context()
+
+    def _close_context(self) -> None:
+        if self._gate is not None:
+            self._gate.stop()
+        self._context.term()
 
     def _round(self) -> None:
         self._wait()
@@ -315,16 +325,19 @@ class ControlHub:
             "messages_rejected": self._rejected,
         }
 
-    def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
-        _require_private(endpoint)
+    def _bind(self, endpoint: str, keys: LearnerKeys | None) -> "zmq.Socket[bytes]":
+        _require_private(endpoint, keys)
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        set_options(router)
+        set_options(router, max_bytes=MAX_REPORT_BYTES)
+        if endpoint.startswith("tcp://") and keys is not None:
+            self._gate = guard(router, keys)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
             router.close()
+            self._close_context()
             raise ControlError(
                 f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address"
             ) from error
@@ -333,7 +346,7 @@ class ControlHub:
         return router
 
 
-def _require_private(endpoint: str) -> None:
+def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
     """Raises ControlError for an address that everybody can reach, or that the system cannot have."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and len(os.fsencode(address)) > _MAX_SOCKET_PATH_BYTES:
@@ -346,3 +359,5 @@ def _require_private(endpoint: str) -> None:
             f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or tcp://ADDRESS:PORT with this "
             "host's address in the network of the generators"
         )
+    if scheme == "tcp" and keys is None:
+        raise ControlError(f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import RunError
+from asyncrl.launch.keys import JoinKeys, RunKeys, check_private, parse_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class RunDirectory:
                     f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself"
                 )
             shutil.rmtree(self.path)
-        for directory in (self.path, self.logs, self.metrics, self.checkpoints):
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds secrets and sockets
+        for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
 
     def write_processes(self, pids: Mapping[str, int]) -> None:
@@ -125,16 +127,27 @@ class RunDirectory:
             return None
 
     def secret(self) -> str:
-        """The run's secret, made once and readable by its owner only: signs frames and checkpoints."""
+        """The run's secret, made once and readable by its owner only: everything in `launch.keys` follows from it."""
         path = self.path / "run.key"
         if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
+            _write_private(path, secrets.token_hex(32))
+        check_private(path)
         return path.read_text()
 
+    def keys(self) -> RunKeys:
+        """Made of the secret."""
+        keys = parse_keys(self.secret())
+        if not isinstance(keys, RunKeys):
+            raise RunError(f"{self.path / 'run.key'} holds a join.key; 64 hexadecimal digits are needed: restore or remove it")
+        return keys
+
+    def write_join_key(self, keys: JoinKeys) -> Path:
+        """For people who start generators on other hosts."""
+        _write_private(self.path / "join.key", keys.text())
+        return self.path / "join.key"
+
     def write_store_url(self, url: str) -> None:
-        """Where this run's store listens, for commands on this machine."""
+        """Where this run's store listens for generators on this machine."""
         (self.path / "store.url").write_text(url)
 
     def store_url(self) -> str | None:
@@ -153,6 +166,15 @@ class RunDirectory:
         if private.stat().st_uid != os.getuid():
             raise RunError(f"{private} belongs to somebody else; choose a shorter run.root")
         return private / name
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, and never readable by others."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    temporary.replace(path)
 
 
 def find_run(run: Path | None) -> RunDirectory:

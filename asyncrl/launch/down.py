@@ -7,7 +7,7 @@ import psutil
 
 from asyncrl.errors import RunError
 from asyncrl.launch.directory import find_run
-from asyncrl.launch.roles import RUN_VARIABLE
+from asyncrl.launch.environment import RUN_VARIABLE
 
 PATIENCE_S = 60.0
 

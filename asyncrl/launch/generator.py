@@ -25,8 +25,9 @@ from asyncrl.errors import ControlError
 from asyncrl.evaluation import round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.keys import join_keys
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.wiring import connect_store, eval_lane, open_exporter, train_lane, wire_key
+from asyncrl.launch.wiring import eval_lane, join_store, open_exporter, train_lane, wire_key
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
@@ -52,7 +53,7 @@ def main() -> None:
         directory = RunDirectory(config.run.directory)
         context = setup_logging(arguments.id, directory.logs, console=True)
         try:
-            asyncio.run(_generate(config, arguments.id, connect_store(config, arguments.store), directory, context))
+            asyncio.run(_generate(config, arguments.id, join_store(config, arguments.store), directory, context))
         except asyncio.CancelledError:
             raise SystemExit(128 + signal.SIGTERM) from None
 
@@ -77,6 +78,7 @@ async def _generate(
         heartbeat_s=config.control.heartbeat_s,
         timeout_s=config.control.timeout_s,
         wire_key=wire_key(),
+        keys=join_keys().control,
     )
     tracker = generator_trackers(config, directory, generator_id)
     staging = GlooStaging()

@@ -28,11 +28,12 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.report import step_metrics
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.timeline import Timeline
-from asyncrl.launch.wiring import eval_lane, key_id, open_exporter, train_lane, wire_key
+from asyncrl.launch.wiring import eval_lane, open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
@@ -142,7 +143,7 @@ class Head:
             config_json=config_json(config),
             config_hash=hash_,
             release=__version__,
-            key_id=key_id(wire_key()),
+            key_id=join_keys().key_id,
         )
         self._store.check_room(int(config.store.max_gib * 2**30))
         self._record.claim(self._run, fresh=self.version == 0)
@@ -155,6 +156,7 @@ class Head:
             release=__version__,
             config_hash=hash_,
             wire_key=wire_key(),
+            keys=run_keys().control,
             on_dead=self._revoke,
             on_report=self._timeline.update,
         )

@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.users import LEARNER, with_user
 from asyncrl.config.load import load_config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.launch.own_store import own_store
 from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.live import watch
@@ -40,7 +41,7 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
     except StoreError:
         if store_url or config.store.url:
             raise  # an empty store of our own would prove nothing
-        with StoreServer(config.store, directory.store) as server:  # the run is over; its data is still there
+        with own_store(config, directory) as server:  # the run is over; its data is still there
             audit = audit_store(directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
     missing = int(audit["missing"])
@@ -57,5 +58,7 @@ def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, Any
     url = store_url or directory.store_url()
     if url is None:
         raise RunError(f"{directory.path} has never been up here; give --store URL")
-    audit = train_lane(config, connect_store(config, url, retry_s=2.0)).audit()
+    if config.store.url is None:
+        url = with_user(url, LEARNER)
+    audit = train_lane(config, connect_store(config, url, keys=directory.keys(), retry_s=2.0)).audit()
     return asdict(audit) | {"missing": audit.missing}

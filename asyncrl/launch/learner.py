@@ -27,7 +27,7 @@ from asyncrl.launch.head import Head, LearnerState
 from asyncrl.launch.ranks import run_ranks
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.starts import record_start
-from asyncrl.launch.wiring import connect_store, train_lane, wire_key
+from asyncrl.launch.wiring import join_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.algorithm import Algorithm
@@ -184,7 +184,7 @@ def main() -> None:
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             with RunLock(directory.lock):
                 sys.exit(run_ranks("asyncrl.launch.learner", sys.argv[1:], config.learner.ranks))
-        train(config, directory, connect_store(config, arguments.store), logs)
+        train(config, directory, join_store(config, arguments.store), logs)
 
     run_role(role)
 

@@ -7,18 +7,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 
-from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
+from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
-from asyncrl.launch.roles import RUN_VARIABLE, child_environment
+from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys
+from asyncrl.launch.own_store import own_store
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.view import show_result, viewer
-from asyncrl.launch.wiring import WIRE_KEY_VARIABLE, connect_store
+from asyncrl.launch.wiring import connect_store
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
@@ -39,20 +43,20 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
     for target in targets.parent.glob(targets.name):  # of processes that were killed
         target.unlink()
     setup_logging("supervisor", directory.logs, console=plain)
-    os.environ.setdefault(WIRE_KEY_VARIABLE, directory.secret())
+    keys = directory.keys()
     os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
     with ExitStack() as stack:
         url, tend_store = _store(config, directory, stack)
-        directory.write_store_url(url)
-        specs = [learner_spec(config, directory, url)]
-        if not generators:
-            print(f"generators join with: asyncrl generator --store {url}", flush=True)  # noqa: T201 - the command's output
-            if config.store.url is None or config.control.bind is None:
-                print("from this host only: set store.url and control.bind for generators elsewhere", flush=True)  # noqa: T201
+        learner_url, generator_url = (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
+        directory.write_store_url(generator_url)
+        specs = [learner_spec(config, directory, learner_url)]
+        if not generators or config.control.bind is not None:
+            _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
         supervisor = stack.enter_context(
             Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
         )
-        scaled = stack.enter_context(Scaled(supervisor, generator_maker(config, directory, url), directory.scale))
+        make = generator_maker(config, directory, generator_url, keys.join)
+        scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
         view = stack.enter_context(viewer(directory, plain=plain))
 
@@ -65,6 +69,18 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
             supervisor.run(on_tick)
             supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
     show_result(directory, finished=supervisor.is_over)
+
+
+def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
+    lines = [f"generators join with: asyncrl generator --store {url}"]
+    if config.control.bind is None or (config.store.url is None and config.store.bind is None):
+        lines.append("from this host only: set control.bind, and store.bind or store.url, for generators elsewhere")
+    else:
+        if config.store.bind is not None:
+            url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
+        lines.append(f"from other hosts: asyncrl generator --store {url}")
+        lines.append(f"with a copy of {join_key} there, which {SECRET_FILE_VARIABLE} names")
+    print("\n".join(lines), flush=True)  # noqa: T201 - the command's output
 
 
 def refuse_second_run(directory: RunDirectory) -> None:
@@ -85,7 +101,7 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
         connection.check()
         connection.close()
         return config.store.url, lambda: None
-    server = stack.enter_context(StoreServer(config.store, directory.store))
+    server = stack.enter_context(own_store(config, directory))
 
     def tend() -> None:
         if not server.is_running:
@@ -108,10 +124,12 @@ def share_of_cores(busy: int) -> int:
 def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
     """The learner; with several ranks it starts them itself."""
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
+    gpus = learner_gpus(count_gpus(), config.learner.ranks)
     return ProcessSpec(
         name="learner",
         argv=[sys.executable, "-m", "asyncrl.launch.learner", "--config", str(directory.config), "--store", store_url],
-        env=child_environment(directory.path, threads=threads, gpus=learner_gpus(count_gpus(), config.learner.ranks)),
+        env=child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
+        | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
         grace_s=30.0,  # it ends its step and saves
@@ -119,15 +137,21 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
 
 
 def generator_specs(
-    config: Config, directory: RunDirectory, store_url: str, *, learner_ranks: int, prefix: str = "g"
+    config: Config, directory: RunDirectory, store_url: str, keys: JoinKeys, *, learner_ranks: int, prefix: str = "g"
 ) -> list[ProcessSpec]:
     """`generator.count` generators beside `learner_ranks` ranks on this machine: cores and GPUs are shared out."""
-    make = generator_maker(config, directory, store_url, learner_ranks=learner_ranks, prefix=prefix)
+    make = generator_maker(config, directory, store_url, keys, learner_ranks=learner_ranks, prefix=prefix)
     return [make(index, config.generator.count) for index in range(config.generator.count)]
 
 
 def generator_maker(
-    config: Config, directory: RunDirectory, store_url: str, *, learner_ranks: int | None = None, prefix: str = "g"
+    config: Config,
+    directory: RunDirectory,
+    store_url: str,
+    keys: JoinKeys,
+    *,
+    learner_ranks: int | None = None,
+    prefix: str = "g",
 ) -> Callable[[int, int], ProcessSpec]:
     """(index, how many there are) -> one generator of this machine, which it shares with the learner's ranks (default: all)."""
     ranks = config.learner.ranks if learner_ranks is None else learner_ranks
@@ -136,13 +160,20 @@ def generator_maker(
     def make(index: int, count: int) -> ProcessSpec:
         threads = config.generator.threads or share_of_cores(count + ranks)
         visible = generator_gpus(gpus, index, ranks=ranks, width=width)
-        return generator_spec(config, directory, store_url, f"{prefix}{index}", threads=threads, gpus=visible)
+        return generator_spec(config, directory, store_url, keys, f"{prefix}{index}", threads=threads, gpus=visible)
 
     return make
 
 
 def generator_spec(
-    config: Config, directory: RunDirectory, store_url: str, generator_id: str, *, threads: int, gpus: Sequence[int]
+    config: Config,
+    directory: RunDirectory,
+    store_url: str,
+    keys: JoinKeys,
+    generator_id: str,
+    *,
+    threads: int,
+    gpus: Sequence[int],
 ) -> ProcessSpec:
     """One generator."""
     return ProcessSpec(
@@ -151,7 +182,7 @@ def generator_spec(
             *[sys.executable, "-m", "asyncrl.launch.generator", "--id", generator_id],
             *["--config", str(directory.config), "--store", store_url],
         ],
-        env=child_environment(directory.path, threads=threads, gpus=gpus),
+        env=child_environment(config, directory.path, threads=threads, gpus=gpus) | {SECRET_VARIABLE: keys.text()},
         log_path=directory.logs / f"{generator_id}.out",
     )
 

@@ -1,36 +1,44 @@
 """What learner and generators connect alike: the store, the lanes, the wire key, Prometheus."""
 
-import hashlib
 import os
 import re
 
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.users import user_of
 from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.keys import JoinKeys, RunKeys, join_keys, process_keys
 from asyncrl.telemetry.exporter import Exporter
 from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX
 
 STORE_VARIABLE = "ASYNCRL_STORE_URL"
-WIRE_KEY_VARIABLE = "ASYNCRL_WIRE_KEY"
-"""Secret of a run, shared by its learner and generators; frames of anybody else are refused."""
 
 
-def connect_store(config: Config, url: str, *, retry_s: float = 30.0) -> StoreConnection:
-    """A connection; the password comes from the environment, never from the command line."""
-    return StoreConnection(url, password=os.environ.get(config.store.password_env), retry_s=retry_s)
+def connect_store(config: Config, url: str, *, keys: RunKeys | JoinKeys | None = None, retry_s: float = 30.0) -> StoreConnection:
+    """A connection. The password of a configured store comes from the environment, that of the run's own from `keys`.
+
+    `keys` are this process's unless given; the user in `url` says which password is meant.
+    """
+    if config.store.url is None:
+        password = (keys or process_keys()).store_password(user_of(url))
+    else:
+        password = os.environ.get(config.store.password_env)
+    return StoreConnection(url, password=password, retry_s=retry_s)
+
+
+def join_store(config: Config, url: str) -> StoreConnection:
+    """For a role's process, which then forgets the password: neither engines nor rewards inherit it."""
+    connection = connect_store(config, url)
+    os.environ.pop(config.store.password_env, None)
+    return connection
 
 
 def wire_key() -> bytes:
-    """Key of the frames' checksums; empty unless the environment holds one."""
-    return os.environ.get(WIRE_KEY_VARIABLE, "").encode()
-
-
-def key_id(key: bytes) -> str:
-    """A short name of a key, safe to publish: by it a generator knows whether it has the run's."""
-    return hashlib.sha256(b"asyncrl key id " + key).hexdigest()[:12]
+    """Key of the checksums of this run's frames and messages."""
+    return join_keys().wire
 
 
 def open_exporter(config: Config, directory: RunDirectory, process: str) -> Exporter | None:

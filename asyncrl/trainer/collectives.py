@@ -1,8 +1,11 @@
 """How the ranks of one learner meet and exchange bytes: bounded in time, without pickle."""
 
+import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,9 +38,10 @@ class Ranks:
         timeout = timedelta(seconds=rendezvous.timeout_s)
         try:
             store = _store(rendezvous, timeout)
+            _keep_to_interface(rendezvous.address)
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"learner rank {self.rank}: no meeting of {self.count} ranks at {rendezvous.address}:{rendezvous.port} within "
                 f"{rendezvous.timeout_s:g} s ({error}); check that all ranks run and that the port is free and reachable"
@@ -79,7 +83,18 @@ class Ranks:
 def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     if rendezvous.ranks == 1:
         return HashStore()
-    return TCPStore(rendezvous.address, rendezvous.port, rendezvous.ranks, is_master=rendezvous.rank == 0, timeout=timeout)
+    where = (rendezvous.address, rendezvous.port)
+    if rendezvous.rank > 0:
+        return TCPStore(*where, rendezvous.ranks, is_master=False, timeout=timeout)
+    listener = socket.create_server(where).detach()  # left to itself, torch would listen on every interface
+    return TCPStore(*where, rendezvous.ranks, is_master=True, timeout=timeout, master_listen_fd=listener, use_libuv=False)
+
+
+def _keep_to_interface(address: str) -> None:
+    """Gloo would listen where this host's name leads, which may be the whole network."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _bytes_tensor(value: bytes) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
+from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.transports import Job, SenderSetup, Transport, make_transport
@@ -95,6 +96,7 @@ def _parse_setup(plain: dict[str, Any]) -> SenderSetup:
 def main() -> None:
     """Entry point of the process."""
     die_with_parent(int(sys.argv[2]))
+    refuse_pickles_from_wires()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         try:
             _Sender(channel).serve()

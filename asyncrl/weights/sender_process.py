@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 
+from asyncrl.processes import public_environment
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
 from asyncrl.weights.sender import LENGTH, pack
 from asyncrl.weights.slots import Slot
@@ -124,7 +125,7 @@ class SenderProcess:
                 [sys.executable, "-m", "asyncrl.weights.sender", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=public_environment() | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
             )
         self._channel.setblocking(False)

@@ -15,7 +15,7 @@ import sys
 import time
 
 from asyncrl.errors import RunError, WireError
-from asyncrl.processes import stop_process
+from asyncrl.processes import public_environment, stop_process
 from asyncrl.types import Group
 from asyncrl.wire.decoder_process import LENGTH, OUT_OF_MEMORY, memory_of, receive
 from asyncrl.wire.schema import decode_group
@@ -82,7 +82,7 @@ class GroupDecoder:
                 [sys.executable, "-m", "asyncrl.wire.decoder_process", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=public_environment() | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
             )
         self._channel.settimeout(START_S)

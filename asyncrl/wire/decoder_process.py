@@ -12,6 +12,7 @@ import sys
 
 from asyncrl.errors import WireError
 from asyncrl.processes import die_with_parent
+from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.wire.schema import decode_group
 
 LENGTH = struct.Struct("<Q")
@@ -70,6 +71,7 @@ def _answer(channel: socket.socket, verdict: str) -> None:
 def main() -> None:
     """Entry point of the process."""
     die_with_parent(int(sys.argv[2]))
+    refuse_pickles_from_wires()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         try:
             _serve(channel)

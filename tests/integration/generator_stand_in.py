@@ -3,6 +3,7 @@
 Arguments: endpoint, generator id, and a JSON object of options:
     hang_on     version whose transfer it stops reading half way, for good
     fail_times  how many Gloo transfers it declares failed
+    secret      of the run, as run.key holds it
     release, config_hash, heartbeat_s, incarnation, transports
 """
 
@@ -17,6 +18,7 @@ import receiver_stand_in as receiving
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
+from asyncrl.launch.keys import RunKeys
 from asyncrl.weights.base import UpdateReport, receivable
 
 
@@ -26,7 +28,8 @@ def say(**what):
 
 async def main(endpoint, generator_id, options):
     heartbeat_s = options.get("heartbeat_s", 0.2)
-    client = ControlClient(endpoint, heartbeat_s=heartbeat_s, timeout_s=5.0, join_s=options.get("join_s", 30.0))
+    keys = RunKeys(bytes.fromhex(options["secret"])).join.control if "secret" in options else None
+    client = ControlClient(endpoint, heartbeat_s=heartbeat_s, timeout_s=5.0, join_s=options.get("join_s", 30.0), keys=keys)
     incarnation = options.get("incarnation", uuid.uuid4().hex[:8])
     hello = Hello(
         generator_id=generator_id,

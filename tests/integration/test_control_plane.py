@@ -21,6 +21,7 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
+from asyncrl.launch.keys import RunKeys
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
@@ -40,6 +41,9 @@ def byte_sum(layout, version):
     return sum(int(t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, t in weights(layout, version))
 
 
+KEYS = RunKeys(bytes(range(32)))
+
+
 class Learner:
     def __init__(
         self, directory, layout=SMALL, *, deadline_s=20.0, timeout_s=3.0, endpoint=None, interface=None, transport="gloo"
@@ -57,6 +61,7 @@ class Learner:
             deadline_s=deadline_s,
             release="1.0",
             config_hash="abc",
+            keys=KEYS.control,
             on_dead=self.dead.append,
         )
 
@@ -82,6 +87,7 @@ class Learner:
 class Generator:
     def __init__(self, learner, name, **options):
         self.layout = learner.layout
+        options = {"secret": KEYS.secret.hex()} | options
         self.process = subprocess.Popen(
             [sys.executable, Path(__file__).parent / "generator_stand_in.py", learner.hub.endpoint, name, json.dumps(options)],
             stdout=subprocess.PIPE,

@@ -27,10 +27,11 @@ signal.signal(signal.SIGTERM, leave)
 time.sleep(600)
 """
 SUPERVISOR = """
+import os
 import sys
 from pathlib import Path
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.roles import child_environment
+from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.up import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
@@ -38,7 +39,7 @@ from asyncrl.supervisor import ProcessSpec, Supervisor
 directory = RunDirectory(Path(sys.argv[1]))
 def spec(name, code, **more):
     argv = [sys.executable, "-c", code, str(directory.path), name]
-    env = child_environment(directory.path, threads=1, gpus=[])
+    env = os.environ | {PARENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: str(directory.path.resolve())}
     return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
 learner = spec("learner", "import time; time.sleep(600)", ends_run=True)
 with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from asyncrl.config.schema import Config
+from asyncrl.launch.environment import child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
-from asyncrl.launch.roles import child_environment
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,11 @@ def test_deal(gpus, ranks, generators, width, learner, expected):
 def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, learner, generators):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
 
+    parts = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"train": "t"}}
+    config = Config.model_validate(parts | {"reward": {"functions": [{"function": "exact_match"}]}})
+
     def given(gpus):
-        return child_environment(tmp_path, threads=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"]
+        return child_environment(config, tmp_path, threads=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"]
 
     assert given(learner_gpus(count_gpus(), 1)) == learner
     assert [given(generator_gpus(count_gpus(), index, ranks=1, width=1)) for index in range(2)] == generators

@@ -8,6 +8,7 @@ from asyncrl.launch import roles
 
 def status_after(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(roles, "die_with_parent", lambda pid: None)
+    monkeypatch.setattr(roles, "refuse_pickles_from_wires", lambda: None)  # it would last
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
 
     def role() -> None:

@@ -1,0 +1,131 @@
+"""The secrets of a run: one is drawn, all others are derived from it, and a generator gets only its own.
+
+    run.key    the learner's side: signs checkpoints, the learner's store password, its half of the control plane
+      '-> join.key    a generator's: the key of frames and messages, its store password, its half of the control plane
+
+Copied to another host, `join.key` lets generators in; it cannot be turned back into `run.key`. Secrets come in files or in the
+environment, never as arguments, which everybody on a machine can see.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from asyncrl.buffer.users import GENERATOR
+from asyncrl.control.curve import GeneratorKeys, LearnerKeys, public_key
+from asyncrl.errors import RunError
+
+SECRET_VARIABLE = "ASYNCRL_SECRET"
+"""Holds run.key in the learner's processes and join.key in generators."""
+SECRET_FILE_VARIABLE = "ASYNCRL_SECRET_FILE"
+"""A file with the same."""
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class JoinKeys:
+    """What every generator of a run knows, and the learner too."""
+
+    secret: bytes
+    learner: bytes
+    """The learner's public key on the control plane."""
+
+    def text(self) -> str:
+        """The content of join.key."""
+        return (self.secret + self.learner).hex()
+
+    @property
+    def wire(self) -> bytes:
+        """Key of the checksums of frames and messages; those of anybody else are refused."""
+        return _derive(self.secret, "wire")
+
+    @property
+    def key_id(self) -> str:
+        """A short name, safe to publish: by it a generator knows whether it has the run's keys."""
+        return hashlib.sha256(b"asyncrl key id " + self.wire).hexdigest()[:12]
+
+    @property
+    def control(self) -> GeneratorKeys:
+        """For the calling side of the control plane."""
+        return GeneratorKeys(secret=_derive(self.secret, "control generator"), learner=self.learner)
+
+    def store_password(self, user: str) -> str | None:
+        """Of a user of a store that the run started itself; None for one who is none of a generator's business."""
+        return _derive(self.secret, "store generator").hex() if user == GENERATOR else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunKeys:
+    """What only the learner's side knows."""
+
+    secret: bytes
+
+    @property
+    def join(self) -> JoinKeys:
+        """The generators' part."""
+        return JoinKeys(_derive(self.secret, "join"), public_key(self._control_secret))
+
+    @property
+    def control(self) -> LearnerKeys:
+        """For the listening side of the control plane."""
+        return LearnerKeys(secret=self._control_secret, generators=public_key(self.join.control.secret))
+
+    def store_password(self, user: str) -> str:
+        """Of any user of a store that the run started itself."""
+        return self.join.store_password(user) or _derive(self.secret, f"store {user}").hex()
+
+    @property
+    def _control_secret(self) -> bytes:
+        return _derive(self.secret, "control learner")
+
+
+def _derive(secret: bytes, purpose: str) -> bytes:
+    return hashlib.blake2b(f"asyncrl {purpose}".encode(), key=secret, digest_size=32).digest()
+
+
+def parse_keys(text: str) -> RunKeys | JoinKeys:
+    """What run.key or join.key hold. Raises RunError, which does not repeat it."""
+    try:
+        values = bytes.fromhex(text.strip())
+    except ValueError:
+        values = b""
+    if len(values) == _KEY_BYTES:
+        return RunKeys(values)
+    if len(values) == 2 * _KEY_BYTES:
+        return JoinKeys(values[:_KEY_BYTES], values[_KEY_BYTES:])
+    raise RunError(
+        f"the run's secret is {'malformed' if text.strip() else 'not known'}; copy join.key from the learner's run directory and "
+        f"name the copy in {SECRET_FILE_VARIABLE}, or set {SECRET_VARIABLE} to what it holds (128 hexadecimal digits)"
+    )
+
+
+def check_private(path: Path) -> None:
+    """Raises RunError for a secret that others can read, because it is none."""
+    if path.stat().st_mode & 0o077:
+        raise RunError(f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did read it")
+
+
+@cache
+def process_keys() -> RunKeys | JoinKeys:
+    """This process's; taken out of the environment, so that neither engines nor rewards inherit them. Raises RunError."""
+    text, file = os.environ.pop(SECRET_VARIABLE, ""), os.environ.pop(SECRET_FILE_VARIABLE, "")
+    if file and not text:
+        check_private(Path(file))
+        text = Path(file).read_text()
+    return parse_keys(text)
+
+
+def join_keys() -> JoinKeys:
+    """What learner and generators share."""
+    keys = process_keys()
+    return keys.join if isinstance(keys, RunKeys) else keys
+
+
+def run_keys() -> RunKeys:
+    """What only the learner may ask for. Raises RunError."""
+    keys = process_keys()
+    if not isinstance(keys, RunKeys):
+        raise RunError(f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where run.key is")
+    return keys

@@ -1,0 +1,102 @@
+"""The secrets of a run: derived from one, given by environment or file, and inherited by nobody who has no use for them."""
+
+import os
+import stat
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.launch import environment, keys
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.environment import child_environment
+from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, parse_keys
+from asyncrl.processes import public_environment
+
+KEYS = RunKeys(bytes(range(32)))
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    for name in (SECRET_VARIABLE, SECRET_FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    keys.process_keys.cache_clear()
+    yield
+    keys.process_keys.cache_clear()
+
+
+def test_what_is_written_is_read_again_and_a_join_key_makes_no_learner(monkeypatch):
+    assert parse_keys(KEYS.secret.hex()) == KEYS
+    assert parse_keys(f"{KEYS.join.text()}\n") == KEYS.join
+    monkeypatch.setenv(SECRET_VARIABLE, KEYS.join.text())
+    assert keys.join_keys() == KEYS.join
+    with pytest.raises(RunError, match="nobody can be the learner"):
+        keys.run_keys()
+
+
+def test_a_secret_is_taken_out_of_the_environment(monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, KEYS.secret.hex())
+    assert keys.run_keys() == KEYS
+    assert SECRET_VARIABLE not in os.environ
+    assert keys.join_keys() == KEYS.join
+
+
+def test_a_secret_may_come_in_a_file_that_is_the_owners_alone(monkeypatch, tmp_path):
+    file = tmp_path / "join.key"
+    file.write_text(KEYS.join.text())
+    file.chmod(0o640)
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(file))
+    with pytest.raises(RunError, match="chmod 600"):
+        keys.process_keys()
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(file))
+    file.chmod(0o600)
+    assert isinstance(keys.process_keys(), JoinKeys)
+
+
+@pytest.mark.parametrize("text", ["", "zz", "ab" * 31, "ab" * 65])
+def test_what_is_no_secret_is_refused_and_not_repeated(text):
+    with pytest.raises(RunError, match=SECRET_FILE_VARIABLE) as caught:
+        parse_keys(text)
+    assert not text or text not in str(caught.value)
+
+
+def test_the_run_directory_keeps_its_secret_to_its_owner(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(fresh=False)
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    made = directory.keys()
+    assert directory.keys() == made, "drawn once"
+    assert parse_keys(directory.write_join_key(made.join).read_text()) == made.join
+    for name in ("run.key", "join.key"):
+        assert stat.S_IMODE((directory.path / name).stat().st_mode) == 0o600
+    (directory.path / "run.key").chmod(0o644)
+    with pytest.raises(RunError, match="can be read by others"):
+        directory.keys()
+
+
+def config(**parts):
+    base = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"train": "t"}}
+    return Config.model_validate(base | {"reward": {"functions": [{"function": "exact_match"}]}} | parts)
+
+
+SECRETS = ("ASYNCRL_SECRET", "ASYNCRL_STORE_PASSWORD", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "JUDGE_KEY", "WANDB_API_KEY")
+
+
+def test_roles_inherit_what_they_need_and_no_other_secret(monkeypatch, tmp_path):
+    for name in (*SECRETS, "HF_TOKEN", "CUDA_HOME", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "canary")
+
+    def given(chosen, **changes):
+        return {
+            name
+            for name, value in child_environment(chosen, tmp_path, threads=1, gpus=[], **changes).items()
+            if value == "canary"
+        }
+
+    usual = {"HF_TOKEN", "CUDA_HOME", "NCCL_DEBUG"}
+    assert given(config()) == usual
+    assert given(config(), also=environment.LEARNER) == usual | {"WANDB_API_KEY"}
+    assert given(config(store={"url": "redis://host"})) == usual | {"ASYNCRL_STORE_PASSWORD"}
+    assert given(config(run={"name": "a", "environment": ["JUDGE_*"]})) == usual | {"JUDGE_KEY"}
+    assert not {*SECRETS, "HF_TOKEN"} & public_environment().keys()
+    assert {"PATH", "CUDA_HOME", "NCCL_DEBUG"} <= public_environment().keys()
