@@ -27,7 +27,7 @@ BY_HAND = {
     "sed": "test_the_env_file_can_be_filled_in",
     "mkdir": "test_the_env_file_can_be_filled_in",
     "cp": "test_the_env_file_can_be_filled_in",
-    "python": "benchmarks: the script must exist",
+    "python": "benchmarks and campaigns: the script must exist",
     "sbatch": "tests/integration/test_slurm_script.py",
     "pip": "the extra must exist",
 }
@@ -58,7 +58,13 @@ def test_every_command_is_known(command):
         return
     assert program in BY_HAND, f"{label(command)} is in no table of {Path(__file__).name}"
     if program == "python":
-        assert (ROOT / rest[0]).is_file()
+        path = ROOT / (rest[1].replace(".", "/") if rest[0] == "-m" else rest[0])
+        assert (
+            path.is_file()
+            or path.with_suffix(".py").is_file()
+            or (path / "__main__.py").is_file()
+            or rest[:2] == ["-m", "pytest"]
+        )
     if program == "pip":
         extras = re.findall(r"asyncrl\[([\w,]+)\]", command.text)
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,0 +1,172 @@
+"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in its order."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from helpers_compose import DEPLOY, compose, env_file
+from helpers_models import tiny_qwen2
+
+from asyncrl.buffer.server import find_server
+from asyncrl.launch.down import processes_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
+CLIENT = f"""#!{sys.executable}
+import os, sys, redis
+assert sys.argv[1] == "-p" and sys.argv[3] == "ping"
+print("PONG" if redis.Redis(port=int(sys.argv[2]), password=os.environ["REDISCLI_AUTH"]).ping() else "")
+"""
+"""valkey-cli, as far as the health check needs it: the bundled store comes without."""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What a user mounts as /work: a config, data, rewards and a model, all named by relative paths."""
+    tiny_qwen2(tmp_path / "model")
+    (tmp_path / "task.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
+    rows = [{"prompt": f"{a}+{b}="} for a in range(10, 20) for b in range(10, 20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"name": "composed"},
+        "model": {"path": "./model", "dtype": "float32"},
+        "data": {"train": "train.jsonl"},
+        "reward": {"functions": [{"function": "task.py:odd"}]},
+        "batch": {"groups": 4, "group_size": 4},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "staleness": {"max_lag": 2},
+        "learner": {"steps": 500, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
+        "generator": {"threads": 1, "max_running": 16, "kv_cache_gib": 0.25},
+        "checkpoint": {"every": 2},
+    }
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+class Box:
+    """The services of a Compose file as processes of this machine."""
+
+    def __init__(self, project: Path, variables: dict[str, str]) -> None:
+        self.project = project
+        self.services: dict[str, Any] = compose(variables)["services"]
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        tools = project / "bin"
+        tools.mkdir()
+        (tools / "valkey-server").symlink_to(find_server("bundled"))
+        (tools / "valkey-cli").write_text(CLIENT)
+        (tools / "valkey-cli").chmod(0o700)
+        (project / "data").mkdir()
+        self._tools = f"{tools}:{os.environ['PATH']}"
+
+    def start(self, name: str) -> None:
+        for needed in self.services[name].get("depends_on", {}):
+            self.wait(lambda needed=needed: self.is_healthy(needed))
+        command = [str(word).replace("dir /data", f"dir {self.project}/data") for word in self.services[name]["command"]]
+        argv = command if command[0] == "sh" else [*ASYNCRL, *command]
+        with (self.project / f"{name}.out").open("ab") as output:
+            self.running[name] = subprocess.Popen(
+                argv, cwd=self.project, env=self.environment(name), stdout=output, stderr=output, start_new_session=True
+            )
+
+    def environment(self, name: str) -> dict[str, str]:
+        own = {key: str(value) for key, value in self.services[name]["environment"].items() if value is not None}
+        return os.environ | {"PATH": self._tools} | own
+
+    def is_healthy(self, name: str) -> bool:
+        if "healthcheck" in self.services[name]:
+            command = self.services[name]["healthcheck"]["test"][1]
+        else:
+            (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith('    CMD ["bash"')]
+            command = json.loads(line.removeprefix("    CMD "))[-1]
+        environment = self.environment(name)
+        done = subprocess.run(["bash", "-c", command], cwd=self.project, env=environment, capture_output=True, check=False)
+        return done.returncode == 0
+
+    def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:
+        until_s = time.monotonic() + wait_s
+        while not condition():
+            said = "\n".join(f"{name}:\n{(self.project / f'{name}.out').read_text()[-2000:]}" for name in self.running)
+            assert all(process.poll() is None for process in self.running.values()), said
+            assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
+            time.sleep(0.5)
+
+    def stop(self, name: str) -> int:
+        """As Docker stops a container."""
+        process = self.running.pop(name)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(timeout=120)
+
+    def close(self) -> None:
+        for process in self.running.values():
+            process.kill()
+        for process in processes_of(self.project / "runs" / "composed"):
+            process.kill()
+
+
+@pytest.fixture
+def box(project: Path) -> Iterator[Box]:
+    variables = env_file() | {
+        "ASYNCRL_CONFIG": "task.yaml",
+        "ASYNCRL_STORE_PASSWORD": secrets.token_hex(32),
+        "STORE_PORT": free_port(),
+        "CONTROL_PORT": free_port(),
+        "METRICS_PORT": free_port(),
+        "GRAFANA_PASSWORD": "unused",
+        "GENERATORS": "2",
+    }
+    box = Box(project, variables)
+    yield box
+    box.close()
+
+
+def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
+    run = box.project / "runs" / "composed"
+
+    def steps() -> int:
+        path = run / "metrics" / "learner.jsonl"
+        return sum("time/step" in json.loads(line) for line in path.read_text().splitlines()) if path.exists() else 0
+
+    for name in ("store", "learner", "generators"):
+        box.start(name)
+    sessions = [process.pid for process in box.running.values()]
+    box.wait(lambda: steps() >= 4)
+    assert box.is_healthy("generators")
+
+    status = json.loads((run / "status.json").read_text())
+    assert len(status["members"]) == 2
+    audit = [*ASYNCRL, "audit", str(run)]
+    done = subprocess.run(audit, cwd=box.project, env=box.environment("learner"), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["missing"] == 0
+    refused = subprocess.run(audit, cwd=box.project, env=os.environ, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and refused.stderr.startswith("StoreRefused"), "the store answers who knows its password"
+    assert len(list((box.project / "runs" / "prometheus").glob("*.json"))) == 3
+
+    assert [box.stop(name) for name in ("generators", "learner", "store")] == [0, 0, 0]  # so nothing is restarted
+    assert processes_of(run) == []
+    assert not [pid for pid in psutil.pids() if _session(pid) in sessions]
+    assert sorted((run / "checkpoints").glob("step-*"))
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None  # gone
