@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch import gpus
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.environment import child_environment
 from asyncrl.launch.up import LEAVE_S, learner_spec
 
 ROOT = DEPLOY.parent
@@ -249,3 +250,17 @@ def test_the_env_file_can_be_filled_in(tmp_path):
     assert re.fullmatch(r"[0-9a-f]{32}", values["GRAFANA_PASSWORD"])
     assert (values["ASYNCRL_UID"], values["ASYNCRL_GID"]) == (str(os.getuid()), str(os.getgid()))
     assert compose(values) != compose(VALUES)
+
+
+def test_what_the_containers_set_reaches_the_processes(tmp_path, monkeypatch):
+    """A role inherits an allow-list only."""
+    (env,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+    of_image = re.findall(r"(\w+)=", env)
+    assert {"HF_HOME", "VLLM_CACHE_ROOT", "USER"} <= {*of_image}
+    config = config_of(SERVICES["learner"]["command"])
+    for name in {*of_image, *(name for service in OURS.values() for name in service["environment"])}:
+        monkeypatch.setenv(name, "0")
+    learner = learner_spec(config, RunDirectory(tmp_path), "redis://x").env
+    assert {*of_image, *SERVICES["learner"]["environment"]} <= learner.keys()
+    generator = child_environment(config, tmp_path, threads=1, gpus=[])
+    assert {*of_image, *SERVICES["generators"]["environment"]} <= generator.keys()
