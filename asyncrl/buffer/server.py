@@ -30,6 +30,9 @@ from asyncrl.processes import public_environment, stop_process
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
 READY_S, STOP_S = 30.0, 10.0
+NOBODY = "user default off ~* &* +@all"
+"""Lets nobody in. It keeps its rights because the server reads its own log as this user: without them it would skip all
+that functions wrote."""
 SOCKET_PATH_BYTES = 100
 """Linux takes 107."""
 MEMORY_MARGIN = 1.5
@@ -148,7 +151,7 @@ class StoreServer:
         }
         lines = [f"{name} {value}" for name, value in settings.items()]
         if self._users:
-            lines += ["user default off", *(f"user {user.setting}" for user in self._users)]
+            lines += [NOBODY, *(f"user {user.setting}" for user in self._users)]
         return "".join(f"{line}\n" for line in lines)
 
     def _wait_until_ready(self) -> None:

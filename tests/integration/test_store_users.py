@@ -86,7 +86,7 @@ class Lane(RedisLane):
     def dump(self) -> dict[Any, Any]:
         """Everything that the server holds."""
         client = self.connection.client
-        functions = [(library[1], library[5]) for library in client.function_list()]
+        functions = [(library[1], sorted(map(str, library[5]))) for library in client.function_list()]
         return {key: client.dump(key) for key in sorted(client.keys())} | {"functions": functions}
 
 
@@ -287,7 +287,15 @@ def test_the_record_of_the_run_is_read_by_generators_and_written_by_the_learner(
 # -- who is nobody
 
 
-STRANGERS = [(None, None), (None, "learner's"), ("nobody", "x"), (LEARNER, "generator's"), (LEARNER, "")]
+STRANGERS = [
+    (None, None),
+    ("default", ""),
+    ("default", "x"),
+    (None, "learner's"),
+    ("nobody", "x"),
+    (LEARNER, "generator's"),
+    (LEARNER, ""),
+]
 
 
 @pytest.mark.parametrize(("user", "password"), STRANGERS)
@@ -317,6 +325,23 @@ def test_no_password_is_in_the_servers_memory_of_its_settings(lane):
     said = str(lane.connection.client.acl_list()) + str(lane.connection.client.config_get("*"))
     assert not any(password in said for password in PASSWORDS.values())
     assert not any(password in repr(USERS) for password in PASSWORDS.values())
+
+
+@pytest.mark.parametrize("choice", ["bundled", "redis-server"])
+def test_a_server_that_starts_again_knows_what_its_users_did(choice, tmp_path):
+    if choice != "bundled" and shutil.which(choice) is None:
+        pytest.skip(f"no {choice} on PATH")
+    with StoreServer(StoreConfig(fsync="always"), tmp_path, server=choice, users=USERS) as server:
+        urls = {user: with_user(server.url, user) for user in PASSWORDS}
+        lane = Lane(lambda user: StoreConnection(urls[user], password=PASSWORDS[user], retry_s=20))
+        under_way(lane)
+        before = lane.dump()
+        for end in (server.kill, server.stop):
+            end()
+            server.start()
+            assert lane.connection.call(lambda client: lane.dump()) == before
+            with pytest.raises(StoreRefused):
+                StoreConnection(server.url, retry_s=20).check()
 
 
 def test_urls_name_their_user():
