@@ -1,24 +1,59 @@
-"""Who waits for whom, and what to do about it."""
+"""Who waits for whom, and what to do about it, in numbers.
+
+In a steady state both sides handle the same groups per second, X. A side that is idle for a share w of the time could handle
+X / (1 - w). So n generators that wait for a share g beside a learner that waits for a share l do the work of n (1 - g) busy ones,
+and n (1 - g) / (1 - l) would keep the learner busy.
+"""
+
+import math
 
 from asyncrl.telemetry.state import DashboardState
 
 WAITING = 0.3
 """A share of idle time worth a word."""
 PAUSED = 0.15
+BUSY = 0.1
+"""A learner that waits less than this has groups in store."""
+QUEUED_STEPS = 1.0
+"""Age that groups gain by waiting for the learner, in steps."""
+MOST_TIMES = 3
+"""More generators than this many times those of now are not advised in one go: rates change with the number."""
 
 
 def bottleneck(state: DashboardState) -> str:
     """One sentence from the idle shares: the slow part is the one that never waits."""
-    learner, generators, paused = state.latest("idle/learner"), state.idle_generators, state.paused_generators
+    learner, paused = state.idle_learner, state.paused_generators
     if learner is None:
         return "no step yet"
-    idle = generators or 0.0
+    idle = state.idle_generators or 0.0
     if paused is not None and paused > PAUSED:
         return f"generators stand still {paused:.0%} for weight updates: train larger batches"
     if learner > WAITING and idle > WAITING:
         return f"learner waits {learner:.0%}, generators {idle:.0%}: raise staleness.max_lag or window_groups"
     if learner > WAITING:
-        return f"learner waits {learner:.0%} for groups: add generators or shorten responses"
+        return f"learner waits {learner:.0%} of the time: {_more(len(state.members), idle, learner)}"
     if idle > WAITING:
-        return f"generators wait {idle:.0%} for the learner: add ranks or drop generators"
+        return f"generators wait {idle:.0%} of the time: {_fewer(len(state.members), idle, learner)}"
+    queued = state.latest("staleness/in_queue") or 0.0
+    if queued >= QUEUED_STEPS and learner < BUSY:
+        return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
     return "balanced: neither side waits much"
+
+
+def _needed(count: int, idle: float, learner: float) -> int:
+    """Generators that would keep the learner just busy."""
+    return max(1, math.ceil(count * (1 - idle) / max(1 - learner, 1e-6) - 1e-9))
+
+
+def _more(count: int, idle: float, learner: float) -> str:
+    if not count:
+        return "add generators"
+    missing = max(1, _needed(count, idle, learner) - count)
+    if missing > MOST_TIMES * count:
+        return f"far too few; begin with generators=+{MOST_TIMES * count}"
+    return f"add {missing} generator{'s' * (missing > 1)} (asyncrl scale generators=+{missing})"
+
+
+def _fewer(count: int, idle: float, learner: float) -> str:
+    needed = _needed(count, idle, learner)
+    return f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"

@@ -1,7 +1,9 @@
 """A curve in characters."""
 
+import functools
 import re
 
+import numpy as np
 from rich.text import Text
 
 from asyncrl.telemetry.history import Series
@@ -12,13 +14,19 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
     """`height` lines of at most `width` cells: a title with the newest value, then the curve."""
+    return [line.copy() for line in _drawn(title, series, width, height, style)]
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(title: str, series: Series, width: int, height: int, style: str) -> tuple[Text, ...]:
+    """Kept, because drawing is most of what a dashboard costs, and between two steps nothing changes."""
     newest = number(series[-1][1]) if series else "no values yet"
     head = one_line(Text.assemble((title, "bold"), " ", newest), width)
     if len(series) < 2 or height < 5:
-        return [head]
+        return (head,)
     import plotext  # 0.15 s: not needed by who only reads states
 
-    steps, values = _thinned(series, 2 * width)
+    steps, values = _resampled(series, 2 * width)
     low, high = min(values), max(values)
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
@@ -31,13 +39,18 @@ def curve(title: str, series: Series, *, width: int, height: int, style: str) ->
     figure.ruler("y").lim(low, high)
     figure.ruler("y").ticks(marks, [number(mark, 2) for mark in marks])
     figure.ruler("x").lim(steps[0], steps[-1])
-    figure.ruler("x").ticks([steps[0], steps[-1]], [str(steps[0]), str(steps[-1])])
+    figure.ruler("x").ticks([steps[0], steps[-1]], [f"{steps[0]:.0f}", f"{steps[-1]:.0f}"])
     lines = COLOUR.sub("", str(figure.build())).rstrip("\n").split("\n")
-    return [head, *(one_line(Text(line, style=style), width) for line in lines)]
+    return (head, *(one_line(Text(line, style=style), width) for line in lines))
 
 
-def _thinned(series: Series, most: int) -> tuple[list[int], list[float]]:
-    """At most `most` points: means of equal runs, between the first step and the last."""
-    size = -(-len(series) // most)
+def _resampled(series: Series, points: int) -> tuple[list[float], list[float]]:
+    """About `points` points between the first step and the last: means of equal runs, or straight lines between few values."""
+    if len(series) < points:
+        steps, values = zip(*series, strict=True)
+        places = np.linspace(steps[0], steps[-1], points)
+        return places.tolist(), np.interp(places, steps, values).tolist()
+    size = -(-len(series) // points)
     runs = [series[start : start + size] for start in range(0, len(series), size)]
-    return [series[0][0], *(run[-1][0] for run in runs[1:])], [sum(value for _, value in run) / len(run) for run in runs]
+    means = [sum(value for _, value in run) / len(run) for run in runs]
+    return [float(series[0][0]), *(float(run[-1][0]) for run in runs[1:])], means

@@ -3,6 +3,7 @@
 A line is a `Text` cut to the width. Sections share the height: figures always, then the curve, generators, samples.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -115,7 +116,7 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
         ("", f"{of('staleness/in_flight', 2)} in flight + {of('staleness/in_queue', 2)} in queue"),
         ("generate", f"{state.generated_tokens_per_s:,.0f} tok/s"),
         ("learn", f"{of('perf/learner_tokens_per_s')} tok/s  {of('time/step')} s/step"),
-        ("waiting", f"lrn {percent('idle/learner')}  {idle}"),
+        ("waiting", f"lrn {share(state.idle_learner)}  {idle}"),
     ]
     column = width // 2 + 1
     lines = []
@@ -164,23 +165,27 @@ def _curves(state: DashboardState, width: int, height: int) -> list[Line]:
 
 
 def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
-    """A head line, then one line each, those in trouble first; the rest in one line."""
+    """A head line, then one line each; where not all have room, the worst, and the others in one line."""
     if not state.members:
         return [Text("no generators have joined", "yellow")]
     newest = state.status.version if state.status else max(member.version for member in state.members)
-    ranked = sorted(state.members, key=lambda member: (not _in_trouble(member), _natural(member.generator_id)))
-    shown = ranked if len(ranked) < height else ranked[: height - 2]
+    by_name = sorted(state.members, key=lambda member: (not _in_trouble(member), _natural(member.generator_id)))
+    fit = len(by_name) < height
+    shown = by_name if fit else sorted(by_name, key=lambda member: _wellness(member, newest))[: height - 2]
     id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
-    lines = [
-        one_line(
-            Text(f"{'generator':<{id_width}} {'state':<16} {'version':>8} {'behind':>6} {'tok/s':>8} {'running':>7}", "dim"),
-            width,
-        )
-    ]
+    title = "generator" if fit else "worst of all"
+    head = f"{title:<{id_width}} {'state':<16} {'version':>8} {'behind':>6} {'tok/s':>8} {'running':>7}"
+    lines = [one_line(Text(head, "dim"), width)]
     lines += [one_line(_member(member, newest, id_width), width) for member in shown]
-    if rest := ranked[len(shown) :]:
-        lines.append(one_line(_summary(rest, newest), width))
+    if not fit:
+        lines.append(_summary(state.members, newest, width))
     return lines
+
+
+def _wellness(member: MemberStatus, newest: int) -> tuple[bool, int, float]:
+    """Low for who is in trouble, far behind, or slow."""
+    behind = newest - member.version if member.version >= 0 else 0
+    return not _in_trouble(member), -behind, member.metrics.get("tokens_per_s", 0.0)
 
 
 def _in_trouble(member: MemberStatus) -> bool:
@@ -203,12 +208,19 @@ def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
     return Text.assemble(name, state_text, figures, (silent, "red"))
 
 
-def _summary(members: Sequence[MemberStatus], newest: int) -> Line:
+def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
+    """All of them in one line; what does not fit is left out, the least telling first."""
     tokens = sum(member.metrics.get("tokens_per_s", 0.0) for member in members)
-    states = {name: sum(member.state == name for member in members) for name in sorted({member.state for member in members})}
+    states = Counter(member.state for member in members)
     behind = max((newest - member.version for member in members if member.version >= 0), default=0)
-    text = f"+ {len(members)} more: " + ", ".join(f"{count} {name}" for name, count in states.items())
-    return Text(f"{text}; at most {behind} behind, {tokens:,.0f} tok/s", "dim")
+    silent = sum(member.silent_s > SILENT_S for member in members)
+    parts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda item: (item[0] != "dirty", -item[1]))]
+    parts = [*([f"{silent} silent"] if silent else []), *parts, f"at most {behind} behind", f"{tokens:,.0f} tok/s"]
+    text = f"all {len(members)}: {parts[0]}"
+    for part in parts[1:]:
+        if cell_len(f"{text}, {part}") <= width:
+            text = f"{text}, {part}"
+    return Text(text, "dim")
 
 
 def _samples(state: DashboardState, width: int, height: int) -> list[Line]:

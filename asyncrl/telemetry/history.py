@@ -1,5 +1,6 @@
 """Reading JSON lines back while others write them, and the series that a run's metrics make."""
 
+import bisect
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -62,6 +63,8 @@ class History:
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
+        self.steps: list[int] = []
+        """Of the rows, ascending: a reader asks for newest values many times a second."""
         self.rejected: Counter[str] = Counter()
         """Groups rejected in all steps, by reason."""
 
@@ -73,15 +76,23 @@ class History:
         values = {name: float(value) for name, value in record.items() if _is_number(value) and name != "step"}
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
-            for later in [known for known in self.rows if known >= step]:
+            first = bisect.bisect_left(self.steps, step)
+            for later in self.steps[first:]:
                 self.rejected.subtract(_rejected(self.rows.pop(later)))
+            del self.steps[first:]
+        if step not in self.rows:
+            bisect.insort(self.steps, step)
         row = self.rows.setdefault(step, {})
         self.rejected.update(_rejected(values))
         row.update({name: value for name, value in values.items() if name != "time" or training or "time" not in row})
 
     def series(self, name: str) -> Series:
         """All values of a metric."""
-        return tuple((step, row[name]) for step, row in sorted(self.rows.items()) if name in row)
+        return tuple((step, row[name]) for step in self.steps if name in (row := self.rows[step]))
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
 
 
 def _rejected(row: Row) -> dict[str, int]:

@@ -13,7 +13,8 @@ from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share
 
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
+"""The learner says how it is once a second."""
 
 
 class View(Protocol):

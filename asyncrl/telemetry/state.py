@@ -21,7 +21,7 @@ SAMPLE_BYTES = 1 << 20
 RECENT_ROWS = 12
 """Lines of a generator's metrics that make its recent idle share: a minute."""
 RECENT_STEPS = 20
-"""Steps that make the speed for the time left."""
+"""Steps that make the speed for the time left, and the learner's idle share."""
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
 """Counters of the buffer that tell of work given up or done again."""
 
@@ -48,8 +48,7 @@ class DashboardState:
 
     def latest(self, name: str) -> float | None:
         """Newest value of a learner metric."""
-        rows = self.history.rows
-        return next((rows[step][name] for step in sorted(rows, reverse=True) if name in rows[step]), None)
+        return self.history.latest(name)
 
     @property
     def step(self) -> int:
@@ -59,12 +58,23 @@ class DashboardState:
     @property
     def alarms(self) -> list[str]:
         """Names of the alarms that ring, by the newest trained step."""
-        return ringing(self.history.rows.get(max(self.trained_steps, default=0), {}))
+        newest = next((step for step in reversed(self.history.steps) if "time/step" in self.history.rows[step]), 0)
+        return ringing(self.history.rows.get(newest, {}))
 
     @property
     def trained_steps(self) -> list[int]:
         """Steps that have been logged, in order: not those of which only an evaluation is known."""
-        return sorted(step for step, row in self.history.rows.items() if "time/step" in row)
+        return [step for step in self.history.steps if "time/step" in self.history.rows[step]]
+
+    @property
+    def idle_learner(self) -> float | None:
+        """Share of the time of the last steps in which the learner had nothing to train on."""
+        known = (row for step in reversed(self.history.steps) if "idle/learner" in (row := self.history.rows[step]))
+        rows = list(islice(known, RECENT_STEPS))
+        seconds = [row.get("time/step", 1.0) for row in rows]
+        if not rows or sum(seconds) <= 0:
+            return None
+        return sum(row["idle/learner"] * step_s for row, step_s in zip(rows, seconds, strict=True)) / sum(seconds)
 
     @property
     def generated_tokens_per_s(self) -> float:
@@ -87,7 +97,7 @@ class DashboardState:
     def eta_s(self) -> float | None:
         """Time left at the speed of the last steps."""
         rows = self.history.rows
-        trained = (step for step in sorted(rows, reverse=True) if {"time", "time/step"} <= rows[step].keys())
+        trained = (step for step in reversed(self.history.steps) if {"time", "time/step"} <= rows[step].keys())
         recent = [(step, rows[step]["time"]) for step in islice(trained, RECENT_STEPS + 1)][::-1]
         if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
             return None

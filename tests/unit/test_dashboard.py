@@ -51,7 +51,8 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
         "lrn 12%  gen 40%  update 2.0%", "k3 0.0011 ess 0.98 probe 0.013", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
-        "updates_failed 2", "generators wait 40% for the learner: add ranks or drop generators", "reward/mean", "eval/accuracy",
+        "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
+        "eval/accuracy",
         "g0           sampling             v100      0      302      64", "g3", "exact_match", "v97-99",
         "How many apples does Tom have?",
     ]:  # fmt: skip
@@ -59,17 +60,17 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     assert not [line for line in lines[:-3] if line.rstrip().endswith("…")]
 
 
-def test_with_64_generators_those_in_trouble_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
+def test_with_64_generators_those_in_trouble_are_shown_and_all_counted(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=3, generators=64)
     state = read_state(run.directory)
     for width, height in ((80, 24), (120, 40), (200, None)):
         lines = picture(state, width, height)
         assert max(map(cell_len, lines)) <= width
         rows = [line for line in lines if re.match(r"g\d+ ", line)]
-        (summary,) = [line for line in lines if line.startswith("+ ")]
-        assert f"+ {64 - len(rows)} more: " in summary and len(rows) >= 3
-        assert rows[0].startswith("g4 ") and "dirty" in rows[0]
-        assert "silent 31s" in rows[1]
+        (summary,) = [line for line in lines if line.startswith("all 64: ")]
+        assert "1 silent, 12 dirty, 26 sampling, 13 " in summary and 3 <= len(rows) < 64
+        assert all("dirty" in row or "silent 31s" in row for row in rows[:13])
+        assert all(row.split()[3] == "2" for row in rows[:3]), "those farthest behind first"
 
 
 @settings(max_examples=40, deadline=None)
@@ -169,30 +170,79 @@ def test_missing_ids_are_not_hidden(tmp_path: Path) -> None:
     assert "2 missing" in "\n".join(picture(read_state(run.directory), 80, 24))
 
 
-def state_with(learner: float | None, generators: float | None, paused: float | None = 0.0) -> DashboardState:
+def state_with(
+    learner: float | None, generators: float | None, paused: float | None = 0.0, *, count: int = 0, queued: float = 0.0
+) -> DashboardState:
     history = History()
     if learner is not None:
-        history.add({"step": 1, "idle/learner": learner})
-    return DashboardState(run="a", now=0.0, history=history, idle_generators=generators, paused_generators=paused)
+        history.add({"step": 1, "idle/learner": learner, "staleness/in_queue": queued})
+    members = tuple(
+        MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={}) for index in range(count)
+    )
+    return DashboardState(
+        run="a", now=0.0, history=history, idle_generators=generators, paused_generators=paused, members=members
+    )
 
 
 @pytest.mark.parametrize(
-    ("learner", "generators", "paused", "said"),
+    ("state", "said"),
     [
-        (0.61, 0.02, 0.0, "learner waits 61% for groups: add generators"),
-        (0.05, 0.55, 0.0, "generators wait 55% for the learner: add ranks"),
-        (0.5, 0.5, 0.0, "raise staleness.max_lag"),
-        (0.1, 0.1, 0.4, "generators stand still 40% for weight updates"),
-        (0.1, 0.1, 0.0, "balanced"),
-        (0.9, None, None, "add generators"),
-        (None, None, None, "no step yet"),
+        # 2 busy generators make 39 % of what the learner could take: 2 * 0.98 / 0.39 = 5.03
+        (state_with(0.61, 0.02, count=2), "learner waits 61% of the time: add 4 generators (asyncrl scale generators=+4)"),
+        (state_with(0.5, 0.0, count=4), "add 4 generators (asyncrl scale generators=+4)"),  # 4 / 0.5
+        (state_with(0.4, 0.25, count=4), "add 1 generator (asyncrl scale generators=+1)"),  # 4 * 0.75 / 0.6 = 5
+        (state_with(0.95, 0.0, count=2), "far too few; begin with generators=+6"),  # 40
+        (state_with(1.0, 0.0, count=64), "begin with generators=+192"),
+        (state_with(0.9, None), "add generators"),
+        # the learner is always busy: half of 8 would do
+        (state_with(0.0, 0.5, count=8), "generators wait 50% of the time: 4 of 8 would do, or add learner.ranks"),
+        (state_with(0.05, 0.55, count=2), "1 of 2 would do"),  # 2 * 0.45 / 0.95 = 0.95
+        (state_with(0.0, 0.4, count=1), "generators wait 40% of the time: add learner.ranks"),
+        (state_with(0.5, 0.5, count=2), "learner waits 50%, generators 50%: raise staleness.max_lag or window_groups"),
+        (state_with(0.1, 0.1, 0.4, count=2), "generators stand still 40% for weight updates: train larger batches"),
+        (state_with(0.02, 0.1, count=4, queued=2.3), "rollouts wait 2.3 steps in the queue: lower staleness.max_lag by 2"),
+        (state_with(0.2, 0.1, count=4, queued=2.3), "balanced"),
+        (state_with(0.02, 0.1, count=4, queued=0.9), "balanced"),
+        (state_with(None, None), "no step yet"),
     ],
 )
-def test_the_bottleneck_is_who_never_waits(
-    learner: float | None, generators: float | None, paused: float | None, said: str
-) -> None:
-    sentence = bottleneck(state_with(learner, generators, paused))
+def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(state: DashboardState, said: str) -> None:
+    sentence = bottleneck(state)
     assert said in sentence and len(sentence) <= 78
+
+
+def test_the_learners_idle_share_is_that_of_its_last_steps_by_their_time() -> None:
+    history = History()
+    for step in range(1, 31):
+        history.add({"step": step, "idle/learner": 1.0, "time/step": 500.0})  # long ago
+    for step in range(31, 50):
+        history.add({"step": step, "idle/learner": 0.0, "time/step": 1.0})
+    history.add({"step": 50, "idle/learner": 0.5, "time/step": 19.0})
+    history.add({"step": 51, "eval/accuracy": 0.5})
+    assert DashboardState(run="a", now=0.0, history=history).idle_learner == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_of_many_generators_the_worst_are_shown_and_all_are_summed_up(tmp_path: Path, width: int) -> None:
+    run = run_with(tmp_path, steps=5, generators=64)
+    status = run.status()
+    odd = {9: {"state": "dirty"}, 41: {"silent_s": 40.0}, 50: {"version": 2}}
+    well: dict[str, Any] = {"state": "sampling", "version": 5, "silent_s": 0.0}
+    members = tuple(replace(member, **{**well, **odd.get(index, {})}) for index, member in enumerate(status.members))
+    write_status(run.directory / "status.json", replace(status, members=members))
+    lines = picture(read_state(run.directory), width, 24)
+    head = next(index for index, line in enumerate(lines) if line.startswith("worst of all"))
+    rows = [line.split()[0] for line in lines[head + 1 : head + 4]]
+    assert set(rows[:2]) == {"g9", "g41"} and rows[2] == "g50"
+    summary = next(line for line in lines if line.startswith("all 64: "))
+    assert "1 silent, 1 dirty, 63 sampling, at most 3 behind" in summary and "tok/s" in summary and "…" not in summary
+    assert max(map(cell_len, lines)) <= width and len(lines) == 24
+
+
+def test_a_curve_of_few_points_is_a_line(tmp_path: Path) -> None:
+    lines = [line.plain for line in curve("x", ((1, 0.0), (50, 1.0)), width=40, height=9, style="")]
+    drawn = [sum("\u2801" <= sign <= "\u28ff" for sign in line) for line in lines[2:-2]]
+    assert sum(drawn) >= 30 and all(drawn), "one point in every column, some in every row"
 
 
 def test_idle_shares_are_those_of_the_last_minute_of_living_generators(tmp_path: Path) -> None:
