@@ -24,9 +24,11 @@ SAME_BY_NATURE = frozenset({"run.name", "run.root"})
 
 def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
     """Print the tables; with `to` write a page with overlaid curves as well."""
-    if len(runs) < 2:
-        raise RunError(f"compare needs at least two runs, got {len(runs)}; give run directories or names")
-    archives = labelled([read_archive(find_run(run)) for run in runs])
+    directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
+    if len(directories) < 2 or len(directories) < len(runs):
+        given = ", ".join(map(str, runs))
+        raise RunError(f"compare needs at least two runs, each once, got {given}; give run directories or names")
+    archives = labelled([read_archive(directory) for directory in directories.values()])
     console = Console(highlight=False)
     for table in (results(archives), *differences(archives)):
         console.print(terminal_table(table))

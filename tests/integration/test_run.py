@@ -156,6 +156,12 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     before = AutoModelForCausalLM.from_pretrained(config.parent / "model").state_dict()
     assert any(not torch.equal(trained[name], before[name]) for name in before)
 
+    # What the run left can be looked at.
+    call("report", str(run), "--to", str(config.parent / "report.html"))
+    assert "Who waited for whom" in (config.parent / "report.html").read_text()
+    assert "tokens by version" in call("samples", str(run), "--best", "--count", "1")
+    assert "eval/reward_mean" in call("analyze", str(run))
+
     # 3. The same command goes on where it ended; the learner is killed, comes back from its checkpoint, and `down` ends it all.
     up = start(config, "learner.steps=500")
     try:

@@ -86,5 +86,6 @@ def test_the_page_overlays_curves_by_step_and_by_time(
 
 
 def test_one_run_cannot_be_compared(runs: list[Path]) -> None:
-    with pytest.raises(RunError, match="at least two runs"):
-        compare_runs(runs[:1], None)
+    for given in (runs[:1], [runs[0], runs[1], runs[0].parent / "b" / ".." / "a"]):
+        with pytest.raises(RunError, match="at least two runs, each once"):
+            compare_runs(given, None)
