@@ -36,7 +36,8 @@ def record(command: Sequence[str], root: Path, work: Path, *, timeout_s: float) 
     library, trace = work / "file_trace.so", work / "trace"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
     root = root.resolve()
-    environment = os.environ | {"LD_PRELOAD": str(library), "TRACE_ROOT": str(root), "TRACE_LOG": str(trace)}
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | settings | {"LD_PRELOAD": str(library), "TRACE_ROOT": str(root), "TRACE_LOG": str(trace)}
     subprocess.run(command, check=True, env=environment, timeout=timeout_s, stdout=subprocess.DEVNULL)
     return list(_parse(trace.read_bytes(), str(root)))
 
