@@ -1,0 +1,45 @@
+"""What the supervisor's process does beside supervising."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+from asyncrl.errors import StoreError
+from asyncrl.launch import up
+from asyncrl.launch.directory import RunDirectory
+
+
+class Server:
+    """A store that dies, and finds no room on its disk for a while."""
+
+    url = "unix:///store.sock"
+    is_running = True
+    refusals = 2
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
+
+    def stop(self): ...
+
+    def start(self):
+        if self.refusals:
+            self.refusals -= 1
+            raise StoreError("no space left on device")
+        self.is_running = True
+
+
+def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog):
+    server = Server()
+    monkeypatch.setattr(up, "StoreServer", lambda *_: server)
+    monkeypatch.setattr(up, "STORE_AGAIN_S", 0.0)
+    with ExitStack() as stack:
+        url, tend = up._store(SimpleNamespace(store=SimpleNamespace(url=None)), RunDirectory(tmp_path), stack)
+        assert url == server.url
+        server.is_running = False
+        tries = 0
+        while not server.is_running:
+            tend()
+            tries += 1
+    assert tries == 3
+    assert caplog.text.count("no space left on device") == 2
