@@ -53,7 +53,7 @@ def generator(
 def status(
     run: RunArgument = None,
     json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-    watch: Annotated[bool, typer.Option(help="Keep showing the dashboard.")] = False,
+    watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
 ) -> None:
     """Show how a run is doing."""
     from asyncrl.launch.inspect import show_status

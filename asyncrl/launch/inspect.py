@@ -1,6 +1,7 @@
 """Commands that look at a run: status, audit."""
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.own_store import own_store
-from asyncrl.telemetry.dashboard import render
+from asyncrl.telemetry.advice import bottleneck
+from asyncrl.telemetry.dashboard import SILENT_S, render
 from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.live import watch
 from asyncrl.telemetry.state import read_state
@@ -20,16 +22,46 @@ from asyncrl.telemetry.status import read_status, status_json
 
 
 def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
-    """Print the dashboard once, keep showing it, or print the learner's own status as JSON."""
+    """Print the dashboard once, keep showing it while the run is up, or print all it knows as JSON."""
     directory = find_run(run)
     if watch_it:
-        watch(directory.path, over=lambda: False)
+        watch(directory.path, over=lambda: not is_up(directory))
     elif as_json:
-        status = read_status(directory.status)
-        print(json.dumps(status_json(status) if status else None))  # noqa: T201 - the command's output
+        print(json.dumps(status_values(directory)))  # noqa: T201 - the command's output
     else:
         console = Console()
         console.print(render(read_state(directory.path), console.width))
+
+
+def is_up(directory: RunDirectory) -> bool:
+    """Whether its supervisor is alive; of a run that is looked after elsewhere, whether its learner has spoken lately."""
+    if directory.processes.exists():
+        return directory.supervisor() is not None
+    status = read_status(directory.status)
+    return status is not None and not status.is_final and time.time() - status.updated_at < SILENT_S
+
+
+def status_values(directory: RunDirectory) -> dict[str, Any]:
+    """The learner's own status (`state` is null before its first), and what follows from metrics and processes."""
+    state = read_state(directory.path)
+    status = status_json(state.status) if state.status else {"run": directory.path.name, "state": None, "members": []}
+    pids = json.loads(directory.processes.read_text())["children"] if directory.processes.exists() else {}
+    up = is_up(directory)
+    derived = {
+        "directory": str(directory.path),
+        "up": up,
+        "processes": pids if up else {},
+        "silent_s": state.silent_s,
+        "eta_s": state.eta_s,
+        "idle": {"learner": state.idle_learner, "generators": state.idle_generators, "update": state.paused_generators},
+        "generated_tokens_per_s": state.generated_tokens_per_s,
+        "alarms": state.alarms,
+        "dropped": state.dropped,
+        "advice": bottleneck(state),
+        "metrics": state.history.rows[state.trained_steps[-1]] if state.trained_steps else {},
+    }
+    values: dict[str, Any] = to_json({**status, **derived})
+    return values
 
 
 def show_audit(run: Path | None, store_url: str | None) -> None:

@@ -1,0 +1,76 @@
+"""What `asyncrl status --json` tells scripts, before, during and after a run."""
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.inspect import is_up, show_status, status_values
+from asyncrl.telemetry.status import write_status
+from tests.unit.synthetic_run import SyntheticRun
+
+
+def directory_of(path: Path) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.create(fresh=False)
+    directory.config.write_text("run: {name: a}")
+    return directory
+
+
+def test_before_the_first_status(tmp_path: Path) -> None:
+    values = status_values(directory_of(tmp_path / "new"))
+    assert values["state"] is None and values["up"] is False and values["members"] == [] and values["metrics"] == {}
+    assert values["advice"] == "no step yet"
+
+
+def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = directory_of(tmp_path)
+    run = SyntheticRun(tmp_path, generators=2)
+    for _ in range(3):
+        run.advance()
+    directory.write_processes({"learner": 11, "g0": 12})  # by this process, which is alive
+    show_status(tmp_path, as_json=True, watch_it=False)
+    values = json.loads(capsys.readouterr().out)
+    assert values["up"] and values["processes"] == {"learner": 11, "g0": 12} and values["step"] == 3
+    assert values["idle"] == {"learner": pytest.approx(0.12), "generators": pytest.approx(0.4), "update": pytest.approx(0.02)}
+    assert values["advice"].startswith("generators wait 40%") and values["audit"]["missing"] == 0 and values["alarms"] == []
+    assert values["metrics"]["reward/std"] == 0.31 and "policy/loss" not in values["metrics"], "what is not finite is left out"
+    assert values["generated_tokens_per_s"] == 604 and values["dropped"]["zero_variance"] == 9
+    assert len(values["members"]) == 2 and not [
+        key for key, value in values.items() if isinstance(value, float) and math.isnan(value)
+    ]
+
+
+def test_a_run_whose_supervisor_was_killed_is_not_up(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path)
+    SyntheticRun(tmp_path).advance()
+    born = psutil.Process(os.getpid()).create_time()
+    directory.processes.write_text(json.dumps({"supervisor": os.getpid(), "started_at": born - 1000, "children": {"learner": 7}}))
+    values = status_values(directory)
+    assert values["state"] == "training" and values["up"] is False and values["processes"] == {}
+
+
+def test_a_run_that_is_looked_after_elsewhere_is_up_while_its_learner_speaks(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path)
+    run = SyntheticRun(tmp_path)
+    run.advance()
+    assert is_up(directory)
+    write_status(directory.status, replace(run.status(), updated_at=time.time() - 60))
+    assert not is_up(directory)
+    run.finish()
+    assert not is_up(directory)
+
+
+def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = directory_of(tmp_path)
+    run = SyntheticRun(tmp_path)
+    run.advance()
+    directory.processes.write_text(json.dumps({"supervisor": 2**22 + 1, "started_at": 0.0, "children": {}}))
+    show_status(tmp_path, as_json=False, watch_it=True)
+    assert "step 1/400" in capsys.readouterr().out
