@@ -176,6 +176,11 @@ def test_what_hangs_on_a_reported_key_is_not_told():
     assert len(said_of(text.replace("group_size: one", "group_size: 1"))) == 1
 
 
+def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
+    (line,) = said_of(GOOD.replace("sampling:", "samplng:"))  # the default lengths are beyond what the model takes
+    assert "run.yaml:17  samplng: " in line and "did you mean `sampling`?" in line
+
+
 @pytest.mark.parametrize(
     ("code", "function", "said"),
     [
