@@ -117,7 +117,9 @@ MUTANTS = [
     one("a duplicate replaces the frame", client("redis", "transaction.hsetnx(self._frames_key, str(ticket_id), frame)", "transaction.hset(self._frames_key, str(ticket_id), frame)")),
     # -- takes
     one("a take asked for again is assigned anew", lua("if #before.ids <= wanted then return {'OK', before.chain, before.ids} end", "")),
-    one("a take of another history is repeated", AGAIN_CHAIN),
+    one("a take of another history is repeated", AGAIN_CHAIN,
+        survives="between two recoveries an owner has one history, and a recovery compares the chains of the takes that it keeps"),
+    two("a take of another history is kept and repeated", AGAIN_CHAIN, KEEP_CHAIN),
     one("takes need not follow by number", TAKE_NUMBER,
         survives="the chain of the store's last take is compared as well, and no two takes have the same"),
     one("takes need not follow by chain", TAKE_CHAIN),
