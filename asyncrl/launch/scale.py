@@ -107,7 +107,7 @@ def _follow(directory: RunDirectory, wanted: int) -> set[str]:
         if time.monotonic() > until_s:
             raise RunError(
                 f"{wanted} generators were asked for, and after {FOLLOW_S:.0f} s {len(now)} are there; see "
-                f"{directory.logs / 'supervisor.log'}"
+                f"{directory.logs / 'supervisor.jsonl'}"
             )
         time.sleep(0.1)
     return now
