@@ -11,19 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_docs import PAGES, ROOT, commands, files
+from helpers_docs import ROOT, commands, files
 from helpers_models import tiny_qwen2
 
 from asyncrl.launch.down import processes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-TYPED = [command for page in PAGES for command in commands(page, {"asyncrl"})]
+GUIDES = [ROOT / "README.md", ROOT / "docs" / "first-run.md", ROOT / "docs" / "own-task.md"]
+TYPED = [command for page in GUIDES for command in commands(page, {"asyncrl"})]
 SMALL = "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
 LONG = {
     "asyncrl up --config configs/quickstart.yaml learner.steps=300": "as the `up` of the guide to an own task",
     "asyncrl up --config configs/quickstart.yaml --fresh": "the same",
-    "asyncrl up --config configs/stories15m-words-cpu.yaml": "five minutes; test_presets.py trains that model",
     "asyncrl up --config task.yaml learner.steps=200": "README.md: needs a model of the hub",
     "asyncrl up --config gpu-task.yaml": "needs a GPU and a model of the hub",
     "asyncrl doctor": "its answer is about the machine; it has tests of its own",
