@@ -23,7 +23,7 @@ from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, RewardError, TransferError
 from asyncrl.telemetry.base import Tracker
-from asyncrl.types import Group, GroupTimes, Prompt, Ticket
+from asyncrl.types import Group, GroupTimes, Prompt, Ticket, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
 from asyncrl.wire.schema import encode_group
 
@@ -177,17 +177,17 @@ class Generator:
 
     async def _produce(self, lane: Lane, ticket: Ticket) -> None:
         """Hand over, give back, or fail. When cancelled, the ticket is still held: leaving gives it back."""
-        spoiled, leased_at = self._spoiled, time.time()
+        spoiled, leased_at = self._spoiled, time_of_day()
         try:
             if not await self._reaches(lane.minimum_version(ticket)):
                 await self._give_back(lane, ticket)
                 return
-            spoiled, sampling_at = self._spoiled, time.time()
+            spoiled, sampling_at = self._spoiled, time_of_day()
             prompt = lane.prompt(ticket.id)
             group = await self._sampler.group(prompt, ticket.id, lane.group_size, lane.spec, greedy=lane.greedy)
             await self._verified.wait()
             if self._spoiled == spoiled:
-                await self._hand_over(lane, replace(group, times=GroupTimes(leased_at, sampling_at, time.time())))
+                await self._hand_over(lane, replace(group, times=GroupTimes(leased_at, sampling_at, time_of_day())))
             else:  # sampled in part by weights that failed the probe
                 await self._give_back(lane, ticket)
         except RewardError as error:

@@ -17,6 +17,7 @@ from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import StepResult, Trainer
 from asyncrl.trainer.hooks import Hooks
 from asyncrl.trainer.plan import Plan
+from asyncrl.types import time_of_day
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Stopwatch:
     @contextmanager
     def time(self, name: str) -> Any:
         """Add the block's duration to `name`."""
-        started_at, started_s = time.time(), time.perf_counter()
+        started_at, started_s = time_of_day(), time.perf_counter()
         try:
             yield
         finally:

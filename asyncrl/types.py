@@ -10,6 +10,7 @@ lag          version being trained minus version of the token, in optimizer step
 Arrays are numpy, because they cross processes: torch begins in the learner.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -83,8 +84,13 @@ class Rollout:
         )
 
 
+def time_of_day() -> float:
+    """Unix seconds, for people to look at. Nothing is decided by it: clocks are set, and hosts disagree."""
+    return time.time()
+
+
 class GroupTimes(NamedTuple):
-    """When a generator did what, in Unix seconds by its own clock: for people to look at, nothing is decided by it."""
+    """When a generator did what, by its own `time_of_day`."""
 
     leased_at: float
     sampling_at: float

@@ -12,7 +12,7 @@ from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError, WireError
-from asyncrl.types import Group
+from asyncrl.types import Group, time_of_day
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Intake:
         self.ledger.consume(take.ids)
         self._last_progress_s = time.monotonic()
         self._takes += 1
-        self._taken_at |= dict.fromkeys(take.ids, time.time())
+        self._taken_at |= dict.fromkeys(take.ids, time_of_day())
         for group in groups:
             reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
             if reason is None:

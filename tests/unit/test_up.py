@@ -31,7 +31,7 @@ class Server:
 
 def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog):
     server = Server()
-    monkeypatch.setattr(up, "StoreServer", lambda *_: server)
+    monkeypatch.setattr(up, "own_store", lambda *_: server)
     monkeypatch.setattr(up, "STORE_AGAIN_S", 0.0)
     with ExitStack() as stack:
         url, tend = up._store(SimpleNamespace(store=SimpleNamespace(url=None)), RunDirectory(tmp_path), stack)

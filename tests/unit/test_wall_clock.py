@@ -1,4 +1,4 @@
-"""Protocol code reads no wall clock: a clock that is set must not change what is issued, taken, trained or counted dead."""
+"""Protocol code reads no wall clock but `types.time_of_day`: setting it must not change what is issued, taken or trained."""
 
 import ast
 from pathlib import Path
