@@ -23,7 +23,7 @@ DONE_ELSEWHERE = {
     "source .venv/bin/activate": "is what make install makes",
 }
 BY_HAND = {
-    "docker": "no Docker where tests run: the two test_deploy.py hold the files against what exists, and start the commands",
+    "docker": "no Docker where tests run: test_deploy and test_composed_run check the files and start their commands",
     "sed": "test_the_env_file_can_be_filled_in",
     "mkdir": "test_the_env_file_can_be_filled_in",
     "cp": "test_the_env_file_can_be_filled_in",
