@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a unix socket that swallows replies, repeats requests late, and falls silent."""
+"""A proxy in front of a unix socket that swallows replies, repeats requests late, and falls silent."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ LATE_S = 3.0
 class Proxy:
     """Runs in a thread of its own. Rates are per piece of data, in this world one request or reply."""
 
-    def __init__(self, upstream: Path, *, seed: int) -> None:
+    def __init__(self, upstream: Path, *, seed: int, listen: Path | None = None) -> None:
+        """It listens on the unix socket `listen`, or else on a free port of the loopback interface."""
         self.swallow_rate = 0.0
         """Of replies: the server has done what was asked, the client never hears of it and loses its connection."""
         self.repeat_rate = 0.0
@@ -29,8 +30,9 @@ class Proxy:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._server = self._call(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._server = self._call(self._listen(listen))
+        name = self._server.sockets[0].getsockname()
+        self.address = str(listen) if listen else f"{name[0]}:{name[1]}"
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10.0)
@@ -49,6 +51,11 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         self._loop.close()
+
+    async def _listen(self, path: Path | None) -> asyncio.Server:
+        if path is None:
+            return await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return await asyncio.start_unix_server(self._serve, path)
 
     async def _close(self) -> None:
         self._server.close()

@@ -90,8 +90,9 @@ class World:
         self.disk = Disk(self.directory / "store", self.directory)
         self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
         self.start_store()
-        upstreams = {"generators": self.server.socket_path, "learner": self.server.socket_path, "control": self._control_path}
-        self.proxies = {name: Proxy(path, seed=self.seed) for name, path in upstreams.items()}
+        self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
+        # On a unix socket, as its two ends: over TCP they would speak CURVE, which here has a test of its own.
+        self.proxies["control"] = Proxy(self._control_path, seed=self.seed, listen=self.directory / "control.sock")
         self._add("learner", self.learner_role, self.checkpoints)
         for index in range(self.generators):
             self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
@@ -119,9 +120,9 @@ class World:
 
     def _place(self, name: str) -> Place:
         is_learner = name.startswith("learner")
-        store = self.proxies["learner" if is_learner else "generators"].port
-        control = f"ipc://{self._control_path}" if is_learner else f"tcp://127.0.0.1:{self.proxies['control'].port}"
-        return Place(directory=self.directory, store=f"redis://127.0.0.1:{store}/0", control=control)
+        store = self.proxies["learner" if is_learner else "generators"].address
+        control = self._control_path if is_learner else self.proxies["control"].address
+        return Place(directory=self.directory, store=f"redis://{store}/0", control=f"ipc://{control}")
 
     def _add(self, name: str, role: Callable[..., None], *arguments: Any) -> None:
         self.members[name] = Member(name, role, self._place(name), arguments)
