@@ -43,6 +43,8 @@ RULES = BufferRules(groups=B, lease_s=2.0)
 CONTROL = ControlConfig(heartbeat_s=0.25, timeout_s=1.5)
 """Four and ten times faster than the defaults, so that a minute holds more faults."""
 RETRY_S = 60.0
+JOIN_S = 10.0
+"""A generator that comes when the run is just over finds nobody for so long."""
 FINISH = "finish"
 """A file: the learner's next step is its last."""
 EVENTS = "events.jsonl"
@@ -137,7 +139,7 @@ async def _generate(place: Place, name: str, seed: int) -> None:
         minimum_version=lambda ticket: ticket.minimum_version,
     )
     control = ControlClient(
-        place.control, heartbeat_s=CONTROL.heartbeat_s, timeout_s=CONTROL.timeout_s, join_s=RETRY_S, wire_key=KEY
+        place.control, heartbeat_s=CONTROL.heartbeat_s, timeout_s=CONTROL.timeout_s, join_s=JOIN_S, wire_key=KEY
     )
     await Generator(
         engine=engine,
