@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers_models import tiny_qwen2
 from helpers_ranks import run_ranks
+from trainer_worker import KEY
 from transformers import AutoTokenizer
 from vllm_helpers import running_engine
 
@@ -27,7 +28,8 @@ def test_vllm_gives_the_learners_logprobs(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create(fresh=True)
     directory.config.write_text(f"run: {{name: run}}\nmodel: {{path: {model}}}\n")
-    (directory.path / "run.key").write_text("key of the test run")
+    (directory.path / "run.key").write_bytes(KEY)
+    (directory.path / "run.key").chmod(0o600)
     scenario = {"run": "checkpoint", "name": "run", "stage": 0, "ids": IDS, "store": str(directory.checkpoints)}
     _, (before, learner) = run_ranks(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
     export_run(directory.path, tmp_path / "exported")

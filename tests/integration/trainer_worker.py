@@ -26,7 +26,7 @@ from asyncrl.trainer.deepspeed import DeepSpeedTrainer
 from asyncrl.trainer.packing import Sequence, deal, microbatch
 from asyncrl.trainer.trained_model import whole_parameters
 
-KEY = b"key of the test run"
+KEY = b"5" * 64
 CPU = torch.device("cpu")
 
 
