@@ -366,6 +366,7 @@ def test_a_store_with_less_memory_than_the_cap_is_refused(connection):
 def test_the_audit_notices_what_somebody_broke_by_hand(server, connection, tmp_path):
     text = f"""
 run: {{name: audited, root: {tmp_path}}}
+store: {{url: "{server.url}"}}
 model: {{path: m}}
 data: {{train: t}}
 reward: {{functions: [{{function: exact_match}}]}}
