@@ -1,6 +1,8 @@
 """`asyncrl down`: stop a run and prove that nothing of it is left."""
 
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,11 +22,11 @@ def stop_run(run: Path | None) -> None:
     if supervisor is not None:
         supervisor.send_signal(signal.SIGTERM)
         members.append(supervisor)
-    _, alive = psutil.wait_procs(members, timeout=PATIENCE_S)
+    alive = _wait(members, PATIENCE_S)
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
         process.kill()
-    psutil.wait_procs(alive, timeout=10.0)
+    _wait(alive, 10.0)
     if left := processes_of(directory.path):
         raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
     killed = f" ({len(alive)} had to be killed)" if alive else ""
@@ -37,8 +39,24 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_VARIABLE) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(RUN_VARIABLE) == mark and _is_alive(process):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone, or somebody else's
     return found
+
+
+def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that live on after `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """False too for one that has ended and whose parent has not asked for its status: `psutil.wait_procs` would wait for that."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
