@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import RunError
+from asyncrl.files import replace_text
 from asyncrl.launch.keys import JoinKeys, RunKeys, check_private, parse_keys
 
 
@@ -110,9 +111,7 @@ class RunDirectory:
         """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""
         me = psutil.Process()
         record = {"supervisor": me.pid, "started_at": me.create_time(), "children": dict(pids)}
-        temporary = self.processes.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record))
-        temporary.replace(self.processes)
+        replace_text(self.processes, json.dumps(record))
 
     def supervisor(self) -> psutil.Process | None:
         """The process that looks after the run, if it is alive. Raises RunError when there never was one."""
@@ -190,10 +189,8 @@ def find_run(run: Path | None) -> RunDirectory:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that somebody asked for, at once: who has it open sees the old or the new one. Raises RunError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, text)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}; give --to another place") from error

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncrl.buffer.users import LEARNER, with_user
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.own_store import own_store
@@ -69,12 +70,12 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
     directory = find_run(run)
     config = load_config(directory.config)
     try:
-        audit = audit_store(directory, store_url)
+        audit = audit_store(config, directory, store_url)
     except StoreError:
         if store_url or config.store.url:
             raise  # an empty store of our own would prove nothing
         with own_store(config, directory) as server:  # the run is over; its data is still there
-            audit = audit_store(directory, server.url)
+            audit = audit_store(config, directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
     missing = int(audit["missing"])
     if missing:
@@ -82,11 +83,10 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
         raise RunError(f"{abs(missing)} issued ids are {where}; please report this with the run directory")
 
 
-def audit_store(directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
+def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
     """The conservation law of the train lane, with the ledger's split of what is done."""
     from asyncrl.launch.wiring import connect_store, train_lane
 
-    config = load_config(directory.config)
     url = store_url or directory.store_url()
     if url is None:
         raise RunError(f"{directory.path} has never been up here; give --store URL")

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.errors import RunError
+from asyncrl.files import replace_text
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.supervisor import ProcessSpec, Supervisor
 
@@ -131,7 +132,5 @@ def read_wanted(path: Path) -> int | None:
 
 
 def write_wanted(path: Path, count: int) -> None:
-    """Replace the file at once: a reader sees the old or the new number."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"generators": count}))
-    temporary.replace(path)
+    """The inverse of `read_wanted`."""
+    replace_text(path, json.dumps({"generators": count}))

@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from asyncrl.errors import RunError
+from asyncrl.files import replace_text
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.prometheus_names import prometheus_name
 
@@ -164,6 +165,4 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
 def _announce(target: Path, host: str, port: int, labels: Mapping[str, str]) -> None:
     reached = socket.gethostname() if host in ANY_HOST else host
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps([{"targets": [f"{reached}:{port}"], "labels": labels}]), encoding="utf-8")
-    temporary.replace(target)
+    replace_text(target, json.dumps([{"targets": [f"{reached}:{port}"], "labels": labels}]))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from asyncrl.buffer.base import Audit
 from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
+from asyncrl.files import replace_text
 from asyncrl.telemetry.jsonl import to_json
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
@@ -55,10 +55,8 @@ def status_json(snapshot: StatusSnapshot) -> dict[str, Any]:
 
 
 def write_status(path: Path, snapshot: StatusSnapshot) -> None:
-    """Replace the file at once: a reader sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(status_json(snapshot)), encoding="utf-8")
-    temporary.replace(path)
+    """Replace the file at once."""
+    replace_text(path, json.dumps(status_json(snapshot)))
 
 
 def read_status(path: Path) -> StatusSnapshot | None:

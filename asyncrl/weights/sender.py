@@ -22,7 +22,7 @@ import msgpack
 from torch import Tensor
 
 from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_parent, receive_bytes
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import open_slot
@@ -75,18 +75,9 @@ class _Sender:
         return {"op": "sent", "seconds": time.monotonic() - started_s}
 
     def _read(self) -> dict[str, Any]:
-        (length,) = LENGTH.unpack(self._read_bytes(LENGTH.size))
-        message: dict[str, Any] = msgpack.unpackb(self._read_bytes(length))
+        (length,) = LENGTH.unpack(receive_bytes(self._channel, LENGTH.size))
+        message: dict[str, Any] = msgpack.unpackb(receive_bytes(self._channel, length))
         return message
-
-    def _read_bytes(self, count: int) -> bytes:
-        received = bytearray()
-        while len(received) < count:
-            piece = self._channel.recv(count - len(received))
-            if not piece:
-                raise EOFError
-            received += piece
-        return bytes(received)
 
 
 def _parse_setup(plain: dict[str, Any]) -> SenderSetup:

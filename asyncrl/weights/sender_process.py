@@ -3,9 +3,7 @@
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.processes import public_environment
+from asyncrl.processes import start_worker
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
 from asyncrl.weights.sender import LENGTH, pack
 from asyncrl.weights.slots import Slot
@@ -119,15 +117,7 @@ class SenderProcess:
         # A directory per process: a killed one leaves its rendezvous files behind.
         self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
         self._directory.mkdir(parents=True, mode=0o700)
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.weights.sender", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=public_environment() | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
-            )
+        self._process, self._channel = start_worker("asyncrl.weights.sender")
         self._channel.setblocking(False)
         self._incoming = bytearray()
         self._outgoing = bytearray()

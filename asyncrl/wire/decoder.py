@@ -7,15 +7,12 @@ process survived the learner survives.
 
 import contextlib
 import logging
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 from asyncrl.errors import RunError, WireError
-from asyncrl.processes import public_environment, stop_process
+from asyncrl.processes import start_worker, stop_process
 from asyncrl.types import Group
 from asyncrl.wire.decoder_process import LENGTH, OUT_OF_MEMORY, memory_of, receive
 from asyncrl.wire.schema import decode_group
@@ -76,15 +73,7 @@ class GroupDecoder:
         return receive(self._channel).decode()
 
     def _start(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.wire.decoder_process", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=public_environment() | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
-            )
+        self._process, self._channel = start_worker("asyncrl.wire.decoder_process")
         self._channel.settimeout(START_S)
         try:
             self._channel.sendall(LENGTH.pack(len(self._key)) + self._key)

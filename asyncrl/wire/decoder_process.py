@@ -11,7 +11,7 @@ import struct
 import sys
 
 from asyncrl.errors import WireError
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_parent, receive_bytes
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.wire.schema import decode_group
 
@@ -28,19 +28,8 @@ def memory_of(frame_bytes: int) -> int:
 
 def receive(channel: socket.socket) -> bytearray:
     """One message. Raises EOFError when the other side is gone."""
-    (length,) = LENGTH.unpack(_receive_bytes(channel, LENGTH.size))
-    return _receive_bytes(channel, length)
-
-
-def _receive_bytes(channel: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        arrived = channel.recv_into(view[done:])
-        if not arrived:
-            raise EOFError("the other side of the decoder's channel is gone")
-        done += arrived
-    return data
+    (length,) = LENGTH.unpack(receive_bytes(channel, LENGTH.size))
+    return receive_bytes(channel, length)
 
 
 def _serve(channel: socket.socket) -> None:
@@ -50,9 +39,9 @@ def _serve(channel: socket.socket) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     _answer(channel, "")
     while True:
-        (length,) = LENGTH.unpack(_receive_bytes(channel, LENGTH.size))
+        (length,) = LENGTH.unpack(receive_bytes(channel, LENGTH.size))
         resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_of(length), hard))
-        _answer(channel, _refusal(_receive_bytes(channel, length), key))
+        _answer(channel, _refusal(receive_bytes(channel, length), key))
 
 
 def _refusal(frame: bytes | bytearray, key: bytes) -> str:
