@@ -12,8 +12,7 @@ from helpers_models import tiny_qwen2
 
 from tests.crash.file_trace import Disk, Operation, record, tree_of
 from tests.crash.points import Findings, enumerate_points
-
-KEY = b"key of the test run"
+from tests.crash.saver import KEY
 
 
 def trace(steps: int, work: Path) -> list[Operation]:

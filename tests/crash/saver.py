@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from asyncrl.trainer.checkpoint import CheckpointStore
 
-KEEP = 2
+KEY, KEEP = worker.KEY, 2
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = worker.build({"rank": 0, "ranks": 1, "model": model}, {"stage": 0, "port": 0}, lr=1e-2)
     items = worker.sequences()
-    store = CheckpointStore(root / "checkpoints", worker.KEY, KEEP)
+    store = CheckpointStore(root / "checkpoints", KEY, KEEP)
     (root / "returned").mkdir()
     for step in range(1, steps + 1):
         trainer.step([worker.microbatch(items, worker.CPU)], worker.loss_over(60))

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.crash.__main__ import KEY, trace
+from tests.crash.__main__ import trace
 from tests.crash.file_trace import COMPILER
 from tests.crash.points import enumerate_points
+from tests.crash.saver import KEY
 
 pytestmark = pytest.mark.integration
 

@@ -117,7 +117,8 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
     up = start(config, "telemetry.prometheus_port=0")
     try:
-        wait(lambda: bool(steps(run)) and "asyncrl_generator_sampled_tokens" in scrape(run, "g0"), up, config)
+        wait(lambda: "asyncrl_time_step_seconds" in scrape(run, "learner"), up, config)
+        wait(lambda: "asyncrl_generator_sampled_tokens" in scrape(run, "g0"), up, config)
         learner = scrape(run, "learner")
         assert learner["asyncrl_time_step_seconds"] > 0 and learner["asyncrl_buffer_missing_groups"] == 0
         assert learner["asyncrl_learner_target_step"] == 6 and learner["asyncrl_progress_age_seconds"] < 400

@@ -1,6 +1,7 @@
 """The engine's processes: their death is noticed, and they never outlive the generator."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.integration, needs_stories]
 @pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])
 def test_a_dead_engine_process_is_an_engine_error_soon(victim):
     with running_engine(STORIES) as (runner, engine):
-        processes = [p for p in psutil.Process().children(recursive=True) if victim in " ".join(p.cmdline())]
+        processes = [process for process, command in living_children() if victim in command]
         assert processes, "the engine's processes are found by name"
 
         async def scenario():
@@ -36,8 +37,15 @@ def test_a_dead_engine_process_is_an_engine_error_soon(victim):
     assert engine_processes() == []
 
 
+def living_children():
+    """Processes below this one and their command lines, without those that have ended and wait for their parent."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield process, " ".join(process.cmdline())
+
+
 def engine_processes():
-    return [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    return [process for process, command in living_children() if "resource_tracker" not in command]
 
 
 PARENT = """

@@ -296,8 +296,9 @@ def logging_restored() -> Iterator[logging.Logger]:
 
 
 def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("RANK", raising=False)  # of a trainer in this process
     with logging_restored() as root:
         setup_logging("other", tmp_path / "logs", console=False)
         context = setup_logging("generator-3", tmp_path / "logs", console=True)
