@@ -17,7 +17,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value")] = None,
 ) -> None:
     """Evaluate a checkpoint or model on the held-out prompts of a config."""
-    from asyncrl.launch.evaluate import evaluate_model
+    from asyncrl.results.evaluate import evaluate_model
 
     evaluate_model(model, config, overrides or [])
 
@@ -28,7 +28,7 @@ def report(
     to: Annotated[Path | None, typer.Option("--to", help="HTML file; default: report.html in the run directory.")] = None,
 ) -> None:
     """Write one HTML page with all there is to see of a run; it opens without a network."""
-    from asyncrl.launch.run_page import write_report
+    from asyncrl.results.run_page import write_report
 
     write_report(run, to)
 
@@ -39,7 +39,7 @@ def compare(
     to: Annotated[Path | None, typer.Option("--to", help="HTML file with the curves of all runs.")] = None,
 ) -> None:
     """Compare runs: results, time, and the settings in which they differ."""
-    from asyncrl.launch.compare import compare_runs
+    from asyncrl.results.compare import compare_runs
 
     compare_runs(runs, to)
 
@@ -53,7 +53,7 @@ def analyze(
     to: Annotated[Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")] = None,
 ) -> None:
     """Statistics, values and curves of any metrics of a run."""
-    from asyncrl.launch.analyze import analyze_run
+    from asyncrl.results.analyze import analyze_run
 
     analyze_run(run, names or [], to)
 
@@ -61,6 +61,6 @@ def analyze(
 @app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
-    from asyncrl.launch.export import export_run
+    from asyncrl.results.export import export_run
 
     export_run(run, to)

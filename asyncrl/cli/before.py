@@ -15,7 +15,7 @@ app.add_typer(reward, name="reward")
 @app.command()
 def validate(config: Annotated[Path, typer.Argument()], overrides: Overrides = None) -> None:
     """Check a config: all mistakes at once, without loading a model."""
-    from asyncrl.launch.validate import validated_config
+    from asyncrl.preflight.validate import validated_config
 
     validated_config(config, overrides or [])
     typer.echo(f"{config}: fine")
@@ -28,7 +28,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Try out this machine: every check is executed, every failure comes with its fix. Exit status 1 when one failed."""
-    from asyncrl.launch.doctor import examine
+    from asyncrl.preflight.doctor import examine
 
     if not examine(config, overrides or [], as_json=json):
         raise typer.Exit(1)
@@ -41,7 +41,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
-    from asyncrl.launch.plan import show_plan
+    from asyncrl.preflight.plan import show_plan
 
     show_plan(config, overrides or [], as_json=json)
 
@@ -56,7 +56,7 @@ def reward_test(
     ] = None,
 ) -> None:
     """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
-    from asyncrl.launch.reward_test import try_rewards
+    from asyncrl.preflight.reward_test import try_rewards
 
     if not try_rewards(config, overrides or [], count=count, samples=samples):
         raise typer.Exit(1)

@@ -19,7 +19,7 @@ def up(
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
     from asyncrl.launch.up import run_here
-    from asyncrl.launch.validate import validated_config
+    from asyncrl.preflight.validate import validated_config
 
     run_here(validated_config(config, overrides or []), fresh=fresh, generators=True, plain=plain)
 
@@ -32,7 +32,7 @@ def learner(
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
     from asyncrl.launch.up import run_here
-    from asyncrl.launch.validate import validated_config
+    from asyncrl.preflight.validate import validated_config
 
     run_here(validated_config(config, overrides or []), fresh=fresh, generators=False, plain=True)
 
@@ -73,7 +73,7 @@ def samples(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")] = False,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
-    from asyncrl.launch.samples import show_samples, wanted
+    from asyncrl.results.samples import show_samples, wanted
 
     show_samples(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow)
 

@@ -30,8 +30,8 @@ from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
-from asyncrl.launch.report import step_metrics
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import eval_lane, open_exporter, train_lane, wire_key
 from asyncrl.learner import Step

@@ -17,8 +17,8 @@ import yaml
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import StoreConfig
-from asyncrl.launch.checks import host, run, stack
-from asyncrl.launch.checks.base import Check, Finding, execute, fine
+from asyncrl.preflight.checks import host, run, stack
+from asyncrl.preflight.checks.base import Check, Finding, execute, fine
 from tests.helpers_models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

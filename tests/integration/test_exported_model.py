@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from vllm_helpers import running_engine
 
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.export import export_run
+from asyncrl.results.export import export_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -22,7 +22,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm import VLLMEngine
 from asyncrl.launch.down import processes_of
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.warmup import WarmupSettings, build
 from asyncrl.learner import Step, run_learner
 from asyncrl.rewards.pool import RewardPool

@@ -10,7 +10,7 @@ from synthetic_run import SyntheticRun
 from test_run_page import Page, archive_of, run_in
 
 from asyncrl.errors import RunError
-from asyncrl.launch.analyze import MOST_COLUMNS, MOST_ROWS, Metric, analyze_run, choose, metrics_of, statistics, values
+from asyncrl.results.analyze import MOST_COLUMNS, MOST_ROWS, Metric, analyze_run, choose, metrics_of, statistics, values
 from asyncrl.telemetry.text import number
 
 

@@ -8,9 +8,9 @@ import yaml
 from test_run_page import Page
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import read_archive
-from asyncrl.launch.compare import compare_runs, differences, flat, labelled, over_time, results
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.results.archive import read_archive
+from asyncrl.results.compare import compare_runs, differences, flat, labelled, over_time, results
 from asyncrl.telemetry.text_table import Table
 
 

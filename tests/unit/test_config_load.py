@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import config_hash, config_json, dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.validate import validated_config
+from asyncrl.preflight.validate import validated_config
 
 GOOD = """\
 run: {name: first}

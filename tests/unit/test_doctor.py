@@ -9,9 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.buffer.probe import StoreProbe
-from asyncrl.launch.checks import host, run, stack
-from asyncrl.launch.checks.base import Outcome, doubtful, fine, wrong
-from asyncrl.launch.doctor import summary, to_values
+from asyncrl.preflight.checks import host, run, stack
+from asyncrl.preflight.checks.base import Outcome, doubtful, fine, wrong
+from asyncrl.preflight.doctor import summary, to_values
 
 REQUIREMENTS = [
     Requirement(text)

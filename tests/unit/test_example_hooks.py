@@ -13,7 +13,7 @@ from asyncrl.algo import registry
 from asyncrl.config.base import Choice
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.trainer.hooks import Hooks
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.launch.forecast import Forecast, forecast, frame_bytes
-from asyncrl.launch.machine import Machine, read_shape
-from asyncrl.launch.plan import table
+from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
+from asyncrl.preflight.machine import Machine, read_shape
+from asyncrl.preflight.plan import table
 from asyncrl.trainer.memory import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import encode_group

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from algo_cases import make_case, make_rewards
-from test_report import group, rollout, step
+from test_step_metrics import group, rollout, step
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, merge, policy_metrics
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ SOURCES = [
     "algo/metrics.py",
     "trainer/objective.py",
     "trainer/masks.py",
-    "launch/report.py",
+    "launch/step_metrics.py",
     "launch/head.py",
 ]
 INTERNAL = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_report import group, rollout, step
+from test_step_metrics import group, rollout, step
 
 from asyncrl.launch.records import dropped_records
-from asyncrl.launch.report import LONGEST_LAG, step_metrics
 from asyncrl.launch.starts import read_starts, record_start
+from asyncrl.launch.step_metrics import LONGEST_LAG, step_metrics
 from asyncrl.learner import Step
 from asyncrl.types import Group, VersionSpan
 

@@ -12,10 +12,10 @@ from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.algo import metrics
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.run_charts import BANDS, growth_shares
-from asyncrl.launch.run_page import report_page, write_report
+from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.run_charts import BANDS, growth_shares
+from asyncrl.results.run_page import report_page, write_report
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.charts import MOST_POINTS, thinned
 from asyncrl.telemetry.jsonl import JsonlTracker

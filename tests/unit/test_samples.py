@@ -15,8 +15,8 @@ from rich.console import Console
 from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import read_samples
-from asyncrl.launch.samples import Wanted, show_samples, wanted
+from asyncrl.results.archive import read_samples
+from asyncrl.results.samples import Wanted, show_samples, wanted
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.sample import full_lines
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_report import group, rollout, step
+from test_step_metrics import group, rollout, step
 
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.timeline import LIFE, Timeline, trace_step
 from asyncrl.learner import Span, Step, Stopwatch
 from asyncrl.telemetry.trace import TraceWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.validate import validated_config
+from asyncrl.preflight.validate import validated_config
 
 GOOD = """\
 run:

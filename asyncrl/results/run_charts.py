@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from asyncrl.launch.archive import Archive
+from asyncrl.results.archive import Archive
 from asyncrl.telemetry.charts import Chart, Points, areas, bars, lines
 from asyncrl.telemetry.history import REJECTED, Row, Series
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import host, run, stack
-from asyncrl.launch.checks.base import Check, Finding, Outcome, execute, fine, wrong
-from asyncrl.launch.validate import validated_config
+from asyncrl.preflight.checks import host, run, stack
+from asyncrl.preflight.checks.base import Check, Finding, Outcome, execute, fine, wrong
+from asyncrl.preflight.validate import validated_config
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 IMPORT_S = 240.0

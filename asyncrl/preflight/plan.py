@@ -12,9 +12,9 @@ from rich.text import Text
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
-from asyncrl.launch.forecast import Forecast, forecast
-from asyncrl.launch.machine import read_shape, this_machine
-from asyncrl.launch.validate import validated_config
+from asyncrl.preflight.forecast import Forecast, forecast
+from asyncrl.preflight.machine import read_shape, this_machine
+from asyncrl.preflight.validate import validated_config
 
 
 def show_plan(config_path: Path, overrides: Sequence[str], *, as_json: bool) -> None:

@@ -9,8 +9,8 @@ from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.errors import StoreError
-from asyncrl.launch.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.launch.wiring import connect_store
+from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
 
 SKEW_S = 5.0

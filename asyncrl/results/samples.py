@@ -12,8 +12,8 @@ from typing import Literal
 from rich.console import Console
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import read_samples
 from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.results.archive import read_samples
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.sample import KINDS, full_lines

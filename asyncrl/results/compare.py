@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import find_run, write_text
-from asyncrl.launch.run_charts import CURVES
+from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.run_charts import CURVES
 from asyncrl.telemetry.charts import Chart, lines
 from asyncrl.telemetry.page import Section, render_page
 from asyncrl.telemetry.text import duration, number

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.launch.checks.base import Finding, doubtful, fine, wrong
+from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.telemetry.text import data_size
 
 MIB, GIB = 1 << 20, 1 << 30

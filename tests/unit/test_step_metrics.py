@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.buffer.intake import Collected
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.base import StepResult
 from asyncrl.trainer.packing import Sequence

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.metrics import finish, group_metrics, merge
-from asyncrl.launch.algorithm_report import algorithm_metrics
+from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.objective import LOSS
 from asyncrl.types import Group, Rollout

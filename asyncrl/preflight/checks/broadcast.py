@@ -1,4 +1,4 @@
-"""One of two processes that a check lets talk: `python -m asyncrl.launch.checks.broadcast gloo|nccl RANK DIRECTORY`.
+"""One of two processes that a check lets talk: `python -m asyncrl.preflight.checks.broadcast gloo|nccl RANK DIRECTORY`.
 
 Rank 0 sends, rank 1 verifies. Over Gloo it is the transport that carries the weights; over NCCL torch's own group, as the ranks
 of a learner use it.

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import find_run, write_text
-from asyncrl.launch.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
+from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Series

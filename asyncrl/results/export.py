@@ -9,8 +9,8 @@ import jinja2
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.results.archive import Archive, read_archive
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
 CARD = "README.md"

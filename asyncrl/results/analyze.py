@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.errors import RunError
-from asyncrl.launch.archive import Archive, read_archive
 from asyncrl.launch.directory import find_run, write_text
-from asyncrl.launch.run_charts import began_at
+from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.run_charts import began_at
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.history import Series
 from asyncrl.telemetry.text import number, visible

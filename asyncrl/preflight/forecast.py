@@ -8,8 +8,8 @@ import numpy as np
 
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.launch.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
-from asyncrl.launch.machine import Machine
+from asyncrl.preflight.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
+from asyncrl.preflight.machine import Machine
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.memory import ModelShape
 from asyncrl.types import Group, Rollout, VersionSpan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.algo import registry
 from asyncrl.config.schema import Config
 from asyncrl.launch.gpus import generator_gpus, learner_gpus
-from asyncrl.launch.machine import Machine
+from asyncrl.preflight.machine import Machine
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.memory import (
     DTYPE_BYTES,

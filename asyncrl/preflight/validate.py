@@ -7,7 +7,7 @@ from asyncrl.config.document import Problem
 from asyncrl.config.files import file_problems
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.schema import Config
-from asyncrl.launch.sources import source_problems
+from asyncrl.preflight.sources import source_problems
 
 
 def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:

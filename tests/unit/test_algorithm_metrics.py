@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from test_metric_names import documented
-from test_report import rollout, step
+from test_step_metrics import rollout, step
 
-from asyncrl.launch.report import step_metrics
+from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.base import StepResult
 
