@@ -44,5 +44,7 @@ def child_environment(
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            # vLLM writes its processes' titles, by default over their environment: they would lose the run's mark
+            "SPT_NOENV": "1",
         }
     )

@@ -8,6 +8,7 @@ import hashlib
 import math
 import random
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def _group(frame: bytes) -> None:
 def _message(frame: bytes) -> None:
     message = CODEC.decode(frame)
     assert type(message).__name__ in CODEC._types
+
+
+def mutants(seed: int, count: int) -> Iterator[bytes]:
+    """Of the corpus, and of mutants of it."""
+    rng, cases = random.Random(seed), corpus()
+    for _ in range(count):
+        case = rng.choice(cases)
+        for _ in range(rng.randint(1, 3)):
+            case = mutate(case, rng)
+        yield case
 
 
 def mutate(case: bytes, rng: random.Random) -> bytes:

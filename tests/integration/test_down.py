@@ -1,4 +1,4 @@
-"""`asyncrl down` beside a parent that never asks how its child ended."""
+"""Whom `asyncrl down` finds, and whom it waits for."""
 
 import json
 import os
@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.down import stop_run
-from asyncrl.launch.environment import RUN_VARIABLE
+from asyncrl.launch.down import processes_of, stop_run
+from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 
 pytestmark = pytest.mark.integration
 
@@ -34,3 +35,19 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: p
         supervisor.kill()
         supervisor.wait()
     assert capsys.readouterr().out.endswith("stopped, no process is left\n")
+
+
+def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: Path) -> None:
+    """As the processes of vLLM do; a title over the environment would hide the run's mark."""
+    reward = {"functions": [{"function": "m:f"}]}
+    config = Config.model_validate({"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": "d"}, "reward": reward})
+    code = "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); time.sleep(600)"
+    environment = child_environment(config, tmp_path, threads=1, gpus=[])
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            assert psutil.Process(process.pid).cmdline()[0] == "VLLM::EngineCore"
+            assert [found.pid for found in processes_of(tmp_path)] == [process.pid]
+        finally:
+            process.kill()

@@ -1,6 +1,5 @@
 """A few seconds of what tests/fuzz/fuzz_frames.py does for hours: lies under a valid checksum only ever give WireErrors."""
 
-import random
 import re
 import resource
 
@@ -8,17 +7,7 @@ import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.wire.schema import decode_group
-from tests.fuzz.frame_cases import Seen, case_of, check, corpus, frame_of, mutate
-
-
-def mutants(seed, count):
-    """Of the frozen frames, and of mutants of them."""
-    rng = random.Random(seed)
-    for _ in range(count):
-        case = rng.choice(corpus())
-        for _ in range(rng.randint(1, 3)):
-            case = mutate(case, rng)
-        yield case
+from tests.fuzz.frame_cases import Seen, case_of, check, corpus, frame_of, mutants
 
 
 def test_cases_are_frames():
