@@ -56,7 +56,7 @@ def reward_test(
     ] = None,
 ) -> None:
     """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
-    from asyncrl.preflight.reward_test import try_rewards
+    from asyncrl.preflight.reward_trial import try_rewards
 
     if not try_rewards(config, overrides or [], count=count, samples=samples):
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ from asyncrl.processes import die_with_parent, receive_bytes
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import open_slot
-from asyncrl.weights.transports import Job, SenderSetup, Transport, make_transport
+from asyncrl.weights.transports import DiskTransport, GlooTransport, Job, SenderSetup, Transport
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Sender:
         if path not in self._slots:  # the learner keeps its slots as long as it lives
             self._slots[path] = open_slot(path, self._setup.layout.total_bytes)
         if name not in self._transports:
-            self._transports[name] = make_transport(name, self._setup)
+            self._transports[name] = _make_transport(name, self._setup)
         self._transport = self._transports[name]
         self._job = Job(version=command["version"], buffer=self._slots[path], checksums=tuple(command["checksums"]))
         return {"op": "prepared", "details": self._transport.prepare(self._job)}
@@ -78,6 +78,23 @@ class _Sender:
         (length,) = LENGTH.unpack(receive_bytes(self._channel, LENGTH.size))
         message: dict[str, Any] = msgpack.unpackb(receive_bytes(self._channel, length))
         return message
+
+
+def _make_transport(name: str, setup: SenderSetup) -> Transport:
+    """Raises TransferError for a name that is no transport. The GPU ones are imported only where they are used."""
+    if name == "gloo":
+        return GlooTransport(setup)
+    if name == "disk":
+        return DiskTransport(setup)
+    if name == "nccl":
+        from asyncrl.weights.nccl import NcclTransport
+
+        return NcclTransport(setup)
+    if name == "ipc":
+        from asyncrl.weights.ipc import IpcTransport
+
+        return IpcTransport(setup)
+    raise TransferError(f"transport {name!r} is not known; use gloo, nccl, ipc or disk")
 
 
 def _parse_setup(plain: dict[str, Any]) -> SenderSetup:

@@ -1,7 +1,7 @@
 """What a sender process does for each transport: prepare (say how to receive), then transfer.
 
 `prepare` returns the `details` of the update order. Gloo and disk are here; the GPU transports live in modules of
-their own, imported only by the senders that use them.
+their own.
 """
 
 import secrets
@@ -101,20 +101,3 @@ class DiskTransport:
 
     def transfer(self, job: Job) -> None:
         pass
-
-
-def make_transport(name: str, setup: SenderSetup) -> Transport:
-    """Raises TransferError for a name that is no transport."""
-    if name == "gloo":
-        return GlooTransport(setup)
-    if name == "disk":
-        return DiskTransport(setup)
-    if name == "nccl":
-        from asyncrl.weights.nccl import NcclTransport
-
-        return NcclTransport(setup)
-    if name == "ipc":
-        from asyncrl.weights.ipc import IpcTransport
-
-        return IpcTransport(setup)
-    raise TransferError(f"transport {name!r} is not known; use gloo, nccl, ipc or disk")
