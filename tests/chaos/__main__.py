@@ -8,6 +8,7 @@ promise.
 import argparse
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -102,7 +103,8 @@ def _key(one: dict[str, Any]) -> tuple[str, int]:
 
 def _volume(scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
     seconds = 60.0 * arguments.minutes * scenario.share / sum(each.share for each in all_)
-    result = {"seed": arguments.seed, **run(scenario, arguments.seed, seconds, root / scenario.name)}
+    load = round(os.getloadavg()[0], 1)
+    result = {"seed": arguments.seed, "load_1min": load, **run(scenario, arguments.seed, seconds, root / scenario.name)}
     say(f"{scenario.name}: { ({key: value for key, value in result.items() if key != 'recoveries_s'}) }")
     return result
 

@@ -156,10 +156,10 @@ SCENARIOS = (
     Scenario(name="wipes", faults={wipe: 3.0, kill_learner: 1.0, kill_generator: 1.0}, gap_s=0.6, share=0.08),
     Scenario(
         name="replies", faults={kill_generator: 1.0, kill_learner: 1.0, lose_power: 1.0}, gap_s=4.0, share=0.12,
-        always=partial(swallow, 0.05, 0.05),
+        always=partial(swallow, 0.1, 0.1),
     ),
     Scenario(
-        name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.3}, gap_s=0.4, share=0.12
+        name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.6}, gap_s=0.4, share=0.12
     ),
     Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True),
     Scenario(

@@ -112,4 +112,8 @@ def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
         if times:
             p50, p99 = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
             rows.append(f"| {figure} | {what} | {len(times)} | {p50:.2f} | {p99:.2f} | {times[-1]:.2f} | {target} |")
+    rows += ["", "| scenario | runs, as seed: seconds of faults |", "|---|---|"]
+    for name in dict.fromkeys(one["scenario"] for one in outcomes):
+        runs = ", ".join(f"{one['seed']}: {one['seconds']:.0f}" for one in outcomes if one["scenario"] == name)
+        rows.append(f"| {name} | {runs} |")
     return rows

@@ -1,12 +1,11 @@
 """Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults import SCENARIOS, Scenario, strike
-from tests.chaos.page import PAGE, RESULTS, rewritten
+from tests.chaos.page import PAGE, results, rewritten
 from tests.chaos.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
@@ -27,4 +26,4 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     page = PAGE.read_text()
-    assert rewritten(page, json.loads(RESULTS.read_text())) == page
+    assert rewritten(page, results()) == page

@@ -531,11 +531,13 @@ def aborted(learner: Learner, aborts: int, until_s: float, **broken: Any) -> dic
     }
 
 
-def run(scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, **options: Any) -> dict[str, Any]:
+def run(
+    scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1, **options: Any
+) -> dict[str, Any]:
     """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
     try:
-        with Learner(directory, seed=1) as learner:
+        with Learner(directory, seed) as learner:
             return scenario(learner, count, time.monotonic() + 60.0 * minutes, **options)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -550,7 +552,8 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=200)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="runs of other seeds keep their place there")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     counts = {stricken: arguments.injections, visitors: arguments.joins, aborted: arguments.aborts}
@@ -559,8 +562,9 @@ def main() -> int:
     for scenario, count in counts.items():
         if not count:
             continue
-        result = run(scenario, count, arguments.minutes) | {"environment": describe("torch")}
-        found[scenario.__name__] = result
+        environment = describe("torch")
+        result = {"seed": arguments.seed} | run(scenario, count, arguments.minutes, arguments.seed) | {"environment": environment}
+        found[scenario.__name__] = [one for one in found.get(scenario.__name__, []) if one["seed"] != arguments.seed] + [result]
         sys.stdout.write(f"{scenario.__name__}: {json.dumps(result, indent=1)}\n")
         sys.stdout.flush()
         harm = ("learner_errors", "mixed_tokens", "wrong_weights", "failed_updates_of_the_others", "failed_updates_of_the_steady")

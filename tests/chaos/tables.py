@@ -1,0 +1,135 @@
+"""The tables of docs/reliability.md that are not of scenarios: weights plane, bounds, frames, crash points, a run with a model.
+
+Runs of several seeds are summed; what cannot be summed is the worst of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Run = Mapping[str, Any]
+
+
+def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
+    """F14 to F16."""
+    stricken, visitors, aborted = (found.get(name, []) for name in ("stricken", "visitors", "aborted"))
+    yield "| figure | fault | injected | aim | seeds | learner errors | failed updates of others | tokens of mixed weights |"
+    yield "|---|---|---|---|---|---|---|---|"
+    injected = {kind: sum(run["injected"].get(kind, 0) for run in stricken) for kind in ("SIGKILL", "SIGSTOP")}
+    late = sum(count for run in stricken for kind, count in run["injected"].items() if kind.endswith("late"))
+    what = f"receiver killed ({injected['SIGKILL']}) or stopped ({injected['SIGSTOP']}) in the middle of an update"
+    yield _row("F14", what, sum(injected.values()) + late, 100, stricken, "failed_updates_of_the_others")
+    leaves = f"{_sum(visitors, 'leaves', 'left')} left, {_sum(visitors, 'leaves', 'died')} died"
+    what = f"generator joins, takes an update and goes ({leaves})"
+    yield _row("F15", what, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
+    yield _row("F16", "transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
+    yield ""
+    yield "| seed (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | after SIGKILL |"
+    yield "|---|---|---|---|---|"
+    for run in stricken:
+        calm, faulty = run["publish_ms_calm"], run["publish_ms_under_faults"]
+        stop, kill = (f"{run['back_after_ms'][kind]['p50'] / 1000:.1f}" for kind in ("SIGSTOP", "SIGKILL"))
+        yield f"| {_load(run)} | {calm['p50']:.0f}, {faulty['p50']:.0f} | {faulty['max']:.0f} | {stop} | {kill} |"
+    yield ""
+    yield "| seed (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
+    yield "|---|---|---|---|---|"
+    for run in visitors:
+        first_s = run["join_to_first_update_ms"]["p50"] / 1000
+        yield f"| {_load(run)} | {run['joins']} | {run['seconds']:.0f} | {first_s:.1f} | {run['publish_ms']['max']:.0f} |"
+
+
+def _row(figure: str, what: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
+    failed = str(_sum(runs, others)) if others else ""
+    mixed = _sum(runs, "mixed_tokens") + sum(run.get("wrong_weights", 0) for run in runs)
+    return f"| {figure} | {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | {failed} | {mixed} |"
+
+
+def bounds(found: Mapping[str, Run]) -> Iterator[str]:
+    """F19 to F21."""
+    memory, age, leak = found["memory"], found["age"], found["leak"]
+    yield "| figure | what | found | bound | lost | duplicated |"
+    yield "|---|---|---|---|---|---|"
+    yield (
+        f"| F19 | highest memory of the store, {memory['samples'] / 600:.0f} minutes of a stopped, then a slow learner "
+        f"| {_mib(memory['highest_used_bytes'])} | {_mib(memory['allowed_bytes'])} | {memory['lost']} | {memory['twice']} |"
+    )
+    for kind, what in (
+        ("steady", "a steady clock"),
+        ("jumping", f"{age['jumping_jumps']} jumps of the store's clock by an hour"),
+    ):
+        yield (
+            f"| F21 | oldest of {age[f'{kind}_tokens']} trained tokens, {what} | {age[f'{kind}_oldest']} steps "
+            f"| {age[f'{kind}_bound']} | {age[f'{kind}_lost']} | {age[f'{kind}_twice']} |"
+        )
+    yield (
+        f"| F20 | growth of the learner's memory per group, over {leak['groups_measured']} groups "
+        f"| {leak['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | {leak['lost']} | {leak['twice']} |"
+    )
+    yield f"| F20 | growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | | |"
+    yield f"| F20 | open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
+
+
+def frames(found: Mapping[str, Any]) -> Iterator[str]:
+    """F22."""
+    guided, runs = found["coverage_guided"], found["structured"]["runs"]
+    yield "| figure | frames | decoded without harm | aim | uncaught | memory grew by |"
+    yield "|---|---|---|---|---|---|"
+    yield (
+        f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 "
+        f"| 0 | {max(run['peak_growth_mib'] for run in runs):.1f} MiB |"
+    )
+    yield f"| F22 | mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} | |"
+
+
+def crash_points(found: Run) -> Iterator[str]:
+    """F17."""
+    yield "| figure | after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` unusable |"
+    yield "|---|---|---|---|---|"
+    for kind, one in found["found"].items():
+        own = ", ".join(f"{count}: {what}" for what, count in one["deepspeed"].items())
+        yield f"| F17 | {kind} | {one['points']} | {len(one['violations'])} | {own} |"
+
+
+def real(run: Run) -> Iterator[str]:
+    """F10 to F13, of a run with a model."""
+    yield "| process killed | times | median seconds to the next step |"
+    yield "|---|---|---|"
+    for kind, times in sorted(run["killed"].items()):
+        yield f"| {kind} | {times} | {run['to_next_step_s'].get(kind, 'none: the run ends, and is started again')} |"
+    yield ""
+    yield (
+        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
+        f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}. The supervisor was killed, and "
+        f"{run['nothing_left_after_supervisor_s']} s later no process was left. `asyncrl down` leaves nothing: "
+        f"{_yes(run['down_leaves_nothing'])}. A crash loop ends the run: {_yes(run['crash_loop_ends_the_run'])}."
+    )
+    yield ""
+    yield (
+        f"{sum(run['killed'].values()) - 1} kills in {run['seconds'] / 60:.0f} minutes: steps that lasted took "
+        f"{100 * run['share_of_lasting_steps']:.0f} % of that time (F13; aimed at 90 % with a kill a minute)."
+    )
+
+
+def _sum(runs: Sequence[Run], *keys: str) -> int:
+    total = 0
+    for run in runs:
+        value: Any = run
+        for key in keys:
+            value = value.get(key, {} if key != keys[-1] else 0)
+        total += value
+    return total
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    return ", ".join(str(run["seed"]) for run in runs)
+
+
+def _load(run: Run) -> str:
+    return f"{run['seed']} ({run['environment']['load_1min']:.0f})"
+
+
+def _mib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**20:.1f} MiB"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
