@@ -148,6 +148,7 @@ class StoreServer:
             "maxmemory": str(int(self._config.max_gib * MEMORY_MARGIN * 2**30)),
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
+            "set-proc-title": "no",  # it would be written over the environment, where a run marks its processes
         }
         lines = [f"{name} {value}" for name, value in settings.items()]
         if self._users:

@@ -1,8 +1,8 @@
 """`python -m tests.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`: faults on real processes, and what they cost.
 
 NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `designs`: other designs under the same faults;
-`real`: a whole run with a model. What was not run keeps its figures in FILE. The exit status is the number of runs that broke a
-promise.
+`real`: a whole run with a model; `pace`: another, with few faults. What was not run keeps its figures in FILE. The exit status is
+the number of runs that broke a promise.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[
 def main() -> int:
     """Run what was asked for, print the tables, keep the numbers."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios, or of `pace`")
     parser.add_argument("--faults", type=int, default=25, help="of `designs`, in each run")
     parser.add_argument("--rounds", type=int, default=2, help="of `real`: kills of every kind of process")
     parser.add_argument("--seed", type=int, default=1)
@@ -53,7 +53,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and leave nothing behind
-    chosen = arguments.only.split(",")
+    chosen = set(arguments.only.split(","))
     root = Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
     found: dict[str, Any] = {}
     broken = 0
@@ -70,11 +70,16 @@ def main() -> int:
         found["designs"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
         broken += sum(one["design"] == designs.OURS and bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
         say("\n".join(designs.table(runs)))
-    if "real" in chosen:
+    if chosen & {"real", "pace"}:
         from . import real  # needs torch, the others do not
 
-        found["real"] = {"environment": describe(), **real.run(arguments.seed, arguments.rounds, root / "real")}
-        say(json.dumps(found["real"]))
+        parts = {
+            "real": lambda: real.run(arguments.seed, arguments.rounds, root / "real"),
+            "pace": lambda: real.run_pace(arguments.seed, arguments.minutes, root / "pace"),
+        }
+        for name in parts.keys() & chosen:
+            found[name] = {"environment": describe(), **parts[name]()}
+            say(json.dumps(found[name]))
     _keep(arguments.out, found)
     if broken:
         say(f"{broken} runs broke a promise; what they left is in {root}")

@@ -15,6 +15,7 @@ TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "volume": lambda found: outcome.table(found["runs"]),
     "designs": lambda found: designs.table(found["runs"]),
     "real": tables.real,
+    "pace": tables.pace,
     "weights": tables.weights,
     "bounds": tables.bounds,
     "frames": tables.frames,

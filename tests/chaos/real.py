@@ -1,9 +1,10 @@
 """A whole run with a tiny model, started as a user starts it, while its processes are killed one kind after the other.
 
-    heal        kill -9 of every kind of process; the run goes on by itself
+    heal        kill -9 of every kind of process; the run goes on by itself, and is whole again before the next
     supervisor  kill -9 of the one that looks after the others: nothing survives it
     down        the same command goes on from the checkpoint; `asyncrl down` ends it
     crash loop  a process that always dies ends the run with its last words
+    pace        a run of its own: a generator killed every minute, the learner once in ten; what that costs
 
 Everything is read from what the run leaves behind: metrics, checkpoints, the store's audit, the table of processes.
 """
@@ -11,10 +12,10 @@ Everything is read from what the run leaves behind: metrics, checkpoints, the st
 import json
 import random
 import re
-import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.helpers_models import tiny_qwen2
 from .world import Stuck
 
 B, EVERY = 4, 5
+GENERATORS = 2
 PATIENCE_S = 600.0
 VICTIMS = {
     "generator": "asyncrl.launch.generator",
@@ -48,14 +50,15 @@ class RealRun:
 
     root: Path
     killed: dict[str, int] = field(default_factory=dict)
-    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
+    to_next_step_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    to_whole_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     up: "subprocess.Popen[bytes] | None" = None
 
     @property
     def directory(self) -> Path:
         return self.root / "runs" / "chaos"
 
-    def prepare(self) -> None:
+    def __enter__(self) -> "RealRun":
         """Model, data and config."""
         tiny_qwen2(self.root / "model")
         code = "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
@@ -71,11 +74,12 @@ class RealRun:
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "staleness": {"max_lag": 2},
             "learner": {"steps": 100_000, "ranks": 2, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-            "generator": {"count": 2, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
+            "generator": {"count": GENERATORS, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
             "checkpoint": {"every": EVERY},
             "control": {"max_restarts": 1000, "timeout_s": 5},
         }
         (self.root / "run.yaml").write_text(yaml.safe_dump(values))
+        return self
 
     def start(self, *overrides: str) -> None:
         """`asyncrl up`."""
@@ -83,7 +87,7 @@ class RealRun:
             argv = [*ASYNCRL, "up", "--plain", "--config", str(self.root / "run.yaml"), *overrides]
             self.up = subprocess.Popen(argv, stdout=output, stderr=output)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave nothing behind."""
         if self.up is not None:
             self.up.kill()
@@ -139,24 +143,71 @@ class RealRun:
             raise Stuck(f"the run ended with status {self.up.returncode}:\n{self.said()}")
         return False
 
+    def is_whole(self, since: float) -> bool:
+        """Whether the learner has said after `since` (Unix time) that every generator is there."""
+        path = self.directory / "status.json"
+        status = json.loads(path.read_text()) if path.exists() else {"updated_at": 0.0, "members": []}
+        return status["updated_at"] > since and len(status["members"]) == GENERATORS
+
     # --- the parts ---------------------------------------------------------------------------------------------------
 
-    def kill_one(self, kind: str, draw: random.Random) -> None:
-        """kill -9 of one process of `kind`; the run must make steps that it had not made before."""
+    def begin(self) -> None:
+        """`asyncrl up`, until everybody is there and steps are made."""
+        self.start()
+        self.wait_steps(2)
+        self.wait(lambda: self.is_whole(0.0) or self._check(), "second generator")
+
+    def kill(self, kind: str, draw: random.Random) -> float:
+        """kill -9 of one process of `kind`, when there is one. Returns when (Unix time)."""
         victims: list[psutil.Process] = []
         while not victims:
             self.wait(lambda: self.find(kind), kind)
             victims = self.find(kind)
-        victim = draw.choice(victims)
+        victim, at = draw.choice(victims), time.time()
         sys.stdout.write(f"kill -9 of a {kind}, process {victim.pid}, after step {self.furthest()}\n")
         sys.stdout.flush()
-        at_s = time.time()
         victim.kill()
         self.killed[kind] = self.killed.get(kind, 0) + 1
-        psutil.wait_procs([victim], timeout=10.0)
+        return at
+
+    def kill_one(self, kind: str, draw: random.Random) -> None:
+        """The run must make steps that it had not made before, and have everybody again."""
+        before = len(self.find(kind))
+        at = self.kill(kind, draw)
         self.wait_steps(2)
-        first = next(row["time"] for row in self.rows() if row["time"] > at_s + 0.5)
-        self.recoveries_s.setdefault(kind, []).append(round(first - at_s, 2))
+        first = next(row["time"] for row in self.rows() if row["time"] > at + 0.5)
+        self.to_next_step_s[kind].append(round(first - at, 2))
+        self.wait(lambda: (self.is_whole(at + 5.0) and len(self.find(kind)) >= before) or self._check(), f"return of the {kind}")
+        self.to_whole_s[kind].append(round(time.time() - at, 2))
+
+    def pace(self, minutes: float, draw: random.Random) -> dict[str, Any]:
+        """A generator killed every minute, the learner once in ten, at least once; first a minute without faults."""
+        calm_from = time.time()
+        self.run_until(calm_from + 60.0)
+        began = time.time()
+        learner_at = began + 60.0 * min(5.0, minutes / 2)
+        for minute in range(round(minutes)):
+            self.run_until(began + 60.0 * minute + 30.0)
+            self.kill("generator", draw)
+            if 0.0 <= learner_at - began - 60.0 * minute < 60.0:
+                self.run_until(learner_at)
+                self.kill("learner rank", draw)
+                learner_at += 600.0
+            self.run_until(began + 60.0 * (minute + 1))
+        calm = [row for row in self.rows() if calm_from < row["time"] <= began]
+        return {
+            "seconds": round(time.time() - began, 1),
+            "killed": self.killed,
+            "steps_per_minute_calm": round(60.0 * len(calm) / (began - calm_from), 1),
+            "steps_per_minute": round(60.0 * len(lasting_steps(self.rows(), began)) / (time.time() - began), 1),
+            "share_of_lasting_steps": round(sum(lasting_steps(self.rows(), began).values()) / (time.time() - began), 3),
+        }
+
+    def run_until(self, at: float) -> None:
+        """Let it run until a Unix time. Raises Stuck."""
+        while time.time() < at:
+            self._check()
+            time.sleep(0.2)
 
     def kill_supervisor(self) -> float:
         """Seconds until nothing of the run is left. Raises Stuck."""
@@ -169,9 +220,13 @@ class RealRun:
         return round(time.monotonic() - at_s, 2)
 
     def resume_and_stop(self) -> dict[str, Any]:
-        """The same command goes on; `asyncrl down` ends it; every group is accounted for. Raises Stuck."""
+        """The same command goes on from the checkpoint. Raises Stuck."""
         self.start()
         self.wait_steps(2)
+        return self.stop()
+
+    def stop(self) -> dict[str, Any]:
+        """`asyncrl down`, and what is left. Raises Stuck."""
         self.command("down", str(self.directory))
         assert self.up is not None
         status, left = self.up.wait(60.0), len(processes_of(self.directory))
@@ -215,40 +270,42 @@ def lineage_of(rows: list[dict[str, Any]]) -> list[int]:
     return steps
 
 
-def share_of_lasting_steps(rows: list[dict[str, Any]], began_at: float) -> float:
-    """Of the time from `began_at` to the last step: what went into steps that were not made again."""
+def lasting_steps(rows: list[dict[str, Any]], began: float) -> dict[int, float]:
+    """Seconds of each step since `began` (Unix time) that was not made again."""
     lasting: dict[int, float] = {}
     for row in rows:
-        if row["time"] > began_at:
+        if row["time"] > began:
             lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {row["step"]: row["time/step"]}
-    return sum(lasting.values()) / (rows[-1]["time"] - began_at)
+    return lasting
 
 
 def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
-    """All parts; every kind of process is killed `rounds` times."""
-    draw, real = random.Random(seed), RealRun(root)
-    real.prepare()
-    try:
-        real.start()
-        real.wait_steps(2)
-        began_at = time.time()
+    """All parts but the last; every kind of process is killed `rounds` times."""
+    draw = random.Random(seed)
+    with RealRun(root) as real:
+        real.begin()
+        began_s = time.monotonic()
         for _ in range(rounds):
             for kind in draw.sample(sorted(VICTIMS), len(VICTIMS)):
                 real.kill_one(kind, draw)
-        healing_s, lasting = time.time() - began_at, share_of_lasting_steps(real.rows(), began_at)
+        healing_s = time.monotonic() - began_s
         gone_s = real.kill_supervisor()
         found = real.resume_and_stop()
-        sys.stdout.write(f"{real.killed} {real.recoveries_s} {healing_s:.0f} s, {lasting:.3f}; gone after {gone_s} s; {found}\n")
-        sys.stdout.flush()
         return {
             "seed": seed,
-            "killed": real.killed,
             "seconds": round(healing_s, 1),
-            "share_of_lasting_steps": round(lasting, 3),
-            "to_next_step_s": {kind: statistics.median(times) for kind, times in sorted(real.recoveries_s.items())},
+            "killed": real.killed,
+            "to_next_step_s": real.to_next_step_s,
+            "to_whole_s": real.to_whole_s,
             "nothing_left_after_supervisor_s": gone_s,
             **found,
             "crash_loop_ends_the_run": real.crash_loop(),
         }
-    finally:
-        real.close()
+
+
+def run_pace(seed: int, minutes: float, root: Path) -> dict[str, Any]:
+    """The last part."""
+    with RealRun(root) as real:
+        real.begin()
+        found = real.pace(minutes, random.Random(seed))
+        return {"seed": seed, **found, **real.stop()}

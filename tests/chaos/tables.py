@@ -90,23 +90,38 @@ def crash_points(found: Run) -> Iterator[str]:
 
 
 def real(run: Run) -> Iterator[str]:
-    """F10 to F13, of a run with a model."""
-    yield "| process killed | times | median seconds to the next step |"
-    yield "|---|---|---|"
-    for kind, times in sorted(run["killed"].items()):
-        yield f"| {kind} | {times} | {run['to_next_step_s'].get(kind, 'none: the run ends, and is started again')} |"
+    """Of a run with a model: what recovers, and what ends."""
+    yield "| process killed | times | seconds to the next step | until everybody is there again |"
+    yield "|---|---|---|---|"
+    for kind, times in sorted(run["to_next_step_s"].items()):
+        yield f"| {kind} | {len(times)} | {_seconds(times)} | {_seconds(run['to_whole_s'][kind])} |"
     yield ""
     yield (
+        f"The supervisor was killed, and {run['nothing_left_after_supervisor_s']} s later no process was left. "
+        f"{_account(run)} A crash loop ends the run with its last words: {_yes(run['crash_loop_ends_the_run'])}."
+    )
+
+
+def pace(run: Run) -> Iterator[str]:
+    """F13."""
+    killed = ", ".join(f"{count} of a {kind}" for kind, count in run["killed"].items())
+    yield (
+        f"Kills: {killed}, in {run['seconds'] / 60:.0f} minutes. Steps that lasted took "
+        f"{100 * run['share_of_lasting_steps']:.0f} % of that time (F13: at least 90 %), {run['steps_per_minute']:.0f} "
+        f"of them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before without faults. {_account(run)}"
+    )
+
+
+def _account(run: Run) -> str:
+    return (
         f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
-        f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}. The supervisor was killed, and "
-        f"{run['nothing_left_after_supervisor_s']} s later no process was left. `asyncrl down` leaves nothing: "
-        f"{_yes(run['down_leaves_nothing'])}. A crash loop ends the run: {_yes(run['crash_loop_ends_the_run'])}."
+        f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}; `asyncrl down` leaves nothing: "
+        f"{_yes(run['down_leaves_nothing'])}."
     )
-    yield ""
-    yield (
-        f"{sum(run['killed'].values()) - 1} kills in {run['seconds'] / 60:.0f} minutes: steps that lasted took "
-        f"{100 * run['share_of_lasting_steps']:.0f} % of that time (F13; aimed at 90 % with a kill a minute)."
-    )
+
+
+def _seconds(times: Sequence[float]) -> str:
+    return ", ".join(f"{s:.1f}" for s in times)
 
 
 def _sum(runs: Sequence[Run], *keys: str) -> int:

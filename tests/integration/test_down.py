@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.buffer.server import Choice, StoreServer
+from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.down import processes_of, stop_run
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
@@ -51,3 +52,10 @@ def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: 
             assert [found.pid for found in processes_of(tmp_path)] == [process.pid]
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("choice", ["bundled", "auto"])
+def test_the_store_belongs_to_the_run(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path.resolve()))
+    with StoreServer(StoreConfig(), tmp_path / "store", server=choice) as server:
+        assert [found.pid for found in processes_of(tmp_path)] == [server.pid]
