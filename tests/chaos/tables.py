@@ -70,13 +70,12 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
 
 def frames(found: Mapping[str, Any]) -> Iterator[str]:
     """F22."""
-    guided, runs = found["coverage_guided"], found["structured"]["runs"]
     yield "| figure | frames | decoded without harm | aim | uncaught | memory grew by |"
     yield "|---|---|---|---|---|---|"
-    yield (
-        f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 "
-        f"| 0 | {max(run['peak_growth_mib'] for run in runs):.1f} MiB |"
-    )
+    if runs := found.get("structured", {"runs": []})["runs"]:
+        growth = f"{max(run['peak_growth_mib'] for run in runs):.1f} MiB"
+        yield f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 | {growth} |"
+    guided = found["coverage_guided"]
     yield f"| F22 | mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} | |"
 
 
