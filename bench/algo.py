@@ -1,6 +1,6 @@
 """Time of every estimator, loss, correction, aggregation and KL beside one elementwise exp over the same tokens.
 
-    python bench/algo.py [--sequences 512] [--length 4096] [--repeats 3] [--out bench/results/algo.json]
+    python -m bench.algo [--sequences 512] [--length 4096] [--repeats 3] [--out bench/results/algo.json]
 
 One thread, float32. Losses and KL are timed with their backward pass. The ratio to one exp pass is what carries over to
 other machines.

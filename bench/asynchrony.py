@@ -1,6 +1,6 @@
 """Wall time per optimizer step, asynchronous against `max_lag: 0`, in whole runs of `asyncrl up` on this machine.
 
-    python bench/asynchrony.py --config configs/quickstart.yaml [--steps 40] [--lag 2] [--out FILE] [key.path=value ...]
+    python -m bench.asynchrony --config configs/quickstart.yaml [--steps 40] [--lag 2] [--out FILE] [key.path=value ...]
 
 One generator and one learner, each pinned with all its children to a core of its own; evaluation off; the same model,
 prompts and batch. The first steps, in which engines warm up, do not count. The gain is largest where sampling and training
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 import psutil
-from environment import describe
+
+from bench.environment import describe
 
 WARM_STEPS = 8
 CORE = {"asyncrl.launch.learner": 0, "asyncrl.launch.generator": 1}

@@ -2,23 +2,21 @@
 
 A synthetic run directory with a whole history grows by one step a second; each frame reads what is new and draws all of it.
 
-    python bench/dashboard.py [--generators 64] [--steps 2000] [--seconds 20]
+    python -m bench.dashboard [--generators 64] [--steps 2000] [--seconds 20]
 """
 
 import argparse
 import io
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from environment import describe
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard
 from asyncrl.telemetry.state import StateReader
+from bench.environment import describe
 from tests.unit.synthetic_run import SyntheticRun
 
 

@@ -1,6 +1,6 @@
 """Tokens per second of the generator's engine beside bare vLLM, and what a weight update under running requests costs.
 
-    python bench/generator.py --model ../shared/models/stories15M-hd96 [--prompts 64] [--samples 8] [--tokens 128]
+    python -m bench.generator --model ../shared/models/stories15M-hd96 [--prompts 64] [--samples 8] [--tokens 128]
 
 Each side runs in its own processes, one after the other and by turns; the same prompts, sampling and engine arguments.
 The ratio is that of the best runs. Stalls are the engine's paused time per update from disk, with requests running.
@@ -16,13 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import describe
-
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm import VLLMEngine
 from asyncrl.engine.vllm_args import engine_args, set_environment
 from asyncrl.weights.base import UpdateOrder
+from bench.environment import describe
 
 PROMPT_TOKENS = 32
 
@@ -104,7 +103,9 @@ def run_side(side):
     """This script again, in a process of its own; the result comes back through a file."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "side.json"
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--side", side, "--out", str(out)], check=True, timeout=900)
+        subprocess.run(
+            [sys.executable, "-m", "bench.generator", *sys.argv[1:], "--side", side, "--out", str(out)], check=True, timeout=900
+        )
         return json.loads(out.read_text())
 
 

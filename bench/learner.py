@@ -1,6 +1,6 @@
 """Learner tokens per second: the trainer against a plain padded torch loop, same rollouts, loss and optimizer, in one run.
 
-    OMP_NUM_THREADS=1 python bench/learner.py --model MODEL_DIRECTORY --out bench/results/learner.json
+    OMP_NUM_THREADS=1 python -m bench.learner --model MODEL_DIRECTORY --out bench/results/learner.json
 
 Tokens are prompt and response tokens of the rollouts, without padding, for both. One thread each. The plain loop is what one
 writes first: micro-batches of a fixed number of sequences in the order they come, padded to their longest, full logits.

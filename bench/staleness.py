@@ -11,7 +11,7 @@ trained:
 Latencies are independent of load and of weight updates; weights change in flight; tokens are sampled evenly over the
 latency, so a token's age follows from its time. Length ratio: mean latency of trained over all finished groups.
 
-    python bench/staleness.py [--steps 200] [--seeds 5] [--out bench/results/staleness.json]
+    python -m bench.staleness [--steps 200] [--seeds 5] [--out bench/results/staleness.json]
 """
 
 import argparse
@@ -23,9 +23,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from environment import describe
-
 from asyncrl.algo.staleness import choose, credit_limit, lag_bound
+from bench.environment import describe
 
 GROUPS, RUNNING, STEP_TIME = 64, 256, 0.3
 LATENCIES = {

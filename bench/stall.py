@@ -1,6 +1,6 @@
 """What one weight update over Gloo costs a generator, step by step, with requests running in a real engine.
 
-python bench/stall.py --model ../shared/models/stories260K-hd32 [--updates 40] [--out bench/results/stall.json]
+python -m bench.stall --model ../shared/models/stories260K-hd32 [--updates 40] [--out bench/results/stall.json]
 
 stage   group and transfer into shared memory, verified; requests run on
 pause   until the running step has ended          |
@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from environment import describe
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
@@ -30,6 +29,7 @@ from asyncrl.weights import gloo
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.staging import GlooStaging
+from bench.environment import describe
 
 STEPS = ("stage", "pause", "load", "resume", "probe")
 PROBE = tuple(range(1, 33))
@@ -119,7 +119,7 @@ def main():
         send(arguments)
         return
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, *sys.argv[1:], "--sender", directory]
+        command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender", directory]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
             total_bytes, (first, *found) = asyncio.run(measure(arguments, sender, directory))

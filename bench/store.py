@@ -4,7 +4,7 @@ Two producer processes lease and put; one consumer takes, fetches the frames, an
 redis-benchmark gets for one SET and one GET of the same size on the same server: 1 / (1 / SET + 1 / GET).
 Ours and the baseline alternate; the medians are compared.
 
-    python bench/store.py [--server auto|redis-server|bundled] [--fsync everysec] [--out bench/results/store.json]
+    python -m bench.store [--server auto|redis-server|bundled] [--fsync everysec] [--out bench/results/store.json]
 """
 
 import argparse
@@ -19,14 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import describe
-
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer, find_server
 from asyncrl.config.schema import StoreConfig
+from bench.environment import describe
 
 RULES = BufferRules(groups=32)
 CREDIT_GROUPS, COMMIT_TAKES = 256, 4

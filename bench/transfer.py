@@ -1,6 +1,6 @@
 """Gloo transfer of one version of the weights against a raw torch broadcast of the same bytes, in the same run.
 
-    python bench/transfer.py [--mib 512] [--bucket-mib 64] [--rounds 45] [--out bench/results/transfer.json]
+    python -m bench.transfer [--mib 512] [--bucket-mib 64] [--rounds 45] [--out bench/results/transfer.json]
 
 Two processes on this host. The three kinds take turns and change places, so that all see the same machine; ratios are
 formed within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
@@ -95,7 +95,7 @@ def main() -> None:
         work(1, options, options.receiver)
         return
     with tempfile.TemporaryDirectory() as directory:
-        receiver = subprocess.Popen([sys.executable, *sys.argv, "--receiver", directory])
+        receiver = subprocess.Popen([sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--receiver", directory])
         try:
             seconds = work(0, options, directory)
             receiver.wait(60)
