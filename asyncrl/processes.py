@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
+_SECRET_ENDINGS = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -26,9 +26,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(1)
 
 
+def is_secret(name: str) -> bool:
+    """Whether the value of an environment variable of this name is nobody else's business."""
+    return name.upper().endswith(_SECRET_ENDINGS)
+
+
 def public_environment() -> dict[str, str]:
-    """Our environment without what is a secret by its name: for processes that need none."""
-    return {name: value for name, value in os.environ.items() if not name.upper().endswith(_SECRET)}
+    """Our environment without secrets: for processes that need none."""
+    return {name: value for name, value in os.environ.items() if not is_secret(name)}
 
 
 def start_worker(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:

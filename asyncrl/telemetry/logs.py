@@ -19,13 +19,13 @@ from structlog.processors import JSONRenderer, TimeStamper, format_exc_info
 from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
 from structlog.typing import Processor
 
+from asyncrl.processes import is_secret
+
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s v%(version)s %(name)s: %(message)s"
 ORDER = ("time", "level", "process", "rank", "version", "logger", "event")
-SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
-"""Environment variables whose values never reach a log."""
 SECRET_CHARACTERS = 6
 """A shorter value would be hidden wherever a word contains it."""
-URL_LOGIN = re.compile(r"(?<=://)[^\s/@\"']+(?=@)")
+URL_LOGIN = r"(?<=://)[^\s/@\"']+(?=@)"
 HIDDEN = "***"
 
 
@@ -47,18 +47,15 @@ class LogContext(logging.Filter):
         return True
 
 
-class _Readable(logging.Formatter):
-    """For people."""
+class _Redacted(logging.Formatter):
+    """What another formatter writes, without secrets."""
+
+    def __init__(self, inner: logging.Formatter, secrets: re.Pattern[str]) -> None:
+        super().__init__()
+        self._inner, self._secrets = inner, secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
-
-
-class _Json(ProcessorFormatter):
-    """For machines."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return self._secrets.sub(HIDDEN, self._inner.format(record))
 
 
 def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
@@ -67,13 +64,13 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
     Calling it again replaces what the last call set up.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    context = LogContext(role)
+    context, secrets = LogContext(role), _secrets()
     file = logging.FileHandler(directory / f"{role}.jsonl", encoding="utf-8")
-    file.setFormatter(_json_formatter())
+    file.setFormatter(_Redacted(_json_formatter(), secrets))
     handlers: list[logging.Handler] = [file]
     if console:
         handlers.append(logging.StreamHandler(sys.stderr))
-        handlers[-1].setFormatter(_Readable(FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+        handlers[-1].setFormatter(_Redacted(logging.Formatter(FORMAT, datefmt="%Y-%m-%d %H:%M:%S"), secrets))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)]:
         root.removeHandler(old)
@@ -87,17 +84,17 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
     return context
 
 
-def redact(text: str) -> str:
-    """Without what logs must not hold: logins in URLs, and values of environment variables with names of `SECRET_NAMES`."""
-    for name, value in os.environ.items():
-        if SECRET_NAMES.search(name) and len(value) >= SECRET_CHARACTERS:
-            text = text.replace(value, HIDDEN).replace(json.dumps(value)[1:-1], HIDDEN)
-    return URL_LOGIN.sub(HIDDEN, text)
+def _secrets() -> re.Pattern[str]:
+    """What logs must not hold: logins in URLs, and values of environment variables that are secrets, also as JSON writes them."""
+    values = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= SECRET_CHARACTERS]
+    found = {form for value in values for form in (value, json.dumps(value)[1:-1])}
+    longest_first = sorted(found, key=len, reverse=True)  # one may contain another
+    return re.compile("|".join([URL_LOGIN, *map(re.escape, longest_first)]))
 
 
 def _json_formatter() -> logging.Formatter:
     fields: list[Processor] = [add_log_level, add_logger_name, ExtraAdder(), TimeStamper(fmt="iso", utc=True, key="time"), _named]
-    return _Json(
+    return ProcessorFormatter(
         foreign_pre_chain=fields,
         # Half an emoji from a tokenizer survives as an escape: json.dumps writes ASCII.
         processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, JSONRenderer(json.dumps)],

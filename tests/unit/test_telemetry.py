@@ -338,19 +338,21 @@ def test_secrets_reach_neither_the_file_nor_the_console(
     monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", 'pass"word\\1')
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
     monkeypatch.setenv("SHORT_KEY", "asy")
+    monkeypatch.setenv("judge_credentials", "hf_abcdef and_further")
     with logging_restored():
         setup_logging("learner", tmp_path, console=True)
         logger = logging.getLogger("asyncrl.x")
+        logger.warning("hf_abcdef and_further, redis://hf_abcdef_further@host")
         logger.warning("store redis://user:other-secret@host:6379/0 with %s", 'pass"word\\1', extra={"token": "hf_abcdef"})
         try:
             raise RuntimeError("hf_abcdef is refused at rediss://:other-secret@host")
         except RuntimeError:
             logger.exception("not let in")
     both = (tmp_path / "learner.jsonl").read_text() + capsys.readouterr().err
-    for secret in ("word", "hf_abcdef", "other-secret"):
+    for secret in ("word", "hf_abcdef", "other-secret", "further"):
         assert secret not in both
     assert "redis://***@host:6379/0" in both and "rediss://***@host" in both and "asyncrl.x" in both
-    assert lines(tmp_path / "learner.jsonl")[1]["token"] == "***"
+    assert lines(tmp_path / "learner.jsonl")[2]["token"] == "***"
 
 
 HEALTHY = {
