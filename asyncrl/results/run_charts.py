@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from asyncrl.results.archive import Archive
-from asyncrl.telemetry.charts import Chart, Points, areas, bars, lines
-from asyncrl.telemetry.history import REJECTED, Row, Series
+from asyncrl.telemetry.charts import Chart, areas, bars, lines
+from asyncrl.telemetry.history import REJECTED, Points, Row, Series
 
 MOST_GENERATORS = 8
 """Drawn one by one: those that waited most."""

@@ -1,14 +1,14 @@
 """Charts for a page: lines, areas and bars in one look. Which metrics go together is decided by who calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
+from asyncrl.telemetry.history import Points, thinned
 from asyncrl.telemetry.text import visible
 
-Points = Sequence[tuple[float, float]]
 MOST_POINTS = 1500
 """Of one curve: more than there are pixels for."""
 FEW_POINTS = 40
@@ -30,7 +30,7 @@ def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str =
     """A curve for each name; `x` and `y` name the axes."""
     figure = _figure(x, y)
     for index, (name, points) in enumerate(series.items()):
-        shown = thinned(points)
+        shown = thinned(points, MOST_POINTS)
         figure.add_scatter(
             x=[at for at, _ in shown],
             y=[value for _, value in shown],
@@ -74,15 +74,6 @@ def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", 
     figure.update_xaxes(type="category")
     figure.update_layout(bargap=0.35, bargroupgap=0.08)
     return Chart(title, figure)
-
-
-def thinned(points: Points) -> Points:
-    """At most `MOST_POINTS`: means of equal runs, each at its last place."""
-    size = -(-len(points) // MOST_POINTS)
-    if size <= 1:
-        return points
-    runs = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(run[-1][0], sum(value for _, value in run) / len(run)) for run in runs]
 
 
 def _label(name: str) -> str:

@@ -6,7 +6,7 @@ import re
 import numpy as np
 from rich.text import Text
 
-from asyncrl.telemetry.history import Series
+from asyncrl.telemetry.history import Series, thinned
 from asyncrl.telemetry.text import number, one_line
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -50,7 +50,5 @@ def _resampled(series: Series, points: int) -> tuple[list[float], list[float]]:
         steps, values = zip(*series, strict=True)
         places = np.linspace(steps[0], steps[-1], points)
         return places.tolist(), np.interp(places, steps, values).tolist()
-    size = -(-len(series) // points)
-    runs = [series[start : start + size] for start in range(0, len(series), size)]
-    means = [sum(value for _, value in run) / len(run) for run in runs]
-    return [float(series[0][0]), *(float(run[-1][0]) for run in runs[1:])], means
+    runs = thinned(series, points)
+    return [float(series[0][0]), *(float(place) for place, _ in runs[1:])], [mean for _, mean in runs]

@@ -3,7 +3,7 @@
 import bisect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,17 @@ REJECTED = "groups/rejected_"
 Row = dict[str, float]
 Series = tuple[tuple[int, float], ...]
 """(step, value) in order of steps."""
+Points = Sequence[tuple[float, float]]
+"""(place, value) in order of places; a `Series` too."""
+
+
+def thinned(points: Points, most: int) -> Points:
+    """At most `most`: means of equal runs, each at its last place."""
+    size = -(-len(points) // most)
+    if size <= 1:
+        return points
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(run[-1][0], sum(value for _, value in run) / len(run)) for run in runs]
 
 
 class Tail:

@@ -17,7 +17,8 @@ from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.run_charts import BANDS, growth_shares
 from asyncrl.results.run_page import report_page, write_report
 from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.charts import MOST_POINTS, thinned
+from asyncrl.telemetry.charts import MOST_POINTS
+from asyncrl.telemetry.history import thinned
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.text import visible, visible_lines
 
@@ -222,10 +223,10 @@ def test_the_histogram_of_age_is_the_mean_over_steps(tmp_path: Path) -> None:
 
 def test_a_long_curve_is_thinned_to_means_that_keep_its_area() -> None:
     points = [(float(at), float(at % 7)) for at in range(10 * MOST_POINTS)]
-    short = thinned(points)
+    short = thinned(points, MOST_POINTS)
     assert len(short) == MOST_POINTS and short[-1][0] == points[-1][0]
     assert sum(value for _, value in short) * 10 == pytest.approx(sum(value for _, value in points))
-    assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+    assert thinned(points[:MOST_POINTS], MOST_POINTS) == points[:MOST_POINTS]
 
 
 def test_the_bands_are_those_of_the_mathematics() -> None:
