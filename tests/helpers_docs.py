@@ -10,7 +10,11 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")])
-SHELL = {"sh", "bash", "console", "shell"}
+PROGRAMS = {
+    "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "make", "mkdir", "mypy", "pip", "pytest", "python",
+    "ruff", "sbatch", "sed", "source", "tensorboard", "trackio", "vllm", "wandb",
+}  # fmt: skip
+"""What a line begins with that a reader is told to type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,16 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell splits it."""
-        return shlex.split(self.text, comments=True)
+        """As a shell splits it, from the program on."""
+        words = shlex.split(self.text, comments=True)
+        while words and (words[0] == "time" or re.match(r"[A-Z_]+=", words[0])):
+            words.pop(0)
+        return words
+
+    @property
+    def program(self) -> str:
+        """Without where it lies; empty for a line that is no command."""
+        return Path(self.words[0]).name if self.words else ""
 
 
 def text_of(page: Path) -> str:
@@ -37,19 +49,29 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
             yield token.info.strip(), token.content
 
 
-def commands(page: Path, programs: set[str]) -> Iterator[Command]:
-    """Every line of a block that starts with a program, or is in a block of shell."""
+def commands(page: Path) -> Iterator[Command]:
+    """Every line of an indented or fenced block that begins with a program."""
     for language, content in blocks(page):
-        for line in content.splitlines():
-            text = re.sub(r"\s+#\s.*$", "", line.strip())
-            if text and (language in SHELL or (not language and text.split()[0] in programs)):
-                yield Command(page.relative_to(ROOT).as_posix(), text)
+        for line in content.splitlines() if not language or language in ("sh", "bash", "console", "shell") else ():
+            command = Command(page.relative_to(ROOT).as_posix(), re.sub(r"\s+#\s.*$", "", line.strip()))
+            if _begins_with_a_program(command):
+                yield command
 
 
 def inline_commands(page: Path) -> Iterator[Command]:
-    """`asyncrl …` within a sentence or a table."""
-    for text in re.findall(r"(?<!`)`(asyncrl [^`]+)`", text_of(page)):
-        yield Command(page.relative_to(ROOT).as_posix(), text)
+    """`asyncrl …`, `make test` within a sentence or a table: a program and at least one word more."""
+    for token in MarkdownIt().parse(text_of(page)):
+        for code in token.children or ():
+            command = Command(page.relative_to(ROOT).as_posix(), " ".join(code.content.split()))
+            if code.type == "code_inline" and " " in command.text and _begins_with_a_program(command):
+                yield command
+
+
+def _begins_with_a_program(command: Command) -> bool:
+    try:
+        return command.program in PROGRAMS
+    except ValueError:  # an apostrophe: prose, or a picture
+        return False
 
 
 def files(page: Path) -> dict[str, str]:

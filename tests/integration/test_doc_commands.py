@@ -1,35 +1,90 @@
-"""What the guides tell a reader to type, typed: in a project of a tiny model, one real run and everything that looks at it.
+"""What the documents tell a reader to type, typed: in a project of a tiny model, one real run and everything that looks at it.
 
-test_doc_pages.py holds every other command to the options, configs and keys that exist.
+Every command of every page is executed here, or stands in `NOT_TYPED` with the reason. test_doc_pages.py holds all of them, those
+too, to the options, configs, keys, modules and extras that exist.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers_docs import ROOT, commands, files
+from helpers_docs import PAGES, ROOT, commands, files, inline_commands
 from helpers_models import tiny_qwen2
 
 from asyncrl.launch.down import processes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-GUIDES = [ROOT / "README.md", ROOT / "docs" / "first-run.md", ROOT / "docs" / "own-task.md"]
-TYPED = [command for page in GUIDES for command in commands(page, {"asyncrl"})]
 SMALL = "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
-LONG = {
-    "asyncrl up --config configs/quickstart.yaml learner.steps=300": "as the `up` of the guide to an own task",
-    "asyncrl up --config configs/quickstart.yaml --fresh": "the same",
-    "asyncrl up --config task.yaml learner.steps=200": "README.md: needs a model of the hub",
-    "asyncrl up --config gpu-task.yaml": "needs a GPU and a model of the hub",
-    "asyncrl doctor": "its answer is about the machine; it has tests of its own",
-    "asyncrl eval runs/quickstart": "starts one more engine",
+SMALLER = {
+    "python -m bench.transfer --mib 256": "python -m bench.transfer --mib 8 --rounds 2",
+    "python -m bench.dashboard --generators 64 --steps 2000": "python -m bench.dashboard --steps 20 --seconds 1",
 }
-"""Only parsed, and their configs loaded, with the reason."""
+"""Typed with numbers for a test: the measurement is not the point here."""
+NOT_TYPED = {
+    "ASYNCRL_SECRET_FILE=join.key asyncrl generator": "two hosts: tests/integration/test_hardening.py has both ends on one",
+    "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
+    "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
+    "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",
+    "asyncrl scale": "needs a run that is up: tests/integration/test_scale.py",
+    "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",
+    "asyncrl up --config gpu-task.yaml": "GPU, and a model of the hub",
+    "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
+    "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without containers",
+    "git": "network",
+    "jq": "its own program, on the reader's machine",
+    "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
+    "make test": "is what runs this",
+    "mkdir": "tests/unit/test_deploy.py, as `cp`",
+    "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
+    "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
+    "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_weights.py",
+    "python -m pytest": "is what runs this",
+    "python -m tests.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
+    "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
+    "ruff": "a part of `make test`",
+    "sbatch": "Slurm: tests/integration/test_slurm_script.py has one of three lines",
+    "sed": "tests/unit/test_deploy.py, as `cp`",
+    "source .venv/bin/activate": "`make install` makes it",
+    "tensorboard": "serves until it is stopped; tests/integration/test_trackers.py reads its files",
+    "trackio": "serves until it is stopped; tests/integration/test_trackers.py reads its files",
+    "wandb": "network; tests/integration/test_wandb_offline.py reads its files",
+}
+"""The beginning of a command, and why nobody types it here; of two that fit, the longer one says it."""
+
+
+def listed() -> dict[str, str]:
+    """Every command of every page, as typed in this project: its page."""
+    found = [command for page in PAGES for command in (*commands(page), *inline_commands(page))]
+    return {filled(command.text): command.page for command in reversed(found)}
+
+
+def filled(text: str) -> str:
+    """Optional parts and all, with runs, files and metrics that the project has."""
+    names = {"RUN RUN": "runs/quickstart runs/another", "RUN": "runs/quickstart", "FILE": "task.yaml", "METRIC": "reward/mean"}
+    words = re.sub(r"[\[\]…]", "", text) if text.startswith("asyncrl ") else text
+    words = words.removeprefix(".venv/bin/")
+    for name, value in names.items():
+        words = re.sub(rf"(?<![\w.]){name}\b", value, words)
+    return " ".join(words.split())
+
+
+def reason(text: str) -> str | None:
+    """The longest entry of `NOT_TYPED` that `text` begins with, word by word."""
+    return max((start for start in NOT_TYPED if f"{text} ".startswith(f"{start} ")), key=len, default=None)
+
+
+def test_every_reason_is_one_for_a_command_of_a_page_and_names_tests_that_exist() -> None:
+    texts = listed()
+    assert {reason(text) for text in texts} >= NOT_TYPED.keys(), "a reason for what no page says any more"
+    assert texts.keys() >= SMALLER.keys()
+    for path in re.findall(r"tests/[\w/]+\.py", " ".join(NOT_TYPED.values())):
+        assert (ROOT / path).is_file(), path
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +100,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, content in files(ROOT / "docs" / "own-task.md").items():
         (project / file).write_text(content)
     (project / "bin").mkdir()
-    program = project / "bin" / "asyncrl"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m asyncrl.cli.main "$@"\n')
-    program.chmod(0o700)
+    for name, arguments in (("asyncrl", "-m asyncrl.cli.main "), ("python", "")):
+        program = project / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments}"$@"\n')
+        program.chmod(0o700)
     return project
 
 
-def typed(project: Path, text: str, wait_s: float = 200.0) -> str:
-    environment = os.environ | {"PATH": f"{project}/bin:{os.environ['PATH']}"}
+def typed(project: Path, text: str, wait_s: float = 300.0) -> str:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PATH": f"{project}/bin:{os.environ['PATH']}", "PYTHONPATH": path}
     done = subprocess.run(
         ["bash", "-c", text], cwd=project, env=environment, capture_output=True, text=True, timeout=wait_s, check=False
     )
@@ -72,11 +129,9 @@ def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None
     for name in ("quickstart", "another"):
         shutil.copytree(run, project / "runs" / name, ignore=shutil.ignore_patterns("*.sock"))
 
-    reasons = LONG | {"asyncrl up --config task.yaml": "typed above"}
-    listed = {command.text: command.page for command in TYPED}
-    assert reasons.keys() <= listed.keys(), "a reason for what no page says any more"
-    for text in sorted(listed.keys() - reasons.keys()):
-        assert typed(project, text).strip(), f"{listed[text]}: {text} says nothing"
+    for text, page in sorted(listed().items()):
+        if not reason(text):
+            assert typed(project, SMALLER.get(text, text)).strip(), f"{page}: {text} says nothing"
     assert list((project / "model").glob("*.safetensors"))
     assert list(project.glob("runs/*/report.html"))
     assert processes_of(run) == []

@@ -242,7 +242,7 @@ def test_prometheus_and_grafana_find_what_they_need():
 def test_the_env_file_can_be_filled_in(tmp_path):
     """With the commands of the README, as typed."""
     shutil.copy(DEPLOY / ".env.example", tmp_path)
-    typed = [command.text for command in commands(DEPLOY / "README.md", {"cp", "sed", "mkdir"})]
+    typed = [command.text for command in commands(DEPLOY / "README.md") if command.program in ("cp", "sed", "mkdir")]
     assert len(typed) == 4
     subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
     values = env_file(tmp_path / ".env")

@@ -16,26 +16,12 @@ from asyncrl.config.report import all_paths
 from asyncrl.rewards.load import bind, load_function
 
 GROUP = typer.main.get_command(app)
-DONE_ELSEWHERE = {
-    "make quickstart": "the integration test of the warm-up and that of whole runs; measured in docs/results.md",
-    "make test": "is what runs this",
-    "git pull": "needs a remote",
-    "source .venv/bin/activate": "is what make install makes",
-}
-BY_HAND = {
-    "docker": "no Docker where tests run: test_deploy and test_composed_run check the files and start their commands",
-    "sed": "test_the_env_file_can_be_filled_in",
-    "mkdir": "test_the_env_file_can_be_filled_in",
-    "cp": "test_the_env_file_can_be_filled_in",
-    "python": "benchmarks and campaigns: the script must exist",
-    "sbatch": "tests/integration/test_slurm_script.py",
-    "pip": "the extra must exist",
-}
-OTHERS = {"asyncrl", "make", "git", "source", "bash", "cd", "export", "curl", "vllm", "wandb", "tensorboard"}
-PROGRAMS = OTHERS | BY_HAND.keys()
-ALL = [command for page in PAGES for command in commands(page, PROGRAMS)]
+ALL = [command for page in PAGES for command in commands(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
-PLACEHOLDERS = {"FILE": "configs/quickstart.yaml", "RUN": "runs/x", "URL": "redis://127.0.0.1/0", "…": "x"}
+OURS = [command for command in ALL if command.program == "asyncrl"]
+PLACEHOLDERS = {"FILE": "configs/quickstart.yaml", "RUN": "runs/x", "URL": "redis://127.0.0.1/0", "METRIC": "reward/mean"}
+NOT_IN_THE_README = {"warmup", "version"}
+"""A part of `make quickstart`; what every program has."""
 
 
 def parse(words: list[str]) -> None:
@@ -50,39 +36,38 @@ def label(command: Command) -> str:
     return f"{command.page}: {command.text}"
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if command.words[0] != "asyncrl"], ids=label)
-def test_every_command_is_known(command):
-    """One that is neither ours nor in a table above has to be put there, with how it is tested."""
-    program, *rest = command.words
-    if command.text in DONE_ELSEWHERE:
-        return
-    assert program in BY_HAND, f"{label(command)} is in no table of {Path(__file__).name}"
+def test_no_line_of_a_block_is_a_command_that_nobody_sees():
+    """A block without a language is all commands or none, except where a file is shown before them."""
+    for page in PAGES:
+        seen = [command.text for command in commands(page)]
+        for language, content in blocks(page):
+            for line in content.splitlines() if not language else ():
+                if re.search(r"\b(asyncrl [a-z]+( |$)|python -m |docker (compose|run) |make [a-z]+$)", line):
+                    assert any(line.strip().startswith(text) for text in seen), f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("command", [*ALL, *INLINE], ids=label)
+def test_scripts_modules_and_extras_exist(command):
+    program, words = command.program, command.words
     if program == "python":
-        path = ROOT / (rest[1].replace(".", "/") if rest[0] == "-m" else rest[0])
-        assert (
-            path.is_file()
-            or path.with_suffix(".py").is_file()
-            or (path / "__main__.py").is_file()
-            or rest[:2] == ["-m", "pytest"]
-        )
+        path = ROOT / (words[2].replace(".", "/") if words[1] == "-m" else words[1])
+        places = (path, path.with_suffix(".py"), path / "__main__.py")
+        assert words[2:3] == ["pytest"] or any(place.is_file() for place in places)
     if program == "pip":
         extras = re.findall(r"asyncrl\[([\w,]+)\]", command.text)
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        assert all(f"\n{extra} = [" in project for one in extras for extra in one.split(","))
+        assert extras and all(f"\n{extra} = [" in project for one in extras for extra in one.split(","))
 
 
-def test_no_table_holds_what_no_page_says():
-    assert {text for text in DONE_ELSEWHERE if text not in {command.text for command in ALL}} <= {"source .venv/bin/activate"}
-
-
-@pytest.mark.parametrize("command", [command for command in ALL if command.words[0] == "asyncrl"], ids=label)
+@pytest.mark.parametrize("command", OURS, ids=label)
 def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, monkeypatch):
     """Parsed as typed, and the config that it names loads with its overrides. test_doc_commands.py runs what is quick."""
     rest = command.words[1:]
+    if rest == ["--help"]:
+        return
     parse(rest)
-    for page in PAGES:
-        for file, content in files(page).items():
-            (tmp_path / file).write_text(content, encoding="utf-8")
+    for file, content in files(ROOT / command.page).items():
+        (tmp_path / file).write_text(content, encoding="utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     config = next((word for word in rest if word.endswith(".yaml")), None)
@@ -90,14 +75,17 @@ def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, mo
         load_config(Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
 
 
-@pytest.mark.parametrize("command", INLINE, ids=label)
+@pytest.mark.parametrize("command", [command for command in INLINE if command.program == "asyncrl"], ids=label)
 def test_commands_in_a_sentence_can_be_typed(command):
-    text = re.sub(r"\[([^\]]*)\]", r"\1", command.text)  # [RUN], [--store URL]
-    names = [name.strip() for name in text.removeprefix("asyncrl ").split(" · ")]
-    for words in ([word for word in name.split() if word not in ("…", "...")] for name in names):
-        assert words[0] in GROUP.commands, label(command)
-        if len(words) > 1:  # else the command is named, not typed
-            parse([PLACEHOLDERS.get(word, word) for word in words])
+    words = [word for word in re.sub(r"[\[\]]", "", command.text).split()[1:] if word != "…"]  # [RUN], [--store URL]
+    assert words[0] in GROUP.commands, label(command)
+    if len(words) > 1:  # else the command is named, not typed
+        parse([PLACEHOLDERS.get(word, word) for word in words])
+
+
+def test_the_readme_has_every_command():
+    visible = {name for name, command in GROUP.commands.items() if not command.hidden} - NOT_IN_THE_README
+    assert {command.words[1] for command in inline_commands(ROOT / "README.md") if command.program == "asyncrl"} >= visible
 
 
 def messages() -> list[str]:
