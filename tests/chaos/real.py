@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class RealRun:
 
     root: Path
     killed: dict[str, int] = field(default_factory=dict)
-    to_next_step_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    longest_pause_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     to_whole_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     up: "subprocess.Popen[bytes] | None" = None
 
@@ -175,10 +176,9 @@ class RealRun:
         before = len(self.find(kind))
         at = self.kill(kind, draw)
         self.wait_steps(2)
-        first = next(row["time"] for row in self.rows() if row["time"] > at + 0.5)
-        self.to_next_step_s[kind].append(round(first - at, 2))
         self.wait(lambda: (self.is_whole(at + 5.0) and len(self.find(kind)) >= before) or self._check(), f"return of the {kind}")
         self.to_whole_s[kind].append(round(time.time() - at, 2))
+        self.longest_pause_s[kind].append(round(longest_pause(self.rows(), at), 2))
 
     def pace(self, minutes: float, draw: random.Random) -> dict[str, Any]:
         """A generator killed every minute, the learner once in ten, at least once; first a minute without faults."""
@@ -270,6 +270,12 @@ def lineage_of(rows: list[dict[str, Any]]) -> list[int]:
     return steps
 
 
+def longest_pause(rows: list[dict[str, Any]], since: float) -> float:
+    """Seconds without a new step, at most, since a Unix time."""
+    ends = [since, *(row["time"] for row in rows if row["time"] > since)]
+    return max(later - earlier for earlier, later in pairwise(ends))
+
+
 def lasting_steps(rows: list[dict[str, Any]], began: float) -> dict[int, float]:
     """Seconds of each step since `began` (Unix time) that was not made again."""
     lasting: dict[int, float] = {}
@@ -295,7 +301,7 @@ def run(seed: int, rounds: int, root: Path) -> dict[str, Any]:
             "seed": seed,
             "seconds": round(healing_s, 1),
             "killed": real.killed,
-            "to_next_step_s": real.to_next_step_s,
+            "longest_pause_s": real.longest_pause_s,
             "to_whole_s": real.to_whole_s,
             "nothing_left_after_supervisor_s": gone_s,
             **found,

@@ -90,9 +90,9 @@ def crash_points(found: Run) -> Iterator[str]:
 
 def real(run: Run) -> Iterator[str]:
     """Of a run with a model: what recovers, and what ends."""
-    yield "| process killed | times | seconds to the next step | until everybody is there again |"
+    yield "| process killed | times | longest pause without a step, s | until everybody is there again, s |"
     yield "|---|---|---|---|"
-    for kind, times in sorted(run["to_next_step_s"].items()):
+    for kind, times in sorted(run["longest_pause_s"].items()):
         yield f"| {kind} | {len(times)} | {_seconds(times)} | {_seconds(run['to_whole_s'][kind])} |"
     yield ""
     yield (
