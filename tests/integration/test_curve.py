@@ -145,8 +145,12 @@ def test_what_is_too_large_costs_the_connection_and_not_the_learner(hub):
         caller.connect(hub.endpoint)
         caller.send(bytes(64 * MAX_REPORT_BYTES))
         assert not caller.poll(1000)
-        caller.send(CODEC.encode(HELLO))
-        assert caller.poll(10_000), "small messages arrive after it connected again"
+        for _ in range(20):  # one that is sent while the connection ends may end with it
+            caller.send(CODEC.encode(HELLO))
+            if caller.poll(1000):
+                break
+        else:
+            pytest.fail("small messages arrive after it connected again")
     assert psutil.Process().memory_info().rss - before < 64 * MAX_REPORT_BYTES * 2
     assert hub.counters()["messages_rejected"] == 0
 
