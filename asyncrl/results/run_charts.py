@@ -54,6 +54,15 @@ CURVES = (
     Curve("Speed of the learner", ("perf/learner_tokens_per_s",), "tokens/s"),
 )
 
+AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps")
+AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
+TOO_OLD = Curve(
+    "Too old, and out of the loss",
+    ("staleness/masked_share", *(f"staleness/masked_share/{band}" for band in BANDS)),
+    "share of the tokens",
+)
+STALENESS = (AGE_PARTS, AGE, TOO_OLD)
+
 
 def learning_charts(archive: Archive) -> list[Chart]:
     """Reward, held-out accuracy, lengths, and what announces that a run is lost."""
@@ -69,19 +78,13 @@ def learning_charts(archive: Archive) -> list[Chart]:
 
 def staleness_charts(archive: Archive) -> list[Chart]:
     """How old tokens were when they were trained, and where that age came from."""
-    mean = _series(archive, ("staleness/in_flight", "staleness/in_queue"))
-    most = _series(archive, ("staleness/max", "staleness/mean"))
-    masked = _series(archive, ("staleness/masked_share", *(f"staleness/masked_share/{band}" for band in BANDS)))
     histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
     charts = []
     if any(histograms.values()):
         charts.append(bars("Steps that a token spent", histograms, x="steps", y="share of the tokens"))
-    if mean:
-        charts.append(areas("Mean age of a token", mean, y="steps"))
-    if most:
-        charts.append(lines("Age of a token", most, y="steps"))
-    if masked:
-        charts.append(lines("Too old, and out of the loss", masked, y="share of the tokens"))
+    for draw, curve in ((areas, AGE_PARTS), (lines, AGE), (lines, TOO_OLD)):
+        if found := _series(archive, curve.names):
+            charts.append(draw(curve.title, found, y=curve.y))
     return charts
 
 

@@ -16,7 +16,7 @@ OVERVIEW = (
     "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm", "mismatch/k3",
     "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step", "perf/learner_tokens_per_s",
 )  # fmt: skip
-"""Shown together as well. W&B makes one section of a workspace for each prefix, and the plain package can lay out no other."""
+"""Shown together as well: W&B makes a section of a workspace for each prefix. `deploy/wandb_overview.py` writes a report."""
 
 
 class WandbTracker:
