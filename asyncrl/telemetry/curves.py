@@ -45,10 +45,7 @@ def _drawn(title: str, series: Series, width: int, height: int, style: str) -> t
 
 
 def _resampled(series: Series, points: int) -> tuple[list[float], list[float]]:
-    """About `points` points between the first step and the last: means of equal runs, or straight lines between few values."""
-    if len(series) < points:
-        steps, values = zip(*series, strict=True)
-        places = np.linspace(steps[0], steps[-1], points)
-        return places.tolist(), np.interp(places, steps, values).tolist()
-    runs = thinned(series, points)
-    return [float(series[0][0]), *(float(place) for place, _ in runs[1:])], [mean for _, mean in runs]
+    """`points` points from the first step to the last, on straight lines between the values, or between means of equal runs."""
+    steps, values = zip(*thinned(series, points), strict=True)
+    places = np.linspace(series[0][0], steps[-1], points)
+    return places.tolist(), np.interp(places, steps, values).tolist()
