@@ -99,8 +99,8 @@ def dropped_charts(archive: Archive) -> list[Chart]:
         lengths = {"trained": _mean(archive, "completions/length_mean", "groups/trained")}
         lengths |= {reason: _mean(archive, LENGTH_REJECTED + reason, REJECTED + reason) for reason in reasons}
         charts.append(bars("Groups", {"groups": counts}, y="groups"))
-        known = {reason: length for reason, length in lengths.items() if length is not None}
-        charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
+        if known := {reason: length for reason, length in lengths.items() if length is not None}:
+            charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
     by_band = {
         name: {band: mean for band in BANDS if (mean := _mean_of_band(archive, name, band)) is not None}
         for name in ("staleness/masked_share", "policy/left_out", "weight/zero")

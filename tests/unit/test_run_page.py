@@ -132,6 +132,12 @@ def test_curves_and_figures_are_what_was_logged(tmp_path: Path) -> None:
     assert f"{best[1]:.3g} (step {best[0]})" in page.text_of["td"]
 
 
+def test_no_chart_is_empty(tmp_path: Path) -> None:
+    page = Page(report_page(archive_of(run_in(tmp_path))))
+    for title in page.text_of["figcaption"]:
+        assert any(page.curves(title).values()), title
+
+
 def test_an_unfinished_run_a_run_without_evaluation_and_one_that_never_began_have_a_page(tmp_path: Path) -> None:
     directory = tmp_path / "empty"
     directory.mkdir()
