@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _SECRET_ENDINGS = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
 
 
@@ -24,6 +25,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def close_to_others() -> None:
+    """Have the kernel refuse our memory and descriptors (ptrace, /proc/PID/mem, /proc/PID/fd) to processes of our own user."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
 
 
 def is_secret(name: str) -> bool:

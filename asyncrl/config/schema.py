@@ -101,6 +101,17 @@ class RewardConfig(Part):
     """Reward processes per generator."""
     attempts: Positive = 3
     """A ticket that fails this often is counted dead; it never scores 0."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """`bubblewrap`: for rewards that run what the model wrote. Without network, GPU, and files but the project's and the
+    system's; see security.md. Needs `memory_gib` and the program `bwrap`."""
+    memory_gib: Annotated[float, Field(ge=0.25)] | None = None
+    """Address space of each process of a reward, so that it fails and not the machine. Too little for one that uses a GPU."""
+
+    @model_validator(mode="after")
+    def _sandbox_is_bounded(self) -> Self:
+        if self.sandbox != "none" and self.memory_gib is None:
+            raise ValueError("a sandbox needs a memory limit; set reward.memory_gib, 4 is ample for programs of a page")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -67,7 +67,7 @@ async def _generate(
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
-    scorer = RewardPool(config.reward)
+    scorer = RewardPool(config.reward, config.run.root)
     await scorer.start()  # first: a function that cannot be loaded is known in a second
     engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
     task = asyncio.current_task()

@@ -132,7 +132,7 @@ async def _try_all(config: Config, cases: Sequence[Case]) -> list[Tried]:
 
 async def _try_part(config: Config, function: RewardFunctionConfig, cases: Sequence[Case]) -> Tried:
     alone = config.reward.model_copy(update={"functions": (function,), "workers": 1})
-    pool, tried, timeouts = RewardPool(alone), Tried(function), 0
+    pool, tried, timeouts = RewardPool(alone, config.run.root), Tried(function), 0
     try:
         await pool.start()
         for index, case in enumerate(cases):

@@ -3,17 +3,26 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.document import Problem
-from asyncrl.config.files import file_problems
+from asyncrl.config.document import Node, Problem
+from asyncrl.config.files import Finding, file_problems
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.schema import Config
 from asyncrl.preflight.sources import source_problems
+from asyncrl.rewards.pool import RewardPool
 
 
 def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config, its files and functions looked at on this host. Raises ConfigError with every problem and its line."""
     draft = read_draft(path, overrides)
-    for name, text in [*file_problems(draft.config), *source_problems(draft.config, draft.root)] if draft.config else ():
+    for name, text in _problems(draft.config, draft.root) if draft.config else ():
         keys = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         draft.add([keys], Problem(draft.root.nearest(keys).place, keys, text))
     return checked(draft)
+
+
+def _problems(config: Config, root: Node) -> list[Finding]:
+    """Of files, functions and rows, and of the sandbox, which is tried out."""
+    found = [*file_problems(config), *source_problems(config, root)]
+    if problem := RewardPool(config.reward, config.run.root).problem():
+        found.append(("reward.sandbox", problem))
+    return found

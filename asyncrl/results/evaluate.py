@@ -33,7 +33,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = sampling_spec(config, config.eval.temperature)
-    scorer = RewardPool(config.reward)
+    scorer = RewardPool(config.reward, config.run.root)
     engine = await VLLMEngine.start(
         config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
     )

@@ -12,8 +12,9 @@ import os
 import signal
 import struct
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -21,6 +22,7 @@ import msgpack
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits
 from asyncrl.rewards.worker import LENGTH, pack_frame
 
 log = logging.getLogger(__name__)
@@ -31,21 +33,30 @@ END_S = 5.0
 """For killed workers to end when the pool closes."""
 MAX_REPLY_BYTES = 64 * 1024
 OUTPUT_TAIL_BYTES = 4096
-"""Of what user code prints: the end is kept for the error message, the rest is read and thrown away."""
+"""Of what user code prints: the end is kept for the error message, the rest is read, counted and thrown away."""
 
 
 class RewardPool:
     """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, run_root: Path) -> None:
+        """`run_root` holds keys, sockets and checkpoints; a sandbox does not show it."""
         self._config = config
-        self._workers = [_Worker(config) for _ in range(config.workers)]
+        functions = [function.function for function in config.functions]
+        self._sandbox = Sandbox(functions, run_root) if config.sandbox == "bubblewrap" else None
+        self._workers = [_Worker(config, self._sandbox) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
+    def problem(self) -> str | None:
+        """Why the sandbox cannot be had on this host and what to do; None where all is well or none is asked for."""
+        return self._sandbox.problem() if self._sandbox else None
+
     async def start(self) -> None:
         """Start all workers, so that a function that cannot be loaded stops the run and not the first tickets."""
+        if problem := self.problem():
+            raise RewardError(problem)
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
@@ -79,10 +90,11 @@ class RewardPool:
 class _Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, sandbox: Sandbox | None) -> None:
         self._config = config
+        self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
-        self._tail: deque[int] = deque(maxlen=OUTPUT_TAIL_BYTES)
+        self._printed = _Printed()
         self._readers: set[asyncio.Task[None]] = set()
         """Of the output of this process and of killed ones that are still ending."""
 
@@ -94,13 +106,15 @@ class _Worker:
             await self._send(_request(one))
             await self._receive(START_S, "did not begin")
             parts: dict[str, float] = {}
+            is_spent = False
             for function in self._config.functions:
                 reply = await self._receive(self._config.timeout_s, f"reward part `{function.part}`")
                 if "error" in reply:
-                    in_step = True
+                    in_step = self._sandbox is None  # what failed there may have filled /tmp or used up descriptors
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
                 parts[function.part] = reply["value"]
-            in_step = True
+                is_spent |= reply.get("spent", False)
+            in_step = not is_spent
             return parts
         finally:
             if not in_step:
@@ -111,21 +125,22 @@ class _Worker:
         if self._process is not None and self._process.returncode is None:
             return
         self.kill()
+        command = [sys.executable, "-m", "asyncrl.rewards.worker", str(PARENT_PID if self._sandbox else os.getpid())]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.worker", str(os.getpid())),
+            *(self._sandbox.wrap(command) if self._sandbox else command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # its own process group: killed with its children
-            env={"OMP_NUM_THREADS": "1"} | os.environ,
+            env={"OMP_NUM_THREADS": "1"} | (environment() if self._sandbox else os.environ),
         )
-        self._tail = deque(maxlen=OUTPUT_TAIL_BYTES)
-        reader = asyncio.create_task(_read_output(self._process, self._tail))
+        self._printed = _Printed()
+        reader = asyncio.create_task(_read_output(self._process, self._printed))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         ready = False
         try:
-            await self._send({"functions": [[function.part, function.function] for function in self._config.functions]})
+            await self._send(self._orders())
             reply = await self._receive(START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
@@ -153,6 +168,14 @@ class _Worker:
         _, pending = await asyncio.wait(self._readers, timeout=END_S)
         for reader in pending:  # a child that left the process group still holds the pipe
             reader.cancel()
+
+    def _orders(self) -> dict[str, Any]:
+        memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
+        return {
+            "functions": [[function.part, function.function] for function in self._config.functions],
+            "limits": memory | (limits() if self._sandbox else {}),
+            "sandboxed": self._sandbox is not None,
+        }
 
     async def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -187,15 +210,25 @@ class _Worker:
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def _output(self) -> str:
-        text = bytes(self._tail).decode("utf-8", "replace").strip()
-        return f"; it last printed: {text[-500:]}" if text else ""
+        text = self._printed.tail.decode("utf-8", "replace").strip()
+        dropped = self._printed.total_bytes - len(self._printed.tail)
+        return f"; it last printed{f' ({dropped:,} bytes before were dropped)' if dropped else ''}: {text[-500:]}" if text else ""
 
 
-async def _read_output(process: asyncio.subprocess.Process, tail: deque[int]) -> None:
+@dataclass(slots=True)
+class _Printed:
+    """What user code printed: how much, and its end."""
+
+    total_bytes: int = 0
+    tail: bytes = b""
+
+
+async def _read_output(process: asyncio.subprocess.Process, printed: _Printed) -> None:
     """Read what user code prints, so that it never blocks on a full pipe; ends with the process."""
     assert process.stderr is not None
     while chunk := await process.stderr.read(65536):
-        tail.extend(chunk[-OUTPUT_TAIL_BYTES:])
+        printed.total_bytes += len(chunk)
+        printed.tail = (printed.tail + chunk)[-OUTPUT_TAIL_BYTES:]
     await process.wait()
 
 

@@ -2,14 +2,19 @@
 
 Frames on standard input and output: 4 bytes length (little endian), then msgpack.
 
-    in   {functions: [[part, function], ...]}     once        out  {ready: true} | {error: reason}
+    in   {functions: [[part, function], ...],     once        out  {ready: true} | {error: reason}
+          limits: {RLIMIT_ name: value}, sandboxed}
     in   {prompt, response, columns}              each call   out  {started: true}, then for each part
-                                                                   {value: float} | {error: reason}, up to the first error
+                                                                   {value: float} | {error: reason}, up to the first error;
+                                                                   with {spent: true} where it wants to be replaced
 
 User code never sees these pipes: its standard input is empty and what it prints goes to standard error.
 """
 
 import os
+import resource
+import shutil
+import signal
 import struct
 import sys
 import traceback
@@ -19,11 +24,14 @@ from typing import Any, BinaryIO
 import msgpack
 
 from asyncrl.errors import RewardError
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import close_to_others, die_with_parent
 from asyncrl.rewards.load import bind, load_function
 
 LENGTH = struct.Struct("<I")
 MAX_REASON_CHARACTERS = 2000
+SANDBOXED_PID = 1
+"""Ours in a sandbox, and nowhere else."""
+SCRATCH = ("/tmp", "/dev/shm")
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
 
@@ -52,7 +60,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         replies.flush()
 
     rewards: list[Reward] = []
-    for part, function in (_read_frame(requests) or {"functions": []})["functions"]:
+    orders = _read_frame(requests) or {"functions": []}
+    is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
+    _restrict(orders.get("limits", {}), is_alone=is_alone)
+    for part, function in orders["functions"]:
         loaded = _attempt(_load, function)
         if isinstance(loaded, str):
             reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
@@ -63,9 +74,45 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         reply({"started": True})
         for reward in rewards:
             value = _attempt(reward, call["prompt"], call["response"], call["columns"])
-            reply({"error": value} if isinstance(value, str) else {"value": value})
+            reply(({"error": value} if isinstance(value, str) else {"value": value}) | (_tidied() if is_alone else {}))
             if isinstance(value, str):
                 break
+
+
+def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
+    """Set limits, soft and hard, unless they are lower already; in a sandbox keep what rewards start away from our pipes."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(kind)
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lowest, lowest))
+    if is_alone:
+        close_to_others()
+
+
+def _tidied() -> dict[str, bool]:
+    """In a sandbox: nothing that a call started outlives it, and whether it left so much that a new sandbox is better."""
+    if os.getpid() != SANDBOXED_PID:  # a child that user code forked came back to us
+        return {}
+    _end_everybody()
+    return {"spent": True} if _is_spent() else {}
+
+
+def _end_everybody() -> None:
+    """Kill whatever a reward started and left, however it hid. Only in a sandbox: -1 is every process that we can see."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
+    except (ProcessLookupError, ChildProcessError):  # nobody, or nobody left
+        return
+
+
+def _is_spent() -> bool:
+    """Whether calls left so much behind that a new sandbox is better: half of the room for files, or of the descriptors."""
+    usages = [shutil.disk_usage(place) for place in SCRATCH]
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return any(usage.used > usage.total / 2 for usage in usages) or 2 * len(os.listdir("/proc/self/fd")) > descriptors
 
 
 def _load(function: str) -> Reward:

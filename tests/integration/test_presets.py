@@ -115,7 +115,7 @@ def record(config: Config, count: int) -> list[Group]:
     spec = SamplingSpec(temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens)
 
     async def sample() -> list[Group]:
-        pool = RewardPool(config.reward)
+        pool = RewardPool(config.reward, config.run.root)
         await pool.start()
         engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device="cpu")
         try:

@@ -81,7 +81,7 @@ def run(config: RewardConfig, scenario) -> None:
     """`scenario(pool)` on a fresh loop, bounded; afterwards no child process may be left."""
 
     async def main() -> None:
-        pool = RewardPool(config)
+        pool = RewardPool(config, Path("runs"))
         try:
             async with asyncio.timeout(60):
                 await scenario(pool)
@@ -257,11 +257,12 @@ def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions)
 def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
-        "import asyncio\nfrom asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
+        "import asyncio\nfrom pathlib import Path\n"
+        "from asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
         "from asyncrl.rewards.pool import RewardPool\n"
         f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
         "hung = RewardInput(prompt='', response='', row={'how': 'sleep'})\n"
-        "async def main():\n    pool = RewardPool(config)\n    await pool.start()\n"
+        "async def main():\n    pool = RewardPool(config, Path('runs'))\n    await pool.start()\n"
         "    calls = asyncio.create_task(pool.score([hung, hung]))\n    await asyncio.sleep(1)\n"
         "    print('up', flush=True)\n    await calls\n"
         "asyncio.run(main())\n"

@@ -1,6 +1,7 @@
 """What one run needs: its store, its model, its prompts, its reward functions."""
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 
@@ -80,11 +81,18 @@ def rewards(config: Config) -> Finding:
     """Start the reward processes, which load the functions."""
 
     async def load() -> None:
-        pool = RewardPool(config.reward)
+        pool = RewardPool(config.reward, config.run.root)
         try:
             await pool.start()
         finally:
             await pool.close()
 
     asyncio.run(load())
-    return fine(f"{', '.join(function.part for function in config.reward.functions)} can be loaded")
+    return fine(f"{', '.join(function.part for function in config.reward.functions)} can be loaded{_sandbox_in_words(config)}")
+
+
+def _sandbox_in_words(config: Config) -> str:
+    if config.reward.sandbox == "none":
+        return ""
+    unlimited = "; as root their number of processes is not limited" if os.getuid() == 0 else ""
+    return f", in {config.reward.sandbox}{unlimited}"

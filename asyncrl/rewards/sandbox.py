@@ -1,0 +1,122 @@
+"""Reward workers within bubblewrap (`bwrap`), for rewards that run what the model wrote.
+
+A worker there has namespaces of its own (users, processes, network, IPC, host name), no capabilities, and of the file system
+what is listed here, to be read: the system's programs, this Python with its packages, the working directory and the
+directories of reward files; without the run root, and without what is private by its name. `/tmp` and `/dev/shm` are its own. It
+ends with its parent, and everything that it started ends with it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import asyncrl
+
+SCRATCH_BYTES = 256 * 2**20
+"""Each of /tmp and /dev/shm."""
+LIMITS = {"NOFILE": 1024, "NPROC": 256, "CORE": 0}
+"""RLIMIT_*, soft and hard. NPROC is not enforced for root; it counts the sandbox's own processes since this kernel:"""
+NPROC_KERNEL = (5, 14)
+PARENT_PID = 0
+"""Of a worker, as it sees it: it is the first process of its namespace, so that no other one there holds its pipes."""
+PROBE_S = 20.0
+
+_NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --as-pid-1 --die-with-parent --new-session"
+_SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /opt"
+_ETC = "alternatives group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime nsswitch.conf passwd"
+_SCRATCH = ("/dev/shm", "/tmp")
+_PRIVATE = (".*", "*.key")
+_VARIABLES = "PATH LANG LANGUAGE LC_* TZ LD_LIBRARY_PATH PYTHON* VIRTUAL_ENV CONDA_PREFIX OMP_* ASYNCRL_RUN_DIRECTORY"
+_INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap)"
+_ALLOW = (
+    "it needs user namespaces: in Docker --security-opt seccomp=unconfined --security-opt systempaths=unconfined "
+    "--security-opt apparmor=unconfined; on Ubuntu from 23.10 sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """What workers see."""
+
+    functions: Sequence[str]
+    """Reward functions as in the config."""
+    run_root: Path
+    """Empty in there, reward files in it aside."""
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """`command` in the sandbox. Paths are the same there, and so is the working directory."""
+        words = [*_NAMESPACES.split(), "--proc", "/proc", "--dev", "/dev"]
+        for scratch in _SCRATCH:
+            words += ["--size", str(SCRATCH_BYTES), "--tmpfs", scratch]
+        for system in (*_SYSTEM.split(), *(f"/etc/{name}" for name in _ETC.split())):
+            words += ["--ro-bind-try", system, system]
+        empty = []
+        for place in self._shown():
+            words += ["--ro-bind", str(place), str(place)]
+            for private in _private_entries(place):
+                if private.is_dir():
+                    empty.append(str(private))
+                    words += ["--tmpfs", str(private)]
+                else:
+                    words += ["--ro-bind", os.devnull, str(private)]
+        if self.run_root.exists():
+            empty.append(str(self.run_root.resolve()))
+            words += ["--tmpfs", empty[-1]]
+        for file in self._files():
+            words += ["--ro-bind", str(file), str(file)]
+        here = str(Path.cwd())
+        words += ["--dir", here, "--chdir", here]
+        for made in ("/", "/dev", "/proc", *empty):  # last, for mount points are made in them; root could write /proc/sys
+            words += ["--remount-ro", made]
+        return ["bwrap", *words, "--", *command]
+
+    def problem(self) -> str | None:
+        """Why no worker can run in it on this host and what to do, or None."""
+        if shutil.which("bwrap") is None:
+            return f"found no program `bwrap`, which makes the sandbox; {_INSTALL}"
+        if Path("/") in self._shown():
+            return "it would show every file, for / is the working directory or holds a reward file; use a directory of their own"
+        try:
+            probe = self.wrap([sys.executable, "-c", ""])
+            subprocess.run(probe, env=environment(), capture_output=True, check=True, timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            return f"`bwrap` starts nothing within {PROBE_S:g} s; {_ALLOW}"
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace").strip() or f"exit status {error.returncode}"
+            return f"`bwrap` cannot make a sandbox here: {said}; {_INSTALL if 'Unknown option' in said else _ALLOW}"
+        return None
+
+    def _shown(self) -> list[Path]:
+        """Parents first, so that what is private in one can be shown again: a virtual environment `.venv`."""
+        packages = [Path(asyncrl.__file__).parent, Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+        wanted = [path.absolute() for path in (Path.cwd(), *packages, *(file.parent for file in self._files()))]
+        return sorted({path for one in wanted if one.exists() for path in (one, one.resolve())} - set(map(Path, _SCRATCH)))
+
+    def _files(self) -> Iterator[Path]:
+        for function in self.functions:
+            place = function.rpartition(":")[0]
+            if place.endswith(".py") and Path(place).is_file():
+                yield Path(place).absolute()
+
+
+def environment() -> dict[str, str]:
+    """Variables of a worker in the sandbox: what Python needs to start, and no secret."""
+    patterns = _VARIABLES.split()
+    kept = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
+    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp"}
+
+
+def limits() -> dict[str, int]:
+    """Of processes in the sandbox, by the name after RLIMIT_."""
+    kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    return {name: value for name, value in LIMITS.items() if name != "NPROC" or kernel >= NPROC_KERNEL}
+
+
+def _private_entries(place: Path) -> list[Path]:
+    entries = place.iterdir() if place.is_dir() else ()
+    return [entry for entry in entries if any(fnmatchcase(entry.name, one) for one in _PRIVATE) and not entry.is_symlink()]
