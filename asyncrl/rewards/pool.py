@@ -104,11 +104,11 @@ class _Worker:
         try:
             await self.start()
             await self._send(_request(one))
-            await self._receive(START_S, "did not begin")
+            await self._receive("started", bool, START_S, "did not begin")
             parts: dict[str, float] = {}
             is_spent = False
             for function in self._config.functions:
-                reply = await self._receive(self._config.timeout_s, f"reward part `{function.part}`")
+                reply = await self._receive("value", float, self._config.timeout_s, f"reward part `{function.part}`")
                 if "error" in reply:
                     in_step = self._sandbox is None  # what failed there may have filled /tmp or used up descriptors
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
@@ -141,7 +141,7 @@ class _Worker:
         ready = False
         try:
             await self._send(self._orders())
-            reply = await self._receive(START_S, "start of the reward worker")
+            reply = await self._receive("ready", bool, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
             ready = True
@@ -186,19 +186,22 @@ class _Worker:
         except (ConnectionError, TimeoutError) as error:
             raise RewardError(f"the reward worker takes no calls ({type(error).__name__}){self._output()}") from error
 
-    async def _receive(self, limit_s: float, doing: str) -> dict[str, Any]:
+    async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
+        """The next reply, which has `key` with a value of `kind`, or `error`."""
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(limit_s):
                 (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
                 if length > MAX_REPLY_BYTES:
                     raise RewardError(f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}")
-                reply: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
-                return reply
+                reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
             raise RewardError(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
             raise RewardError(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
+        if not isinstance(reply, dict) or not ("error" in reply or isinstance(reply.get(key), kind)):
+            raise RewardError(f"{doing}: the reward worker is out of step, because user code wrote to its pipe{self._output()}")
+        return reply
 
     async def _status(self) -> str:
         assert self._process is not None

@@ -159,7 +159,7 @@ def write_run_key(world):
 
 
 def symlink_out(world):
-    link = Path(tempfile.gettempdir()) / "innocent"
+    link = Path(f"/tmp/{world['token']}")
     link.symlink_to(world["victim"])
     link.write_text("attacked")
 

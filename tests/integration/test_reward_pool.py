@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgpack
 import psutil
 import pytest
 
@@ -65,12 +66,12 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def config(functions: Path, *names: str, timeout_s: float = 1.0, workers: int = 1, weights=None) -> RewardConfig:
+def config(functions: Path, *names: str, timeout_s: float = 1.0, workers: int = 1, weights=None, **more) -> RewardConfig:
     listed = [
         {"function": f"{functions}:{name}" if name != "exact_match" else name, "weight": (weights or {}).get(name, 1.0)}
         for name in names
     ]
-    return RewardConfig.model_validate({"functions": listed, "timeout_s": timeout_s, "workers": workers})
+    return RewardConfig.model_validate({"functions": listed, "timeout_s": timeout_s, "workers": workers} | more)
 
 
 def ask(response: str = "abc", **row) -> RewardInput:
@@ -169,6 +170,52 @@ def test_the_part_that_failed_is_named_not_its_neighbours(functions):
             assert dict(score.parts) == {"good": 4.0, "misbehave": 1.0, "later": 0.5}
 
     run(config(functions, "good", "misbehave", "later"), scenario)
+
+
+def test_memory_is_limited_without_a_sandbox_too(functions):
+    functions.write_text(FUNCTIONS + "def greedy(prompt, response):\n    return float(len(bytearray(int(response) << 20)))\n")
+
+    async def scenario(pool):
+        with pytest.raises(RewardError, match="part `greedy` raised MemoryError"):
+            await pool.score([ask("3000")])
+        assert (await pool.score([ask("100")]))[0].total == 100 << 20
+
+    run(config(functions, "greedy", memory_gib=1.0), scenario)
+
+
+def test_how_much_was_printed_before_the_end_is_told(functions):
+    functions.write_text(
+        "import os\ndef loud(prompt, response):\n    print('y' * 50_000, 'the end', flush=True)\n    os._exit(1)\n"
+    )
+
+    async def scenario(pool):
+        with pytest.raises(RewardError, match=r"last printed \(45,913 bytes before were dropped\): y+ the end$"):
+            await pool.score([ask()])
+
+    run(config(functions, "loud"), scenario)
+
+
+def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functions):
+    functions.write_text(
+        "import os, struct\n"
+        "def forge(prompt, response, reply):\n"
+        "    for number in range(3, 20) if reply else ():\n"
+        "        try: os.write(number, struct.pack('<I', len(reply) // 2) + bytes.fromhex(reply))\n"
+        "        except OSError: pass\n"
+        "    return 1.0\n"
+    )
+
+    async def scenario(pool):
+        for forged in (1, {}, [], {"other": 1}, {"value": None}, {"value": "1"}, {"started": True}):
+            with pytest.raises(RewardError, match="out of step, because user code wrote to its pipe"):
+                await pool.score([ask(reply=msgpack.packb(forged).hex())])
+            assert (await pool.score([ask(reply="")]))[0].total == 1.0
+        assert (await pool.score([ask(reply=msgpack.packb({"value": 100.0}).hex())]))[0].total == 100.0  # its own score
+        with pytest.raises(RewardError, match="out of step"):  # and nobody else's
+            await pool.score([ask(reply="")])
+        assert (await pool.score([ask(reply="")]))[0].total == 1.0
+
+    run(config(functions, "forge"), scenario)
 
 
 def test_waiting_for_a_worker_is_nobodys_timeout_and_workers_run_side_by_side(functions):

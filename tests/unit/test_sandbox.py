@@ -1,0 +1,120 @@
+"""What a sandbox shows and hides, from the command that makes it; `tests/integration/test_reward_sandbox.py` has the real one."""
+
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import ConfigError
+from asyncrl.preflight.validate import validated_config
+from asyncrl.rewards import sandbox
+from asyncrl.rewards.sandbox import Sandbox, environment, limits
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a reward, secrets, and a run below it, as the working directory."""
+    for name in ("rewards/task.py", "runs/first/run.key", ".env", "join.key", ".venv/bin/python", ".git/config"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def mounts(words: list[str]) -> list[tuple[str, str]]:
+    """Kind and place of each mount, in their order."""
+    kinds = {"--ro-bind": 2, "--ro-bind-try": 2, "--tmpfs": 1, "--remount-ro": 1, "--proc": 1, "--dev": 1}
+    return [(word, words[index + kinds[word]]) for index, word in enumerate(words) if word in kinds]
+
+
+def test_the_last_mount_of_a_place_decides(project, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
+    made = mounts(Sandbox(["rewards/task.py:right", "exact_match"], Path("runs")).wrap(["true"]))
+    last = {place: kind for kind, place in made if kind != "--remount-ro"}
+    assert last[str(project)] == last[str(project / "rewards")] == "--ro-bind"
+    assert last[str(project / "runs")] == last[str(project / ".git")] == "--tmpfs"
+    assert last[str(project / ".venv")] == "--ro-bind"  # private by its name, but it is this Python
+    for secret in (".env", "join.key"):
+        words = Sandbox([], Path("runs")).wrap(["true"])
+        assert words[words.index(str(project / secret)) - 1] == "/dev/null"
+    remounted = [place for kind, place in made if kind == "--remount-ro"]
+    assert {"/", "/dev", "/proc"} <= set(remounted)
+    assert {place for kind, place in made if kind == "--tmpfs"} <= {*remounted, "/tmp", "/dev/shm"}
+    assert made[-len(remounted) :] == [("--remount-ro", place) for place in remounted]  # nothing is mounted afterwards
+
+
+def test_a_reward_file_below_the_run_root_is_shown_alone(project):
+    (project / "runs" / "task.py").write_text("")
+    made = mounts(Sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"]))
+    places = [place for _, place in made]
+    assert places.index(str(project / "runs")) < len(places)
+    after = made[[index for index, one in enumerate(made) if one == ("--tmpfs", str(project / "runs"))][-1] + 1 :]
+    assert [place for kind, place in after if kind == "--ro-bind"] == [str(project / "runs" / "task.py")]
+
+
+def test_the_temporary_directory_of_the_host_is_never_shown(project, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/tmp", *sys.path])
+    assert ("--ro-bind", "/tmp") not in mounts(Sandbox([], Path("runs")).wrap(["true"]))
+
+
+def test_a_working_directory_that_would_show_everything_is_refused(project, monkeypatch):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir("/")
+    assert "would show every file" in str(Sandbox([], Path("runs")).problem())
+
+
+@pytest.mark.parametrize(
+    ("bwrap", "problem"),
+    [
+        (None, r"found no program `bwrap`.*apt-get install bubblewrap"),
+        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "cannot make a sandbox.*No permissions.*seccomp"),
+        ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "Unknown option.*0.8 or newer"),
+        ("exec sleep 60", "starts nothing within 0.5 s"),
+        ("exit 0", None),
+    ],
+)
+def test_why_there_can_be_no_sandbox_is_said_with_the_fix(bwrap, problem, tmp_path, monkeypatch):
+    if bwrap is not None:
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{bwrap}\n")
+        (tmp_path / "bwrap").chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sandbox, "PROBE_S", 0.5 if bwrap == "exec sleep 60" else 20.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere" if bwrap is None else f"{tmp_path}:/usr/bin:/bin")
+    found = Sandbox([], tmp_path / "runs").problem()
+    assert found is None if problem is None else re.search(problem, str(found))
+
+
+def test_no_secret_is_inherited(monkeypatch):
+    for name in ("HF_TOKEN", "ASYNCRL_SECRET", "ASYNCRL_STORE_PASSWORD", "WANDB_API_KEY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "canary")
+    assert "canary" not in environment().values()
+    assert environment()["PATH"] and environment()["HOME"] == "/tmp"
+
+
+def test_the_number_of_processes_is_limited_where_the_kernel_counts_them_by_namespace(monkeypatch):
+    for release, counted in (("5.10.0-28-amd64", False), ("5.14.0-427.el9", True), ("6.8.0", True)):
+        monkeypatch.setattr(sandbox.os, "uname", lambda release=release: type("Uname", (), {"release": release}))
+        assert ("NPROC" in limits()) is counted
+
+
+def test_a_sandbox_without_a_memory_limit_is_refused():
+    functions = {"functions": [{"function": "exact_match"}]}
+    with pytest.raises(ValidationError, match=r"needs a memory limit; set reward\.memory_gib"):
+        RewardConfig.model_validate({**functions, "sandbox": "bubblewrap"})
+    with pytest.raises(ValidationError, match="greater than or equal"):
+        RewardConfig.model_validate({**functions, "memory_gib": 0.1})
+    assert RewardConfig.model_validate({**functions, "sandbox": "bubblewrap", "memory_gib": 1}).memory_gib == 1
+
+
+def test_validate_names_the_line_of_a_sandbox_that_cannot_be_had(tmp_path, monkeypatch):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{name: x}}\nmodel: {{path: owner/name}}\ndata: {{train: {tmp_path}/train.jsonl}}\n"
+        "reward:\n  functions: [{function: exact_match}]\n  memory_gib: 1\n  sandbox: bubblewrap\n"
+    )
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"(?s):7.*found no program"):
+        validated_config(tmp_path / "run.yaml")
