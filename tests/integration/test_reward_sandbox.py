@@ -4,6 +4,7 @@ The attacks are in `reward_attacks.py`; what they did is looked up from outside.
 sandbox, where they succeed: otherwise nobody would know that they are attacks.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -202,7 +203,8 @@ class Host:
             self.process.wait(20)
         finally:
             for process in self.family():  # of the attacks that succeed without a sandbox
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.fixture(scope="module")
