@@ -59,7 +59,7 @@ def metrics(curve: Curve) -> dict[str, object]:
     """Names where they are known, else one pattern for all: W&B takes either."""
     if not any("*" in name for name in curve.names):
         return {"y": list(curve.names)}
-    patterns = (re.escape(name).replace(r"\*", "[^/]+") for name in curve.names)
+    patterns = (re.escape(name).replace(r"\*", ".*") for name in curve.names)
     return {"metric_regex": f"^({'|'.join(patterns)})$"}
 
 
