@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.buffer.ledger import next_chain
 from asyncrl.errors import WireError
 
 from .content import decode
@@ -20,7 +21,7 @@ MOVES: dict[str, set[tuple[str, str]]] = {
     "put": {("leased", "ready"), ("reissue", "ready"), ("leased", "reissue")},
     "give_back": {("leased", "reissue")},
     "fail": {("leased", "reissue"), ("leased", "ready")},
-    "take": {("ready", "taken")},
+    "take": {("ready", "taken"), ("taken", "ready")},
     "reject": {("taken", "reissue")},
     "commit": {("taken", "done")},
     "revoke": {("leased", "reissue")},
@@ -46,10 +47,10 @@ class Call:
     """Highest id that any learner was allowed to open."""
     durable: set[int]
     """Ids in the ledger of the oldest kept checkpoint; only looked at for COMMIT."""
-    is_fenced: bool
-    """Another learner recovered after the one that calls."""
     answered: set[int] | None
     """What this holder got when it made the same request before and nothing else since."""
+    excused: set[int]
+    """Ids of bad frames that the store may have forgotten, and the learner not."""
     max_attempts: int
     max_bytes: int
 
@@ -94,9 +95,8 @@ def _check_learner(call: Call) -> None:
         require(known == mine, "a fenced learner had an effect", call.name, known, mine)
     else:
         require(before.learners | {"epoch": ""} == after.learners | {"epoch": ""}, "a refused call had an effect", call.name)
-        is_outdated = known[1] == mine[1]  # a late duplicate of its own: it has recovered since
-        is_right = status != b"FENCED" or call.is_fenced or is_outdated
-        require(is_right, "the learner was fenced, and nobody has taken its place", call.name, known, mine)
+        is_replaced = known[0] > mine[0] or (known[0] == mine[0] and known[1] != mine[1])
+        require(is_replaced == (status == b"FENCED"), "fenced is who was replaced, nobody else", call.name, status, known, mine)
 
 
 def _check_moves(call: Call) -> None:
@@ -106,6 +106,8 @@ def _check_moves(call: Call) -> None:
         require(move in MOVES[call.name], "an id must not move so", call.name, ticket_id, move)
         if move == ("leased", "reissue"):
             require(_may_lose_lease(call, ticket_id), "a lease ended early", call.name, call.arguments, ticket_id)
+        elif move == ("taken", "ready"):
+            require(_may_undo(call, ticket_id), "a take was undone", call.arguments, ticket_id)
     for ticket_id in call.before.leased & call.after.leased:
         if _lease(call.before, ticket_id) != _lease(call.after, ticket_id):
             require(_may_change_lease(call, ticket_id), "a lease changed", call.name, call.arguments, ticket_id)
@@ -121,6 +123,13 @@ def _may_lose_lease(call: Call, ticket_id: int) -> bool:
         return ends_ms <= call.now_ms
     is_named = call.name == "revoke" or ticket_id in call.ids(call.arguments[1])
     return holder == call.arguments[0] and is_named
+
+
+def _may_undo(call: Call, ticket_id: int) -> bool:
+    """A learner with another batch, or whose step has accepted more, asks for fewer than were assigned to another."""
+    number, takes = int(call.arguments[2]), call.before.takes
+    is_larger = number in takes and takes[number][0] == call.arguments[3] and len(takes[number][2]) > int(call.arguments[4])
+    return is_larger and any(ticket_id in ids for n, (_, _, ids) in takes.items() if n >= number)
 
 
 def _may_change_lease(call: Call, ticket_id: int) -> bool:
@@ -173,11 +182,32 @@ def _put_call(call: Call) -> None:
     is_stored = call.reply == b"stored"
     ready = call.after.ready - call.before.ready
     require(ready == ({ticket_id} if is_stored else set()), "another group was stored", ready, call.arguments, call.reply)
+    _check_outcome(call, ticket_id)
     if is_stored and call.after.number("bytes") > max_bytes:
-        oldest = min(call.before.anchor, ticket_id)
-        is_awaited = oldest == ticket_id or oldest in call.after.reissue or call.before.deadlines.get(oldest, 0) <= call.now_ms
-        is_starving = call.before.meta.get("starving") == "1"
-        require(is_starving and is_awaited, "stored beyond the cap", ticket_id, call.after.number("bytes"))
+        require(_is_awaited(call, ticket_id), "stored beyond the cap", ticket_id, call.after.number("bytes"))
+
+
+def _offer_call(call: Call) -> None:
+    _check_outcome(call, int(call.arguments[0]))
+
+
+def _check_outcome(call: Call, ticket_id: int) -> None:
+    """The first group of an issued id is stored, whoever brings it, unless there is no room and the learner can go on."""
+    outcome, is_there = call.reply.decode(), call.before.homes().get(ticket_id) in ("ready", "taken")
+    if call.before.is_done(ticket_id) or is_there:
+        require(outcome == "duplicate", "a second group of an id is welcome", ticket_id, outcome)
+    elif ticket_id > call.before.issued:
+        require(outcome == "unknown", "a group of an id that nobody has", ticket_id, outcome)
+    else:
+        require(outcome in ("stored", "full"), "the first group of an id is refused", ticket_id, outcome)
+        require(outcome == "stored" or not _is_awaited(call, ticket_id), "a full store refuses what it waits for", ticket_id)
+
+
+def _is_awaited(call: Call, ticket_id: int) -> bool:
+    """The learner waits for this group, or for one that nobody has."""
+    oldest = min(call.before.anchor, ticket_id)
+    is_nobodys = oldest in call.before.reissue or call.before.deadlines.get(oldest, 0) <= call.now_ms
+    return call.before.meta.get("starving") == "1" and (oldest == ticket_id or is_nobodys)
 
 
 def _fail_call(call: Call) -> None:
@@ -206,7 +236,7 @@ def _take_call(call: Call) -> None:
         assigned == (previous, call.reply[1].decode(), tuple(ids)), "another take was told than is kept", assigned, call.reply
     )
     require(number == call.after.number("last") or number in call.before.takes, "a take stands alone", number)
-    if number not in call.before.takes:
+    if call.before.takes.get(number) != assigned:
         require(not is_starving, "the store believes that the learner waits", call.arguments)
         require(len(ids) == wanted, "a take has another size", ids, wanted)
         require(
@@ -219,11 +249,15 @@ def _reject_call(call: Call) -> None:
     ticket_id, frame = int(call.arguments[4]), call.before.frames.get(int(call.arguments[4]))
     was_counted = call.after.attempts.get(ticket_id, 0) > call.before.attempts.get(ticket_id, 0)
     if was_counted:
-        require(frame is not None and not _is_good(ticket_id, frame), "a good frame was refused", ticket_id, frame)
+        is_bad = frame is not None and (not _is_good(ticket_id, frame) or ticket_id in call.excused)
+        require(is_bad, "a good frame was refused", ticket_id, frame)
     if call.reply[0] == b"OK":
-        kept = call.after.takes[int(call.arguments[2])]
+        number, chain = int(call.arguments[2]), call.arguments[3]
+        kept = call.after.takes[number]
         told = (call.reply[1].decode(), tuple(map(int, call.reply[2])))
         require(kept[1:] == told, "another take was told than is kept", kept, told)
+        whole = next_chain(kept[0], tuple(sorted({*told[1], ticket_id})))
+        require(number == call.before.number("last") and chain in (told[0], whole), "another take was shortened", number, kept)
         was_there = ticket_id in call.before.takes[int(call.arguments[2])][2]
         require(was_counted or not was_there or ticket_id in told[1], "a refused frame cost no attempt", ticket_id, told)
         if was_counted:
@@ -308,6 +342,7 @@ def _give_back_call(call: Call) -> None:
 CHECKS: dict[str, Callable[[Call], None]] = {
     "lease": _lease_call,
     "renew": _renew_call,
+    "offer": _offer_call,
     "put": _put_call,
     "give_back": _give_back_call,
     "fail": _fail_call,

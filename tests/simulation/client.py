@@ -1,6 +1,8 @@
 """The network: what redis-py's client is to the shipped code, with a connection that loses, delays and repeats requests."""
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,11 +11,14 @@ from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, T
 from asyncrl.buffer.connection import SOCKET_TIMEOUT_S
 
 from .engine import Engine, Killed, Process
-from .faults import Faults
+from .faults import RARE, Faults
 from .store import Request, VirtualStore, function_name
 
 LATEST_S = 120.0
 """A delayed request or a late duplicate arrives before that."""
+RECENT = 8
+"""Different requests of learners that may come back when the store loses something."""
+OF_A_LEARNER = {"take", "reject", "commit", "recover"}
 
 
 class Network:
@@ -24,16 +29,19 @@ class Network:
         self.down_until_s = 0.0
         self.loading_until_s = 0.0
         self.paused_until_s = 0.0
-        self.before_transaction: Callable[[], None] = lambda: None
+        self.before_transaction: Callable[[str], None] = lambda function: None
         self.before_request: Callable[[str], None] = lambda function: None
+        self._recent: deque[tuple[Request, ...]] = deque(maxlen=RECENT)
 
     def request(self, process: Process, requests: tuple[Request, ...]) -> list[Any]:
         """The replies, after a while; raises what redis-py would."""
         if not process.is_alive:
             raise Killed
-        engine, faults = self._engine, self._faults
-        if requests[-1][0] == "FCALL":
-            self.before_request(function_name(requests[-1][1]))
+        engine, faults, function = self._engine, self._faults, _function(requests)
+        if function:
+            self.before_request(function)
+        if function in OF_A_LEARNER and requests not in self._recent:
+            self._recent.append(requests)
         answer, wait = engine.wait()
         if faults.strikes("lost_request"):
             answer(engine.random.uniform(0.0, 0.3), ConnectionError("Connection reset by peer"))
@@ -57,14 +65,31 @@ class Network:
         elif self.loading_until_s > now_s:
             answer(0.0, BusyLoadingError("Redis is loading the dataset in memory"))
         else:
-            self.before_transaction()
+            self.before_transaction(_function(requests))
             replies = self._store.execute(requests)
-            if faults.strikes("late_duplicate"):
+            share = RARE.get(_function(requests), 1.0)
+            if faults.strikes("late_duplicate", share=share):
                 self._arrive_later(requests)
-            if faults.strikes("lost_reply"):
+            if faults.strikes("lost_reply", share=share):
                 answer(engine.random.choice([0.0, SOCKET_TIMEOUT_S]), TimeoutError("Timeout reading from socket"))
             else:
                 answer(self._latency_s(), replies)
+
+    def echo(self, functions: Collection[str], *, longest_s: float) -> None:
+        """The store has lost something: what it has forgotten comes again, in any order; it was held up on another way."""
+        random, starts_s = self._engine.random, max(0.0, self.down_until_s - self._engine.now_s)
+        for requests in self._recent:
+            if _function(requests) not in functions:
+                continue
+            for _ in range(random.randint(0, 3)):
+                delay_s = starts_s + random.uniform(0.0, longest_s)
+                self._engine.at(delay_s, functools.partial(self._arrive, requests, lambda delay_s, value: None))
+
+    def repeat_take(self, number: int) -> None:
+        """What was asked for take `number` of late comes now."""
+        for requests in self._recent:
+            if _function(requests) == "take" and requests[-1][-4] == number:
+                self._engine.at(0.0, functools.partial(self._arrive, requests, lambda delay_s, value: None))
 
     def _arrive_later(self, requests: tuple[Request, ...]) -> None:
         random = self._engine.random
@@ -73,6 +98,11 @@ class Network:
 
     def _latency_s(self) -> float:
         return self._engine.random.expovariate(1 / 0.005)
+
+
+def _function(requests: tuple[Request, ...]) -> str:
+    """The store's function that is called, if any."""
+    return function_name(requests[-1][1]) if requests[-1][0] == "FCALL" else ""
 
 
 class Client:

@@ -16,14 +16,23 @@ MEAN_S = {
     "store_kill": 30.0,
     "store_wipe": 60.0,
     "store_failover": 60.0,
+    "store_relapse": 30.0,
     "store_pause": 60.0,
     "functions_lost": 60.0,
     "clock_jump": 60.0,
     "out_of_memory": 60.0,
 }
 """Mean time between two faults of a kind."""
-OTHER = {"garbage_frame": 0.1, "reward_fails": 0.1, "torn_checkpoint": 0.3, "ambush": 0.15}
-"""Per group, per start of a learner, and per rare call of one."""
+OTHER = {
+    "garbage_frame": 0.2,  # per group
+    "reward_fails": 0.1,
+    "torn_checkpoint": 0.3,  # per start of a learner
+    "ambush": 0.15,  # per rare call of one
+    "echo": 0.5,  # whenever the store loses something
+    "usurper_of_nothing": 0.3,  # per second learner
+}
+RARE = {"reject": 10.0, "commit": 3.0, "recover": 3.0, "close": 3.0}
+"""How much likelier a reply is lost, or a request repeated, of functions that are called less often than others."""
 
 
 @dataclass(slots=True)

@@ -222,7 +222,7 @@ class LearnerProcess:
         self._publish(version, self.intake.recover)
         while version < scenario.steps:
             collected = self._collect(version)
-            self.engine.sleep(self.engine.random.uniform(0.1, 2.0))
+            self.engine.sleep(self.engine.random.uniform(0.1, scenario.training_s))
             self._train(version, collected)
             version += 1
             self._publish(version, self.intake.open)

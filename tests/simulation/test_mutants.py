@@ -12,7 +12,7 @@ QUICK = (
     "leased one beyond the credit",
     "takes need not follow at all",
     "a commit forgets one take only",
-    "a group of a lost history is trained",
+    "any take may be shortened",
 )
 """Each is noticed within a few seeds."""
 

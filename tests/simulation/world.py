@@ -20,7 +20,7 @@ from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
 
 from .calls import Call, check_call
-from .client import LATEST_S, Client, Network
+from .client import LATEST_S, OF_A_LEARNER, Client, Network
 from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
@@ -28,7 +28,7 @@ from .invariants import check_lineage, check_nothing_is_left, check_state
 from .lane import RUN, Lane, require
 from .outcomes import outcome
 from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
-from .store import OOM, VirtualStore
+from .store import OOM, Snapshot, VirtualStore
 from .violation import Violation
 
 EPOCH_S = 1e9
@@ -36,7 +36,7 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
-AMBUSHED = {"reject": 1.0, "commit": 1.0, "recover": 1.0, "close": 1.0, "take": 0.1}
+AMBUSHED = {"reject": 1.0, "commit": 2.0, "recover": 1.0, "close": 1.0, "take": 0.1}
 """Share of the chance, by function."""
 
 
@@ -53,6 +53,7 @@ class Scenario:
     generators: int
     held_at_most: int
     sampling_s: float
+    training_s: float
     fsync_s: float
     """0: nothing that was answered is lost; else the time between two."""
     faults_s: float
@@ -65,10 +66,11 @@ class Scenario:
             window=random.choice([1, groups, 2 * groups, 3 * groups]),
             drop=random.random() < 0.25,
             every=random.randint(1, 3),
-            keep=random.randint(1, 3),
+            keep=random.choice([1, 1, 2, 3]),
             generators=random.randint(1, 3),
             held_at_most=random.randint(2, 6),
             sampling_s=random.choice([0.5, 2.0, 6.0]),
+            training_s=random.choice([1.0, 3.0, 10.0]),
             fsync_s=random.choice([0.0, 0.2, 1.0, 5.0]),
             faults_s=random.uniform(20.0, 120.0),
         )
@@ -103,14 +105,23 @@ class World:
         self._samples = 0
         self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
         self._recovered_takes = 0
+        self._spoilt: set[int] = set()
+        """Ids that somebody made a bad frame of."""
+        self._excused: set[int] = set()
+        """Those of them before the store last lost something."""
         self._lane: Lane | None = None
         """After the last call; None when something else has changed the store since."""
-        self._owner = ""
-        """Of the last recovery."""
         self._answers: dict[str, tuple[str, set[int]]] = {}
         """holder -> its last lease request, and the tickets that it got"""
         self._snapshots = [self.store.snapshot()]
-        self._replicas = self._snapshots
+        self._replicas = list(self._snapshots)
+        self._at_take = self._snapshots[0]
+        """Just before the last TAKE."""
+        self._before_take = self._snapshots
+        """With its learner, but without the last take."""
+        self._last_take: tuple[int, tuple[int, ...]] = (0, ())
+        """Its number, and its ids."""
+        self._is_forgotten = False
         self._snapshot_at_s = 0.0
         self._is_finished, self._is_over = False, False
         self.drained = False
@@ -202,6 +213,7 @@ class World:
         name = f"{holder}#{self._samples}"
         frame = encode(ticket_id, name, version, int(random.random() > 0.2), padding=random.choice([0, 20, 80]))
         if self.faults.strikes("garbage_frame"):
+            self._spoilt.add(ticket_id)
             return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, version, 1)])
         self.produced.setdefault(ticket_id, set()).add(name)
         return frame
@@ -223,7 +235,9 @@ class World:
 
     # -- the store
 
-    def _before(self) -> None:
+    def _before(self, function: str) -> None:
+        if function == "take":
+            self._at_take = self.store.snapshot()
         if self.engine.now_s - self._snapshot_at_s >= max(self.scenario.fsync_s, 0.2):
             self._snapshot()
         self._lane = self._lane or Lane(self.store.data)
@@ -232,7 +246,9 @@ class World:
         self._snapshot_at_s = self.engine.now_s
         self._snapshots = [*self._snapshots, self.store.snapshot()][-SNAPSHOTS:]
         if self.engine.random.random() < 0.3:
-            self._replicas = [*self._replicas, self._snapshots[-1]][-SNAPSHOTS:]
+            self._replicas.append(self._snapshots[-1])
+            if len(self._replicas) > SNAPSHOTS:  # any may be the one that stays behind
+                self._replicas.pop(self.engine.random.randrange(SNAPSHOTS))
 
     def _after(self, name: str, raw: tuple[bytes, ...], reply: Any) -> None:
         """A function of the store, or UNLINK, has run."""
@@ -240,7 +256,6 @@ class World:
         self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
         if name == "unlink":  # a learner without a checkpoint deletes what was there, and fences whoever was before
             self._store_is_another()
-            self._owner = ""
             return
         before, lane = self._lane, Lane(self.store.data)
         assert before is not None
@@ -248,6 +263,10 @@ class World:
         self.outcomes[outcome(name, reply, lane.frames)] += 1
         if name == "recover":
             self._recovered(arguments)
+        elif name == "take" and lane.takes != before.takes:
+            self._assigned(before, lane)
+        elif name == "put" and self._is_forgotten:
+            self._take_otherwise(lane)
         call = Call(
             name=name,
             arguments=arguments,
@@ -257,14 +276,31 @@ class World:
             now_ms=self.store.now_ms,
             credit=self.credit,
             durable=self._durable_ids() if name == "commit" else set(),
-            is_fenced=len(arguments) < 2 or arguments[1] != self._owner,
             answered=self._answered_before(arguments) if name == "lease" else None,
+            excused=self._excused,
             max_attempts=self.rules.max_attempts,
             max_bytes=self.rules.max_bytes,
         )
         check_call(call)
         check_state(lane, self.store.strays)
         self._remember_answer(name, arguments, reply)
+
+    def _assigned(self, before: Lane, lane: Lane) -> None:
+        """A take is new, or those that were there were undone for a learner that wants fewer."""
+        undone = {number for number in before.takes if before.takes[number] != lane.takes.get(number)}
+        self._seen = {key: ids for key, ids in self._seen.items() if key[0] not in undone}
+        if lane.takes:
+            number = max(lane.takes)
+            known = {"owner": lane.meta["owner"], "last": str(number - 1)}
+            older = [one for one in self._snapshots if known.items() <= Lane(one[0]).meta.items()]
+            self._before_take = [*older, self._at_take]
+            self._last_take, self._is_forgotten = (number, lane.takes[number][2]), False
+
+    def _take_otherwise(self, lane: Lane) -> None:
+        """A request that the store has forgotten comes at the worst moment: when the answer would be another."""
+        number, ids = self._last_take
+        if len(lane.ready) >= len(ids) and tuple(sorted(lane.ready)[: len(ids)]) != ids:
+            self.network.repeat_take(number)
 
     def _answered_before(self, arguments: tuple[str, ...]) -> set[int] | None:
         request, ids = self._answers.get(arguments[0], ("", set()))
@@ -280,8 +316,8 @@ class World:
     def _recovered(self, arguments: tuple[str, ...]) -> None:
         """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
         self.store.strays.clear()
-        learner, self._owner, takes = self.learner, arguments[1], int(arguments[2])
-        is_newest = learner is not None and learner.buffer._owner == self._owner and learner.intake.ledger.takes == takes
+        learner, owner, takes = self.learner, arguments[1], int(arguments[2])
+        is_newest = learner is not None and learner.buffer._owner == owner and learner.intake.ledger.takes == takes
         if not is_newest or takes < self._recovered_takes:
             self._seen.clear()
         self._recovered_takes = takes
@@ -318,8 +354,10 @@ class World:
         """Right before a rare call, where the schedule alone would hardly ever strike: the store or the caller changes."""
         share = AMBUSHED.get(function, 0.0)
         if share and self.faults.strikes("ambush", share=share, also_in_calm=function == "close"):
-            self.engine.random.choice([self._store_kill, self._store_wipe, self._store_failover, self._second_learner])()
-            self.engine.sleep(self.engine.random.uniform(0.0, 5.0))
+            random = self.engine.random
+            kinds = [self._store_kill, self._store_wipe, self._store_failover, self._store_relapse, self._second_learner]
+            random.choice([*kinds, *[self._store_relapse] * (4 if function == "commit" else 1)])()
+            self.engine.sleep(random.uniform(0.0, random.choice([1.0, 5.0, 20.0])))
 
     def _any_generator(self) -> GeneratorProcess:
         return self.generators[self.engine.random.randrange(self.scenario.generators)]
@@ -331,7 +369,11 @@ class World:
             self.generator_died(generator)
 
     def _generator_pause(self) -> None:
-        self._any_generator().process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 90.0)
+        """The control plane may take it for dead."""
+        random, process = self.engine.random, self._any_generator().process
+        process.paused_until_s = self.engine.now_s + random.uniform(1.0, 90.0)
+        if random.random() < 0.5:
+            self.engine.at(random.uniform(1.0, 4.0), lambda: self._revoke(process.name))
 
     def _generator_leave(self) -> None:
         self._any_generator().is_leaving = True
@@ -347,8 +389,10 @@ class World:
             self.learner.process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 60.0)
 
     def _second_learner(self) -> None:
-        """The old one sleeps, and does not know when it wakes up that another has the lock."""
+        """The old one sleeps, and does not know when it wakes up that another has the lock, perhaps with the same epoch."""
         self._learner_pause()
+        if self.faults.strikes("usurper_of_nothing"):
+            self.engine.random.choice([self._store_wipe, self._store_failover])()
         self.engine.at(self.engine.random.uniform(0.5, 5.0), self._start_learner)
 
     def _store_kill(self) -> None:
@@ -356,23 +400,34 @@ class World:
         self.network.down_until_s = self.engine.now_s + random.uniform(0.2, 5.0)
         self.network.loading_until_s = self.network.down_until_s + random.uniform(0.0, 0.5)
         if self.scenario.fsync_s:
-            self.store.restore(random.choice(self._snapshots))
-            self._snapshots = [self.store.snapshot()]
-            self._store_is_another()
+            self._go_back_to(random.choice(self._snapshots))
 
     def _store_failover(self) -> None:
         """To a replica that was left behind, perhaps before another one: it may have seen what never became history."""
         self.network.down_until_s = self.engine.now_s + self.engine.random.uniform(0.2, 3.0)
-        self.store.restore(self.engine.random.choice(self._replicas))
-        self._snapshots = [self.store.snapshot()]
-        self._store_is_another()
-        self._owner = ""  # somebody with the same epoch may have been there
+        self._go_back_to(self.engine.random.choice(self._replicas))
+
+    def _store_relapse(self) -> None:
+        """It knows the learner that it has, and not the take that this one had last; the learner is busy with that."""
+        random, now_s = self.engine.random, self.engine.now_s
+        self.network.down_until_s = now_s + random.uniform(0.2, 1.0)
+        if self.learner is not None:
+            self.learner.process.paused_until_s = now_s + random.uniform(0.0, 30.0)
+        self._go_back_to(random.choice(self._before_take))
+        self._is_forgotten = True
+        self.network.echo({"take", "reject", "commit"}, longest_s=20.0)
 
     def _store_wipe(self) -> None:
         self.network.down_until_s = self.engine.now_s + self.engine.random.choice([0.0, 2.0])
-        self.store.restore(VirtualStore(clock=self.store.clock).snapshot())
+        self._go_back_to(VirtualStore(clock=self.store.clock).snapshot())
+
+    def _go_back_to(self, snapshot: Snapshot) -> None:
+        self.store.restore(snapshot)
         self._snapshots = [self.store.snapshot()]
+        self._excused |= self._spoilt
         self._store_is_another()
+        if self.faults.strikes("echo"):
+            self.network.echo(OF_A_LEARNER, longest_s=self.engine.random.choice([1.0, 5.0, 20.0]))
 
     def _store_pause(self) -> None:
         self.network.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 40.0)
