@@ -182,12 +182,15 @@ class Host:
         return self.answer()
 
     def family(self) -> list[psutil.Process]:
-        """Everything that carries the mark of this world, wherever it has gone."""
-        return [process for process in psutil.process_iter() if self._is_marked(process)]
+        """The host, what descends from it, and everything that carries its mark, wherever it has gone."""
+        descendants = {one.pid for one in self.process.children(recursive=True)} if self.process.is_running() else set()
+        return [process for process in psutil.process_iter() if self._is_ours(process, descendants)]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
+    def _is_ours(self, process: psutil.Process, descendants: set[int]) -> bool:
         try:
-            return process.environ().get(MARK) == self.world.token and process.status() != psutil.STATUS_ZOMBIE
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return process.pid in descendants or process.environ().get(MARK) == self.world.token
         except psutil.Error:
             return False
 
