@@ -171,6 +171,22 @@ class BufferContract:
         assert buffer.put("g", 4, bytes(400)) is PutOutcome.STORED, "exactly the cap"
         assert buffer.audit().counters["full"] == 3
 
+    def test_over_the_cap_the_oldest_gets_in_while_the_learner_waits_for_another_buffer(self, buffer, ledger):
+        buffer.lease("g", 8)
+        assert buffer.put("g", 1, bytes(1000)) is PutOutcome.STORED
+        taken = take(buffer, ledger, 1)
+        assert buffer.put("g", 2, bytes(10)) is PutOutcome.FULL
+        buffer.set_version(0, limit=8)
+        assert buffer.put("g", 2, bytes(10)) is PutOutcome.FULL
+        buffer.set_version(0, limit=8, waiting=True)
+        buffer.set_version(0, limit=8)
+        assert buffer.put("g", 3, bytes(10)) is PutOutcome.FULL
+        assert buffer.put("g", 2, bytes(10)) is PutOutcome.STORED
+        assert buffer.put("g", 3, bytes(10)) is PutOutcome.STORED
+        take(buffer, ledger, 1)
+        assert buffer.put("g", 4, bytes(10)) is PutOutcome.FULL, "the learner has what it waited for"
+        assert buffer.commit(taken.number, taken.chain) == 1
+
     def test_the_last_failure_puts_the_tombstone_in_the_groups_place(self, buffer, ledger):
         buffer.lease("a", 1)
         assert not buffer.fail("a", 1, "why", b"tombstone")

@@ -145,7 +145,8 @@ class Walk:
 
     def set_version(self):
         version, limit = self.draw(st.integers(0, 9)), self.draw(st.integers(0, MOST_IDS))
-        self.learner(lambda buffer: buffer.set_version(version, limit=limit))
+        waiting = self.draw(st.booleans())
+        self.learner(lambda buffer: buffer.set_version(version, limit=limit, waiting=waiting))
 
     def close(self):
         self.learner(lambda buffer: buffer.close())

@@ -2,6 +2,7 @@
 
     L  max_lag    steps between sampling and training    B  groups    per optimizer step
     W  window     in groups; 1 is strict order           R  rejected  groups consumed so far and not trained
+    S  shards     each with B / S and W / S of these; below, B, W, R and id are those of one shard
 
 Step t trains weights of version t, so the group that is the p-th accepted one (from 0) is trained at t = p // B.
 
@@ -49,6 +50,9 @@ def choose(ready: Sequence[int], *, anchor: int, count: int, window: int) -> lis
     return chosen
 
 
-def lag_bound(max_lag: int, *, window: int, groups: int) -> int:
-    """No group is older than this when it is trained: L + ceil((W - 1) / B) optimizer steps."""
-    return max_lag + -(-(window - 1) // groups)
+def lag_bound(max_lag: int, *, window: int, groups: int, shards: int = 1) -> int:
+    """No group is older than this when it is trained: L + ceil((W - S) / B) optimizer steps.
+
+    In S shards, each is a lane with B / S groups per step and a window of W / S: L + ceil((W / S - 1) / (B / S)).
+    """
+    return max_lag + -(-(window - shards) // groups)

@@ -150,8 +150,12 @@ class LearnerBuffer(Protocol):
         """Forget all groups of takes up to `number`; only after a checkpoint holds them. Returns how many."""
         ...
 
-    def set_version(self, version: int, *, limit: int) -> None:
-        """Announce the version being trained and the highest id that may be issued; both only grow."""
+    def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
+        """Announce the version being trained and the highest id that may be issued; both only grow.
+
+        `waiting`: the learner waits for groups of another buffer, and generators that keep groups of this one serve none:
+        over the byte cap the oldest unfinished group is let in, as after a take in vain, until the next take.
+        """
         ...
 
     def revoke(self, holder: str) -> int:

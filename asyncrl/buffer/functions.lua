@@ -385,8 +385,9 @@ register_privileged('recover', function(k, args)
   return {'OK', epoch}
 end)
 
--- version epoch owner version limit -> OK
+-- version epoch owner version limit waiting -> OK
 register_for_learner('version', function(k, args)
+  if args[5] == '1' then call('HSET', k.meta, 'starving', 1) end
   call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]))
   return {'OK'}
 end)

@@ -52,6 +52,8 @@ class Intake:
     max_lag: int
     max_refills: int
     stall_s: float
+    name_of: Callable[[int], int] = int
+    """The id of a group by which everybody else knows the id that `buffer` gives it."""
     _accepted: list[Group] = field(default_factory=list)
     _rejected: list[tuple[Group, str]] = field(default_factory=list)
     _takes: int = 0
@@ -73,10 +75,10 @@ class Intake:
         """Make the store agree with the ledger and open the credit for `version`."""
         self.buffer.recover(self.ledger, version=version, limit=self._limit(version))
 
-    def open(self, version: int) -> None:
-        """Announce the version being trained, and with it the credit."""
+    def open(self, version: int, *, waiting: bool = False) -> None:
+        """Announce the version being trained, and with it the credit; `waiting` as in `set_version`."""
         try:
-            self.buffer.set_version(version, limit=self._limit(version))
+            self.buffer.set_version(version, limit=self._limit(version), waiting=waiting)
         except BufferGap as gap:
             self._heal(gap, version)
 
@@ -132,13 +134,13 @@ class Intake:
         return collected
 
     def _sort(self, take: Take, version: int) -> None:
-        groups = decode_take(self.buffer, take, self.decode)
+        groups = decode_take(self.buffer, take, self.decode, self.name_of)
         if groups is None:
             return
         self.ledger.consume(take.ids)
         self._last_progress_s = time.monotonic()
         self._takes += 1
-        self._taken_at |= dict.fromkeys(take.ids, time_of_day())
+        self._taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
         for group in groups:
             reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
             if reason is None:
@@ -152,10 +154,11 @@ class Intake:
 
     def _check_refills(self) -> None:
         reasons = Counter(reason for _, reason in self._rejected if reason != DISCARDED_LINEAGE)
-        if reasons.total() > self.max_refills * self.groups:
+        most = self.max_refills * self.groups
+        if reasons.total() > most:
             raise RunError(
                 f"one optimizer step: {reasons.total()} groups were rejected in {self._takes} takes ({dict(reasons)}), only "
-                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {self.max_refills} batches. "
+                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {most} rejections. "
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )
 
@@ -174,21 +177,25 @@ class Intake:
         return credit_limit(version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)
 
 
-def decode_take(buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Group]) -> list[Group] | None:
+def decode_take(
+    buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Group], name_of: Callable[[int], int] = int
+) -> list[Group] | None:
     """The groups of a take; None after a frame that is not ours was sent back.
 
     Its id is issued again while it has attempts left, and the rest stays assigned to the same take: the caller asks for
-    it again. A ticket without any attempt left is a dead group.
+    it again. A ticket without any attempt left is a dead group. `name_of` gives the id that stands in the frame.
     """
     groups: list[Group] = []
     for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
+        name = name_of(ticket_id)
         try:
-            groups.append(decode(frame) if frame else _undecodable(ticket_id))
-            if groups[-1].ticket_id != ticket_id:
-                raise WireError(f"stored under id {ticket_id}, but its group says {groups[-1].ticket_id}")
+            groups.append(decode(frame) if frame else _undecodable(name))
+            if groups[-1].ticket_id != name:
+                raise WireError(f"stored under id {name}, but its group says {groups[-1].ticket_id}")
         except WireError as error:
-            where = {"ticket_id": ticket_id}
-            log.error("group %d is not a frame of ours and counts as a failed attempt: %s", ticket_id, error, extra=where)
+            log.error(
+                "group %d is not a frame of ours and counts as a failed attempt: %s", name, error, extra={"ticket_id": name}
+            )
             buffer.reject_frame(take, ticket_id, str(error))
             return None
     return groups

@@ -300,10 +300,11 @@ class MemoryBuffer:
             store.committed = number
             return len(ids)
 
-    def set_version(self, version: int, *, limit: int) -> None:
+    def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
         """Raise version and limit."""
         with self._store.lock:
             self._check_epoch()
+            self._store.starving = self._store.starving or waiting
             self._store.version = max(self._store.version, version)
             self._store.limit = max(self._store.limit, limit)
 

@@ -115,9 +115,9 @@ class RedisBuffer:
         """Forget the groups of all takes up to `number`."""
         return int(self._learner("commit", number, chain)[0])
 
-    def set_version(self, version: int, *, limit: int) -> None:
+    def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
         """Raise version and limit."""
-        self._learner("version", version, limit)
+        self._learner("version", version, limit, int(waiting))
 
     def revoke(self, holder: str) -> int:
         """Issue again what `holder` holds."""

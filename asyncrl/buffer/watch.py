@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from asyncrl.buffer.base import Audit, LearnerBuffer
+from asyncrl.buffer.base import Audit
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,9 @@ class AuditWatch:
     A mismatch counts when two judgements in a row find one: a recovery mends what somebody broke by hand a moment before.
     """
 
-    def __init__(self, buffer: LearnerBuffer, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._buffer = buffer
+    def __init__(self, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`count` is the audit of a buffer."""
+        self._count = count
         self._clock = clock
         self._judged_at_s = -JUDGE_EVERY_S
         self._was_missing = False
@@ -27,7 +28,7 @@ class AuditWatch:
 
     def audit(self) -> Audit:
         """Where every issued id is now. Raises what the buffer raises."""
-        audit = self._buffer.audit()
+        audit = self._count()
         if self._clock() - self._judged_at_s >= JUDGE_EVERY_S:
             self._judged_at_s = self._clock()
             self._judge(audit)

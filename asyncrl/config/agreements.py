@@ -89,6 +89,14 @@ def _store_holds_what_is_open(config: "Config") -> Iterator[str]:
         )
 
 
+def _shards_divide(config: "Config") -> Iterator[str]:
+    """Each shard gives its share of every step."""
+    shards = config.store.shards
+    for key, number in (("batch.groups", config.batch.groups), ("staleness.window_groups", config.staleness.window_groups)):
+        if number is not None and number % shards:
+            yield f"store.shards is {shards}, which does not divide {key} ({number}); choose a divisor, or another {key}"
+
+
 def _stale_tokens_are_corrected(config: "Config") -> Iterator[str]:
     """Exactly one of correction and loss answers for what behaviour and proximal policy disagree on."""
     algorithm, lag = config.algorithm, config.staleness.max_lag
@@ -228,6 +236,7 @@ RULES: tuple[Rule, ...] = (
     _one_store,
     _sequences_fit,
     _store_holds_what_is_open,
+    _shards_divide,
     _stale_tokens_are_corrected,
     _interpolation_saves_something,
     _kl_acts,

@@ -19,6 +19,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "batch": ("groups", "group_size"),
     "sampling": ("temperature", "max_prompt_tokens", "max_response_tokens", "stop"),
     "staleness": ("max_lag", "window_groups"),
+    "store": ("shards",),
     "weights": ("transport", "bucket_mib", "probe_tokens", "probe_limit"),
     "learner": ("steps",),
     "eval": ("prompts", "samples", "temperature", "every"),
@@ -28,8 +29,8 @@ SHARED: dict[str, tuple[str, ...]] = {
 `learner.steps` and `eval.every` say which weights a round of evaluation needs. A run may be resumed with other values: its
 supervisor starts its generators with them; those that joined from elsewhere are refused when they come back, and leave.
 
-Not in it, because one side alone reads it: the algorithm (but for `wants_greedy`), generator, store, checkpoint and
-telemetry parts, and the rest of the learner's.
+Not in it, because one side alone reads it: the algorithm (but for `wants_greedy`), generator, checkpoint and telemetry
+parts, and the rest of the learner's and the store's.
 """
 
 

@@ -273,6 +273,9 @@ class StoreConfig(Part):
     """Of a server started for this run; exactness does not rest on it."""
     max_gib: PositiveFloat = 4.0
     """Cap on stored groups; generators wait when it is reached."""
+    shards: Positive = 1
+    """Lanes that the ticket ids are dealt to, each under a hash tag of its own; divides `batch.groups` and the window, and
+    stays as it is when a run is resumed."""
 
     @field_validator("url")
     @classmethod
@@ -369,13 +372,15 @@ class Config(Part):
 
     @property
     def window_groups(self) -> int:
-        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1."""
-        return self.staleness.window_groups or max(1, int(0.3 * (self.staleness.max_lag + 1) * self.batch.groups))
+        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is whole."""
+        shards = self.store.shards
+        default = int(0.3 * (self.staleness.max_lag + 1) * self.batch.groups) // shards * shards
+        return self.staleness.window_groups or max(shards, default)
 
     @property
     def lag_bound(self) -> int:
-        """No group is older than this when it is trained: L + ceil((W - 1) / B) optimizer steps."""
-        return lag_bound(self.staleness.max_lag, window=self.window_groups, groups=self.batch.groups)
+        """No group is older than this when it is trained: L + ceil((W - S) / B) optimizer steps with S shards."""
+        return lag_bound(self.staleness.max_lag, window=self.window_groups, groups=self.batch.groups, shards=self.store.shards)
 
     @model_validator(mode="after")
     def _parts_agree(self, info: ValidationInfo) -> Self:

@@ -17,8 +17,8 @@ from asyncrl import __version__
 from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected, Intake, make_judge
-from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.shards import Ledgers, ShardedIntake, join
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
 from asyncrl.config.schema import Config
@@ -55,7 +55,8 @@ class LearnerState:
     """What a checkpoint holds besides the trainer's own: enough to go on as if nothing had happened."""
 
     version: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    ledgers: Ledgers = field(default_factory=Ledgers)
+    """Of the training lane."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
     """Of KL and entropy, where they are steered."""
@@ -64,7 +65,7 @@ class LearnerState:
         """Plain values for the checkpoint's JSON."""
         return {
             "version": self.version,
-            "ledger": self.ledger.to_dict(),
+            "ledger": self.ledgers.to_dict(),
             "evaluation": self.evaluation,
             "coefficients": self.coefficients,
         }
@@ -76,7 +77,7 @@ class LearnerState:
             return cls()
         return cls(
             version=values["version"],
-            ledger=Ledger.from_dict(values["ledger"]),
+            ledgers=Ledgers.from_dict(values["ledger"]),
             evaluation=values["evaluation"],
             coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
         )
@@ -108,8 +109,9 @@ class Head:
         self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._decoder = GroupDecoder(wire_key())
-        self._intake = self._make_intake(state.ledger)
-        self._watch = AuditWatch(self._intake.buffer)
+        self._lane = train_lane(config, store)
+        self._intake = self._make_intake(state.ledgers.expect(config.store.shards))
+        self._watch = AuditWatch(self._lane.audit)
         self._evaluation = self._make_evaluation(state)
         self._publisher = SharedMemoryPublisher(
             layout,
@@ -175,7 +177,7 @@ class Head:
 
     def _revoke(self, holder: str) -> None:
         """What a dead generator held is issued again at once, not when its leases run out."""
-        for lane in (self._intake.buffer, self._evaluation.buffer):
+        for lane in (self._lane, self._evaluation.buffer):
             if count := lane.revoke(holder):
                 log.info("%d tickets of %s are issued again", count, holder)
 
@@ -193,23 +195,30 @@ class Head:
         self._trackers.close()
         self._timeline.close()
 
-    def _make_intake(self, ledger: Ledger) -> Intake:
-        config = self._config
+    def _make_intake(self, ledgers: Ledgers) -> ShardedIntake:
+        config, shards = self._config, self._lane.shards
         filters = [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters]
-        return Intake(
-            buffer=train_lane(config, self._store),
-            ledger=ledger,
-            decode=self._decoder.decode,
-            judge=make_judge(
-                filters,
-                drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
-                needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
-            ),
-            groups=config.batch.groups,
-            window=config.window_groups,
-            max_lag=config.staleness.max_lag,
-            max_refills=config.algorithm.max_refills,
-            stall_s=config.control.stall_s,
+        judge = make_judge(
+            filters,
+            drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
+            needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
+        )
+        return ShardedIntake(
+            tuple(
+                Intake(
+                    buffer=buffer,
+                    ledger=ledger,
+                    decode=self._decoder.decode,
+                    judge=judge,
+                    groups=config.batch.groups // len(shards),
+                    window=config.window_groups // len(shards),
+                    max_lag=config.staleness.max_lag,
+                    max_refills=config.algorithm.max_refills * len(shards),  # luck is not even between small shares
+                    stall_s=config.control.stall_s,
+                    name_of=partial(join, shard, shards=len(shards)),
+                )
+                for shard, (buffer, ledger) in enumerate(zip(shards, ledgers.shards, strict=True))
+            )
         )
 
     def _make_evaluation(self, state: LearnerState) -> Evaluation:
@@ -271,7 +280,7 @@ class Head:
         """What the next checkpoint must hold."""
         return LearnerState(
             version=version,
-            ledger=self._intake.settled,
+            ledgers=self._intake.settled,
             evaluation=self._evaluation.state(),
             coefficients=coefficients,
         )
@@ -280,7 +289,7 @@ class Head:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""
         self._trackers.log({"time/checkpoint": seconds}, step=self.version)
         self._timeline.checkpoint(self.version, seconds)
-        self._intake.commit(oldest.ledger.takes, oldest.ledger.chain, self.version)
+        self._intake.commit(oldest.ledgers, self.version)
 
     def save_failed(self, count: int) -> None:
         """The `count`-th save of this learner failed; it goes on."""
@@ -292,7 +301,7 @@ class Head:
         self._log_evaluation(self._evaluation.wait(LAST_EVAL_S))
         if missing := self._evaluation.missing:
             log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
-        self._intake.buffer.close()
+        self._lane.close()
         self._phase, self._message = "finished", "the training is done"
 
     def _log_evaluation(self, results: Sequence[EvalResult]) -> None:

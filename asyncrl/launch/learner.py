@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
-from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import ShardedBuffer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
@@ -60,7 +60,7 @@ class LearnerRun:
         self,
         config: Config,
         trainer: DeepSpeedTrainer,
-        buffer: RedisBuffer,
+        buffer: ShardedBuffer,
         checkpoints: CheckpointStore,
         probe_ids: Sequence[int],
         coefficients: Coefficients,

@@ -6,6 +6,7 @@ import re
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import ShardedBuffer, shard_names
 from asyncrl.buffer.users import user_of
 from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
@@ -59,15 +60,17 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
     )
 
 
-def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer:
+def train_lane(config: Config, connection: StoreConnection) -> ShardedBuffer:
     """The lane of training tickets."""
+    shards = config.store.shards
     rules = BufferRules(
-        groups=config.batch.groups,
+        groups=config.batch.groups // shards,
         lease_s=config.generator.lease_s,
         max_attempts=config.reward.attempts,
-        max_bytes=int(config.store.max_gib * 2**30),
+        max_bytes=int(config.store.max_gib * 2**30) // shards,
     )
-    return RedisBuffer(connection, config.run.name, rules, lane="train")
+    names = shard_names("train", shards)
+    return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
 
 
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:

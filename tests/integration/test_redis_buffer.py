@@ -3,6 +3,7 @@
 import itertools
 import json
 import multiprocessing
+import random
 import shutil
 import socketserver
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_lane import MemoryLane
 from redis.exceptions import ResponseError
+from shard_contract import SHARDS, Run, ShardContract
 
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
@@ -23,6 +25,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.shards import shard_names
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import StoreConfig
@@ -60,15 +63,15 @@ class Weighed(RedisBuffer):
 class RedisLane:
     kind = Weighed
 
-    def __init__(self, connection, rules=RULES):
-        self.connection, self.rules = connection, rules
-        self.run = f"run-{next(run_numbers)}"
+    def __init__(self, connection, rules=RULES, *, run=None, lane="train"):
+        self.connection, self.rules, self.lane = connection, rules, lane
+        self.run = run or f"run-{next(run_numbers)}"
 
     def handle(self):
-        return self.kind(self.connection, self.run, self.rules)
+        return self.kind(self.connection, self.run, self.rules, lane=self.lane)
 
     def key(self, place):
-        return f"{{{self.run}:train}}:{place}"
+        return f"{{{self.run}:{self.lane}}}:{place}"
 
     def expire(self):
         client, deadlines = self.connection.client, self.key("deadlines")
@@ -96,6 +99,22 @@ class TestRedisBuffer(BufferContract):
     @pytest.fixture
     def lane(self, connection):
         return RedisLane(connection)
+
+
+class TestRedisShards(ShardContract):
+    @pytest.fixture
+    def make_lanes(self, connection):
+        def make_lanes(shards, rules):
+            run = f"sharded-{next(run_numbers)}"
+            return [RedisLane(connection, rules, run=run, lane=name) for name in shard_names("train", shards)]
+
+        return make_lanes
+
+    @pytest.mark.parametrize("shards", SHARDS)
+    @pytest.mark.parametrize("seed", range(3))
+    def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(self, make_lanes, shards, seed):
+        lanes = make_lanes(shards, BufferRules(groups=2))
+        Run(lanes, max_lag=1, groups=2, window=3).check(12, random.Random(seed))
 
 
 class Repeating(Weighed):
@@ -363,14 +382,17 @@ def test_a_store_with_less_memory_than_the_cap_is_refused(connection):
         connection.client.config_set("maxmemory", 0)
 
 
-def test_the_audit_notices_what_somebody_broke_by_hand(server, connection, tmp_path):
+@pytest.mark.parametrize("shards", SHARDS)
+def test_the_audit_notices_what_somebody_broke_by_hand(server, connection, tmp_path, shards):
     text = f"""
 run: {{name: audited, root: {tmp_path}}}
-store: {{url: "{server.url}"}}
+store: {{url: "{server.url}", shards: {shards}}}
+batch: {{groups: 4}}
 model: {{path: m}}
 data: {{train: t}}
 reward: {{functions: [{{function: exact_match}}]}}
 """
+    connection.client.flushall()
     run = tmp_path / "audited"
     run.mkdir()
     (run / "config.yaml").write_text(text)
@@ -380,18 +402,23 @@ reward: {{functions: [{{function: exact_match}}]}}
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
     buffer = train_lane(load_config(run / "config.yaml"), connection)
-    buffer.recover(Ledger(), version=0, limit=8)
-    fill(buffer, 4)
+
+    def recover():
+        for shard in buffer.shards:
+            shard.recover(Ledger(), version=0, limit=8 // shards)
+
+    recover()
+    fill(buffer, 8)
     now_s = iter(range(0, 1000, 11))
-    watch = AuditWatch(buffer, clock=lambda: float(next(now_s)))
+    watch = AuditWatch(buffer.audit, clock=lambda: float(next(now_s)))
     assert audit().returncode == 0
-    connection.client.zrem("{audited:train}:ready", "2")
+    connection.client.zrem(f"{{audited:{shard_names('train', shards)[-1]}}}:ready", "2")
     told = audit()
     assert told.returncode == 2 and json.loads(told.stdout)["missing"] == 1 and "1 issued ids are nowhere" in told.stderr
     for _ in range(2):
         watch.audit()
     assert watch.mismatch == 1
-    buffer.recover(Ledger(), version=0, limit=8)  # a restarted learner
+    recover()  # a restarted learner
     watch.audit()
     assert watch.mismatch == 0 and audit().returncode == 0
 

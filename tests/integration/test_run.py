@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -70,7 +71,8 @@ def call(*arguments: str) -> str:
 
 def rows(run: Path) -> list[dict[str, float]]:
     path = run / "metrics" / "learner.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be half written
 
 
 def steps(run: Path) -> list[int]:
@@ -107,7 +109,7 @@ def kill(run: Path, name: str) -> int:
     return pid
 
 
-def ledger_of(run: Path, step: int) -> dict[str, int]:
+def ledger_of(run: Path, step: int) -> dict[str, Any]:
     return json.loads((run / "checkpoints" / f"step-{step:06}" / "state.json").read_text())["ledger"]
 
 
@@ -181,9 +183,9 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert json.loads(call("audit", str(run)))["missing"] == 0
 
 
-def test_two_ranks_train_and_a_generator_without_a_config_joins_late(config: Path) -> None:
+def test_two_ranks_train_from_four_shards_and_a_generator_without_a_config_joins_late(config: Path) -> None:
     run = config.parent / "runs" / "whole"
-    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500")
+    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500", "store.shards=4")
     joined = None
     try:
         wait(lambda: 1 in steps(run), up, config)
@@ -202,4 +204,8 @@ def test_two_ranks_train_and_a_generator_without_a_config_joins_late(config: Pat
             joined.kill()
     assert steps(run) == list(range(1, len(steps(run)) + 1))
     assert all(row.get("weights/probe_max", 0) < 1e-4 for row in rows(run))
+    assert all(row.get("staleness/max", 0) <= 2 for row in rows(run)), "L + ceil((W - S) / B), where W is S"
+    assert json.loads(call("audit", str(run)))["missing"] == 0
+    ledgers = ledger_of(run, steps(run)[-1])["shards"]
+    assert [ledger["trained"] for ledger in ledgers] == [len(steps(run)) * B // 4] * 4
     assert processes_of(run) == []

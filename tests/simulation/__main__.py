@@ -24,6 +24,7 @@ def main() -> int:
     seconds = time.perf_counter() - started_s
     print(total.told())
     print(f"{total.seeds / seconds:.1f} seeds/s, {total.simulated_s / 3600:.1f} simulated hours, {total.calls} calls")
+    print(f"shards: {dict(sorted(total.shards.items()))}")
     print(f"faults: {dict(total.faults.most_common())}\nresults: {dict(total.outcomes.most_common())}")
     return bool(total.failures)
 

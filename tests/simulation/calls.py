@@ -50,9 +50,11 @@ class Call:
     answered: set[int] | None
     """What this holder got when it made the same request before and nothing else since."""
     excused: set[int]
-    """Ids of bad frames that the store may have forgotten, and the learner not."""
+    """Ids of bad frames that the store may have forgotten, and the learner not; as they stand in frames."""
     max_attempts: int
     max_bytes: int
+    name_of: Callable[[int], int]
+    """The id that stands in a frame."""
 
     @property
     def moved(self) -> dict[int, tuple[str, str]]:
@@ -249,7 +251,8 @@ def _reject_call(call: Call) -> None:
     ticket_id, frame = int(call.arguments[4]), call.before.frames.get(int(call.arguments[4]))
     was_counted = call.after.attempts.get(ticket_id, 0) > call.before.attempts.get(ticket_id, 0)
     if was_counted:
-        is_bad = frame is not None and (not _is_good(ticket_id, frame) or ticket_id in call.excused)
+        name = call.name_of(ticket_id)
+        is_bad = frame is not None and (not _is_good(name, frame) or name in call.excused)
         require(is_bad, "a good frame was refused", ticket_id, frame)
     if call.reply[0] == b"OK":
         number, chain = int(call.arguments[2]), call.arguments[3]
@@ -282,9 +285,11 @@ def _commit_call(call: Call) -> None:
 
 def _version_call(call: Call) -> None:
     if call.reply[0] == b"OK":
-        for name, told in zip(("version", "limit"), call.arguments[2:], strict=True):
+        for name, told in zip(("version", "limit"), call.arguments[2:4], strict=True):
             grown = max(call.before.number(name), int(told))
             require(call.after.number(name) == grown, f"the {name} is another", call.after.number(name), grown)
+        is_waiting = call.arguments[4] == "1" or call.before.meta.get("starving") == "1"
+        require(is_waiting == (call.after.meta.get("starving") == "1"), "the store does not know who waits", call.arguments)
 
 
 def _recover_call(call: Call) -> None:

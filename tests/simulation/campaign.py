@@ -24,6 +24,8 @@ class Tally:
     calls: int = 0
     simulated_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    shards: Counter[int] = field(default_factory=Counter)
+    """How many of them had how many."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """"FUNCTION: KIND" of every reply."""
     failures: dict[int, str] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class Tally:
         self.calls += other.calls
         self.simulated_s += other.simulated_s
         self.faults.update(other.faults)
+        self.shards.update(other.shards)
         self.outcomes.update(other.outcomes)
         self.failures.update(other.failures)
 
@@ -59,6 +62,7 @@ def simulate_all(first: int, count: int) -> Tally:
         tally.calls += world.store.calls
         tally.simulated_s += world.engine.now_s
         tally.faults.update(world.faults.struck)
+        tally.shards[world.scenario.shards] += 1
         tally.outcomes.update(world.outcomes)
     return tally
 

@@ -12,7 +12,7 @@ from asyncrl.buffer.connection import SOCKET_TIMEOUT_S
 
 from .engine import Engine, Killed, Process
 from .faults import RARE, Faults
-from .store import Request, VirtualStore, function_name
+from .store import Request, VirtualStore, function_name, lane_of
 
 LATEST_S = 120.0
 """A delayed request or a late duplicate arrives before that."""
@@ -85,10 +85,10 @@ class Network:
                 delay_s = starts_s + random.uniform(0.0, longest_s)
                 self._engine.at(delay_s, functools.partial(self._arrive, requests, lambda delay_s, value: None))
 
-    def repeat_take(self, number: int) -> None:
-        """What was asked for take `number` of late comes now."""
+    def repeat_take(self, lane: str, number: int) -> None:
+        """What was asked for take `number` of a lane of late comes now."""
         for requests in self._recent:
-            if _function(requests) == "take" and requests[-1][-4] == number:
+            if _function(requests) == "take" and requests[-1][-4] == number and lane_of(requests[-1][3].encode()) == lane:
                 self._engine.at(0.0, functools.partial(self._arrive, requests, lambda delay_s, value: None))
 
     def _arrive_later(self, requests: tuple[Request, ...]) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from asyncrl.buffer.ledger import Ledger, next_chain
+from asyncrl.buffer.ledger import next_chain
+from asyncrl.buffer.shards import Ledgers, join
 
 from .lane import Lane, require
 
@@ -36,35 +37,31 @@ def check_state(lane: Lane, strays: set[int]) -> None:
 
 
 def check_lineage(
-    history: list[dict[str, Any]], ledger: Ledger, produced: dict[int, set[str]], *, groups: int, max_age: int
+    history: list[dict[str, Any]], ledgers: Ledgers, produced: dict[int, set[str]], *, groups: int, max_age: int
 ) -> None:
-    """The weights of a checkpoint: every id once, only what was sampled for it and in time, and the ledger says the same."""
-    replayed, trained = Ledger(), 0
-    consumed = [i for entry in history for ids in entry["takes"] for i in ids]
+    """The weights of a checkpoint: every id once, only what was sampled for it and in time, and the ledgers say the same."""
+    shards = len(ledgers.shards)
+    replayed, trained = Ledgers().expect(shards), 0
+    consumed = [(shard, i) for entry in history for shard, ids in entry["takes"] for i in ids]
     require(len(consumed) == len(set(consumed)), "an id was trained twice", history)
     for step, entry in enumerate(history):
         require(entry["version"] == step, "a step is missing or repeated", entry["version"], step)
         require(len(entry["trained"]) == groups, "a step has another size", entry)
-        for ids in entry["takes"]:
-            replayed.consume(tuple(ids))
-        ids_in_step = [i for i, *_ in entry["trained"] + entry["rejected"]]
-        require(
-            sorted(ids_in_step) == sorted(i for ids in entry["takes"] for i in ids),
-            "a step's ids are not those of its takes",
-            entry,
-        )
+        for shard, ids in entry["takes"]:
+            replayed.shards[shard].consume(tuple(ids))
+        of_takes = [join(shard, i, shards) for shard, ids in entry["takes"] for i in ids]
+        of_groups = [i for i, *_ in entry["trained"] + entry["rejected"]]
+        require(sorted(of_groups) == sorted(of_takes), "a step's ids are not those of its takes", entry)
         for ticket_id, sample, oldest in entry["trained"]:
             age = step - oldest
             require(0 <= age <= max_age, "a group is older than the bound, or younger than its learner", step, ticket_id)
             require(sample in produced.get(ticket_id, ()), "trained on what nobody sampled for it", ticket_id, sample)
         trained += len(entry["trained"])
-    same = ("watermark", "above", "takes", "chain")
-    require(
-        all(getattr(replayed, name) == getattr(ledger, name) for name in same), "ledger and weights disagree", replayed, ledger
-    )
-    require(
-        trained == ledger.trained and ledger.consumed == trained + ledger.total_rejected, "the ledger's sums are wrong", ledger
-    )
+    for mine, told in zip(replayed.shards, ledgers.shards, strict=True):
+        same = all(getattr(mine, name) == getattr(told, name) for name in ("watermark", "above", "takes", "chain"))
+        require(same, "ledger and weights disagree", mine, told)
+        require(told.consumed == told.trained + told.total_rejected, "a ledger's sums are wrong", told)
+    require(trained == sum(ledger.trained for ledger in ledgers.shards), "more or less was trained than booked", trained, ledgers)
 
 
 def check_nothing_is_left(lane: Lane) -> None:

@@ -1,5 +1,6 @@
 """The keys of a lane at one moment, as Python values."""
 
+import functools
 from typing import Any
 
 from asyncrl.buffer.redis import PLACES
@@ -8,17 +9,23 @@ from .store import Data, SortedSet
 from .violation import Violation
 
 RUN = "run"
-KEYS = {place: f"{{{RUN}:train}}:{place}".encode() for place in PLACES}
 HOMES = ("leased", "reissue", "ready")
 """Places of an id that are kept as sorted sets."""
+
+
+@functools.cache
+def keys_of(lane: str) -> dict[str, bytes]:
+    return {place: f"{{{RUN}:{lane}}}:{place}".encode() for place in PLACES}
 
 
 class Lane:
     """A copy: the store may go on."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: Data, name: str) -> None:
+        keys = keys_of(name)
+
         def look(place: str, kind: type) -> Any:
-            return data.look(KEYS[place], kind)
+            return data.look(keys[place], kind)
 
         numbers = look("meta", dict) | look("totals", dict)
         self.meta: dict[str, str] = {name.decode(): value.decode() for name, value in numbers.items()}
@@ -40,7 +47,7 @@ class Lane:
             self.takes[int(number)] = (previous, chain, tuple(map(int, ids)))
         self.taken = [i for _, _, ids in self.takes.values() for i in ids]
         self.watermark, self.issued = self.number("watermark"), self.number("issued")
-        self.places_in_use = {place for place, key in KEYS.items() if key in data.keys}
+        self.places_in_use = {place for place, key in keys.items() if key in data.keys}
 
     def number(self, name: str) -> int:
         """A number that the lane keeps, 0 before it is written."""

@@ -137,7 +137,7 @@ MUTANTS = [
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
     one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[7])", "issue_again(k, rejected) == nil")),
     one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, str(error))\n", "")),
-    one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != ticket_id:", "if False:")),
+    one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != name:", "if False:")),
     # -- commits
     one("a commit is made twice", lua("if number <= committed then return {'OK', 0} end", "")),
     one("a commit of another history", COMMIT_CHAIN),
@@ -148,7 +148,7 @@ MUTANTS = [
     one("a commit does not mark its ids", lua(" call('SADD', k.done, ...) end)", " end)", after="register_for_learner('commit'")),
     one("a commit does not move the watermark", lua("'committed', number, 'watermark', watermark)", "'committed', number)")),
     one("a commit keeps the attempts", lua("call('HDEL', k.attempts, ...) call('SADD'", "call('SADD'")),
-    one("commits before the checkpoint is there", loop("        oldest = checkpoints.save(", "        self.intake.commit(ledger.takes, ledger.chain, version)\n        oldest = checkpoints.save(")),
+    one("commits before the checkpoint is there", loop("        oldest = checkpoints.save(", "        self.intake.commit(ledgers, version)\n        oldest = checkpoints.save(")),
     one("commits the newest checkpoint, not the oldest", loop('checkpoints.state(oldest)["ledger"]', 'checkpoints.state(version)["ledger"]')),
     # -- learners
     one("a store that lost its memory has another learner", lua("if epoch < tonumber(args[1]) then", "if false then")),
@@ -205,5 +205,13 @@ MUTANTS = [
     one("a ticket may start one version too early", Edit("asyncrl/algo/staleness.py", "version - (limit - ticket_id) // groups)", "version - 1 - (limit - ticket_id) // groups)")),
     one("one step of credit too much", Edit("asyncrl/algo/staleness.py", "(max_lag + version + 1) * groups", "(max_lag + version + 2) * groups")),
     one("rejected groups give no credit", Edit("asyncrl/algo/staleness.py", "* groups + rejected", "* groups")),
+    # -- shards
+    one("the other shards do not hear that the learner waits for one", client("shards", "intake.open(version, waiting=True)", "pass")),
+    one("a shard that hears that the learner waits for another forgets it", lua("if args[5] == '1' then", "if false then")),
+    one("what one shard has given is settled before the step is whole", client("shards", "        return self._settled\n", "        return self._ledgers()\n"),
+        survives="the simulated learner saves between two steps; tests/shard_contract.py saves within one"),
+    one("a shard gives its part of a step twice", client("shards", "if self._parts[shard] is None:", "if True:")),
+    one("every shard is committed as far as the first", client("shards", "intake.commit(ledger.takes, ledger.chain, version)", "intake.commit(ledgers.shards[0].takes, ledgers.shards[0].chain, version)")),
+    one("the shards' ids overlap", client("shards", "return (local_id - 1) * shards + shard + 1", "return (local_id - 1) * shards + max(shard, 1)")),
     one("a fresh learner forgets the epoch", client("run_record", "if epoch is not None:", "if False:")),
 ]  # fmt: skip

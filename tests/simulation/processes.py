@@ -10,8 +10,8 @@ from asyncrl.algo.filters import GroupOutcome
 from asyncrl.buffer.base import PutOutcome
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
@@ -39,7 +39,7 @@ class GeneratorProcess:
     def __init__(self, world: "World", name: str) -> None:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
-        self.buffer = RedisBuffer(world.connect(self.process), RUN, world.rules)
+        self.buffer = ShardedBuffer(world.open_lanes(world.connect(self.process)))
         self.version = world.published
         self.held: set[int] = set()
         self.is_leaving = False
@@ -117,11 +117,12 @@ class WatchedLedger(Ledger):
     """The shipped ledger; the world sees every take that enters it."""
 
     learner: Any = None
+    shard: int = 0
 
     def consume(self, ids: tuple[int, ...]) -> None:
-        self.learner.world.consumed(self.takes + 1, self.chain, ids)
+        self.learner.world.lanes[self.shard].consumed(self.takes + 1, self.chain, ids)
         Ledger.consume(self, ids)
-        self.learner.takes.append(ids)
+        self.learner.takes.append((self.shard, ids))
 
     def count_rejected(self, reason: str, groups: int = 1) -> None:
         Ledger.count_rejected(self, reason, groups)
@@ -181,9 +182,11 @@ class LearnerProcess:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
         self.connection = world.connect(self.process)
-        self.buffer = RedisBuffer(self.connection, RUN, world.rules)
+        self.shards = world.open_lanes(self.connection)
+        self.buffer = ShardedBuffer(self.shards)
         self.weights = Weights()
-        self.takes: list[tuple[int, ...]] = []
+        self.takes: list[tuple[int, tuple[int, ...]]] = []
+        """(shard, ids)"""
         self.version = 0
         self.engine.start(self.process, self._run)
 
@@ -214,11 +217,11 @@ class LearnerProcess:
     def _learn(self) -> None:
         scenario = self.world.scenario
         checkpoints = CheckpointStore(self.world.directory, KEY, scenario.keep, Files(self))
-        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledger().to_dict()}
+        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledgers().to_dict()}
         version = state["version"]
         record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
         RunRecord(self.connection).claim(record, fresh=version == 0)
-        self.intake = self._intake(state["ledger"])
+        self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
         self._publish(version, self.intake.recover)
         while version < scenario.steps:
             collected = self._collect(version)
@@ -231,24 +234,34 @@ class LearnerProcess:
         self.buffer.close()
         self.world.learner_finished(self, version)
 
-    def _intake(self, ledger: dict[str, Any]) -> Intake:
-        scenario, watched = self.world.scenario, WatchedLedger.from_dict(ledger)
-        watched.learner = self
+    def stands_at(self, shard: int, owner: str, takes: int) -> bool:
+        """Whether `owner` is its handle on a shard and `takes` what its ledger has."""
+        return self.shards[shard]._owner == owner and self.intake.intakes[shard].ledger.takes == takes
 
+    def _intake(self, ledgers: Ledgers) -> ShardedIntake:
         def judge_reward(outcome: GroupOutcome) -> str | None:
             return "zero_reward" if outcome.rewards[0] == 0 else None
 
-        return Intake(
-            buffer=self.buffer,
-            ledger=watched,
-            decode=decode,
-            judge=make_judge([judge_reward], drop_older_than=self.world.max_age),
-            groups=self.world.rules.groups,
-            window=scenario.window,
-            max_lag=scenario.max_lag,
-            max_refills=10_000,
-            stall_s=STALL_S,
-        )
+        scenario = self.world.scenario
+        intakes = []
+        for shard, (buffer, ledger) in enumerate(zip(self.shards, ledgers.shards, strict=True)):
+            watched = WatchedLedger.from_dict(ledger.to_dict())
+            watched.learner, watched.shard = self, shard
+            intakes.append(
+                Intake(
+                    buffer=buffer,
+                    ledger=watched,
+                    decode=decode,
+                    judge=make_judge([judge_reward], drop_older_than=self.world.max_age),
+                    groups=self.world.rules.groups,
+                    window=scenario.window,
+                    max_lag=scenario.max_lag,
+                    max_refills=10_000,
+                    stall_s=STALL_S,
+                    name_of=self.world.lanes[shard].name_of,
+                )
+            )
+        return ShardedIntake(tuple(intakes))
 
     def _publish(self, version: int, announce: Any) -> None:
         if self.world.learner is self:
@@ -260,8 +273,9 @@ class LearnerProcess:
     def allow(self, version: int) -> None:
         """The credit that this learner may open, by its definition."""
         scenario, groups = self.world.scenario, self.world.rules.groups
-        credit = (scenario.max_lag + version + 1) * groups + self.intake.ledger.total_rejected
-        self.world.credit = max(self.world.credit, credit)
+        for lane, intake in zip(self.world.lanes, self.intake.intakes, strict=True):
+            credit = (scenario.max_lag + version + 1) * groups + intake.ledger.total_rejected
+            lane.credit = max(lane.credit, credit)
 
     def _collect(self, version: int) -> Collected:
         longest_s = 1.0
@@ -281,10 +295,9 @@ class LearnerProcess:
         self.takes = []
 
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
-        ledger = self.intake.settled
-        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledger.to_dict()})
-        state = checkpoints.state(oldest)["ledger"]
-        self.intake.commit(state["takes"], state["chain"], version)
+        ledgers = self.intake.settled
+        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledgers.to_dict()})
+        self.intake.commit(Ledgers.from_dict(checkpoints.state(oldest)["ledger"]), version)
 
 
 def oldest(group: Group) -> int:

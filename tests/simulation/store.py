@@ -6,7 +6,7 @@ Replies and refusals are those of Redis 7 (types, integer parsing, the "-0" that
 
 import fnmatch
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,19 +284,19 @@ class Interpreter:
 INTERPRETER = Interpreter()
 
 
-Snapshot = tuple[Data, dict[str, Function], set[int]]
+Snapshot = tuple[Data, dict[str, Function], set[tuple[bytes, int]]]
 
 
 @dataclass(slots=True)
 class VirtualStore:
-    """The server. `after` is told of every function that ran, and of UNLINK: (name, arguments, reply)."""
+    """The server. `after` is told of every function that ran, and of UNLINK: (first key, name, arguments, reply)."""
 
     clock: Callable[[], float]
-    after: Callable[[str, tuple[bytes, ...], Reply], None] = lambda name, arguments, reply: None
+    after: Callable[[bytes, str, tuple[bytes, ...], Reply], None] = lambda key, name, arguments, reply: None
     data: Data = field(default_factory=Data)
     libraries: dict[str, Function] = field(default_factory=dict)
-    strays: set[int] = field(default_factory=set)
-    """Ids whose frame was stored by a transaction that then found no functions."""
+    strays: set[tuple[bytes, int]] = field(default_factory=set)
+    """(key, id) of each frame that was stored by a transaction that then found no functions."""
     out_of_memory: bool = False
     calls: int = 0
 
@@ -308,9 +308,22 @@ class VirtualStore:
         """What is on its disk when everything so far is."""
         return self.data.copy(), dict(self.libraries), set(self.strays)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, *, lanes: Collection[str] | None = None) -> None:
+        """Go back, or with `lanes` only with these: they are on another node."""
         data, libraries, strays = snapshot
-        self.data, self.libraries, self.strays = data.copy(), dict(libraries), set(strays)
+        data = data.copy()
+        if lanes is not None:
+            kept = {key: value for key, value in self.data.keys.items() if not _is_in(key, lanes)}
+            data.keys = {key: value for key, value in data.keys.items() if _is_in(key, lanes)} | kept
+            strays = {one for one in strays if _is_in(one[0], lanes)} | {one for one in self.strays if not _is_in(one[0], lanes)}
+            libraries = self.libraries
+        self.data, self.libraries, self.strays = data, dict(libraries), set(strays)
+
+    def strays_of(self, lane: str) -> set[int]:
+        return {ticket_id for key, ticket_id in self.strays if lane_of(key) == lane}
+
+    def forget_strays(self, lane: str) -> None:
+        self.strays = {one for one in self.strays if lane_of(one[0]) != lane}
 
     def execute(self, requests: tuple[Request, ...]) -> list[Reply]:
         """Replies to one command, or to a transaction. A refusal is a reply."""
@@ -324,7 +337,7 @@ class VirtualStore:
             except ResponseError as refusal:
                 replies.append(refusal)
         if requests[0][0] == "HSETNX" and len(requests) == 2 and isinstance(replies[1], ResponseError):
-            self.strays.add(int(requests[0][2]))
+            self.strays.add((requests[0][1].encode(), int(requests[0][2])))
         return replies
 
     def _one(self, name: str, arguments: list[bytes]) -> Reply:
@@ -336,8 +349,8 @@ class VirtualStore:
             return b"ok"
         reply = self.data.command(name, *arguments)
         if name == "UNLINK":
-            self.strays.clear()
-            self.after("unlink", tuple(arguments), reply)
+            self.forget_strays(lane_of(arguments[0]))
+            self.after(arguments[0], "unlink", tuple(arguments), reply)
         return reply
 
     def _fcall(self, name: str, count: int, rest: list[bytes]) -> Reply:
@@ -345,14 +358,23 @@ class VirtualStore:
         if function is None:
             raise ResponseError("ERR Function not found")
         if self.out_of_memory and not function.flags & {"allow-oom", "no-writes"}:
-            self.after(function_name(name), tuple(rest[count:]), OOM)
+            self.after(rest[0], function_name(name), tuple(rest[count:]), OOM)
             raise OutOfMemoryError(OOM)
         try:
             reply = INTERPRETER.run(function, tuple(rest[:count]), tuple(rest[count:]), self.data, self.clock)
         except lupa.LuaError as error:
             raise Violation(f"{name} failed half-way: {error}") from error
-        self.after(function_name(name), tuple(rest[count:]), reply)
+        self.after(rest[0], function_name(name), tuple(rest[count:]), reply)
         return reply
+
+
+def lane_of(key: bytes) -> str:
+    """The name of the lane that a key belongs to: {run:LANE}:place."""
+    return key[key.index(b":") + 1 : key.index(b"}")].decode()
+
+
+def _is_in(key: bytes, lanes: Collection[str]) -> bool:
+    return key.startswith(b"{") and lane_of(key) in lanes
 
 
 def function_name(registered: str) -> str:

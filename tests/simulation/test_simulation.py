@@ -5,6 +5,7 @@ import pytest
 from .campaign import Tally, campaign
 from .faults import Faults
 from .outcomes import EVERY_OUTCOME
+from .world import SHARDS
 
 pytestmark = pytest.mark.timeout(900)
 SEEDS = 500
@@ -20,6 +21,10 @@ def total() -> Tally:
 
 def test_no_seed_loses_or_repeats_a_group(total: Tally) -> None:
     assert total.seeds == SEEDS and not total.failures, total.told()
+
+
+def test_runs_had_one_shard_and_several(total: Tally) -> None:
+    assert min(total.shards[shards] for shards in SHARDS) > SEEDS / 3, total.shards
 
 
 def test_every_kind_of_fault_has_struck(total: Tally) -> None:

@@ -12,30 +12,32 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import intake as intake_module
 from asyncrl.buffer import redis as redis_module
+from asyncrl.buffer import shards as shards_module
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import Ledgers, shard_names
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
 
-from .calls import Call, check_call
 from .client import LATEST_S, OF_A_LEARNER, Client, Network
 from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
-from .invariants import check_lineage, check_nothing_is_left, check_state
+from .invariants import check_lineage, check_nothing_is_left
 from .lane import RUN, Lane, require
-from .outcomes import outcome
 from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
-from .store import OOM, Snapshot, VirtualStore
+from .store import Snapshot, VirtualStore, lane_of
 from .violation import Violation
+from .watch import LaneWatch
 
 EPOCH_S = 1e9
 """The store's clock at the beginning."""
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 SNAPSHOTS = 4
+SHARDS = (1, 4)
 AMBUSHED = {"reject": 1.0, "commit": 2.0, "recover": 1.0, "close": 1.0, "take": 0.1}
 """Share of the chance, by function."""
 
@@ -46,7 +48,9 @@ class Scenario:
 
     steps: int
     max_lag: int
+    shards: int
     window: int
+    """Of a shard."""
     drop: bool
     every: int
     keep: int
@@ -59,9 +63,10 @@ class Scenario:
     faults_s: float
 
     @classmethod
-    def draw(cls, random: random.Random, groups: int) -> "Scenario":
+    def draw(cls, random: random.Random, *, shards: int, groups: int) -> "Scenario":
         return cls(
             steps=random.randint(3, 9),
+            shards=shards,
             max_lag=random.choice([0, 1, 1, 2]),
             window=random.choice([1, groups, 2 * groups, 3 * groups]),
             drop=random.random() < 0.25,
@@ -82,13 +87,14 @@ class World:
     def __init__(self, seed: int, directory: Path) -> None:
         self.engine = Engine(seed)
         chance = self.engine.random
+        shards = chance.choice(SHARDS)
         self.rules = BufferRules(
-            groups=chance.randint(1, 4),
+            groups=chance.randint(1, 4 if shards == 1 else 2),  # of a shard
             lease_s=10.0,
             max_attempts=chance.randint(1, 3),
             max_bytes=chance.choice([150, 600, 1 << 30]),
         )
-        self.scenario = Scenario.draw(chance, self.rules.groups)
+        self.scenario = Scenario.draw(chance, shards=shards, groups=self.rules.groups)
         self.faults = Faults.draw(chance)
         self.directory = directory
         self.clock_offset_s, self.turned_back_s = 0.0, 0.0
@@ -97,30 +103,25 @@ class World:
         self.network.before_transaction = self._before
         self.network.before_request = self._ambush
         self.produced: dict[int, set[str]] = {}
-        self.published, self.credit = 0, 0
+        self.lanes = [LaneWatch(self, name, shard) for shard, name in enumerate(shard_names("train", shards))]
+        self.published = 0
         self.learner: LearnerProcess | None = None
         self._learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
         self._incarnations = 0
         self._samples = 0
-        self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._recovered_takes = 0
         self._spoilt: set[int] = set()
         """Ids that somebody made a bad frame of."""
-        self._excused: set[int] = set()
+        self.excused: set[int] = set()
         """Those of them before the store last lost something."""
-        self._lane: Lane | None = None
-        """After the last call; None when something else has changed the store since."""
-        self._answers: dict[str, tuple[str, set[int]]] = {}
-        """holder -> its last lease request, and the tickets that it got"""
         self._snapshots = [self.store.snapshot()]
         self._replicas = list(self._snapshots)
         self._at_take = self._snapshots[0]
         """Just before the last TAKE."""
         self._before_take = self._snapshots
         """With its learner, but without the last take."""
-        self._last_take: tuple[int, tuple[int, ...]] = (0, ())
-        """Its number, and its ids."""
+        self._last_take: tuple[str, int, tuple[int, ...]] = ("", 0, ())
+        """Its lane, its number, and its ids."""
         self._is_forgotten = False
         self._snapshot_at_s = 0.0
         self._is_finished, self._is_over = False, False
@@ -133,7 +134,7 @@ class World:
 
     def run(self) -> None:
         """Raises Violation."""
-        with virtual_time(self.engine, connection_module, intake_module, redis_module):
+        with virtual_time(self.engine, connection_module, intake_module, redis_module, shards_module):
             try:
                 self._start_learner()
                 for slot in range(self.scenario.generators):
@@ -218,11 +219,6 @@ class World:
         self.produced.setdefault(ticket_id, set()).add(name)
         return frame
 
-    def consumed(self, number: int, chain: str, ids: tuple[int, ...]) -> None:
-        """The same take again, after a crash, has the same ids, unless the store lost something."""
-        before = self._seen.setdefault((number, chain), ids)
-        require(before == ids, "a replayed take has other ids", number, before, ids)
-
     def learner_finished(self, learner: LearnerProcess, version: int) -> None:
         if self.learner is learner:
             require(version == self.scenario.steps, "the learner stopped early", version)
@@ -240,7 +236,8 @@ class World:
             self._at_take = self.store.snapshot()
         if self.engine.now_s - self._snapshot_at_s >= max(self.scenario.fsync_s, 0.2):
             self._snapshot()
-        self._lane = self._lane or Lane(self.store.data)
+        for lane in self.lanes:
+            lane.before()
 
     def _snapshot(self) -> None:
         self._snapshot_at_s = self.engine.now_s
@@ -250,94 +247,54 @@ class World:
             if len(self._replicas) > SNAPSHOTS:  # any may be the one that stays behind
                 self._replicas.pop(self.engine.random.randrange(SNAPSHOTS))
 
-    def _after(self, name: str, raw: tuple[bytes, ...], reply: Any) -> None:
+    def _after(self, key: bytes, name: str, raw: tuple[bytes, ...], reply: Any) -> None:
         """A function of the store, or UNLINK, has run."""
-        arguments = tuple(argument.decode(errors="replace") for argument in raw)
-        self.trace.append((round(self.engine.now_s, 3), name, *arguments, reply))
-        if name == "unlink":  # a learner without a checkpoint deletes what was there, and fences whoever was before
-            self._store_is_another()
-            return
-        before, lane = self._lane, Lane(self.store.data)
-        assert before is not None
-        self._lane = lane
-        self.outcomes[outcome(name, reply, lane.frames)] += 1
-        if name == "recover":
-            self._recovered(arguments)
-        elif name == "take" and lane.takes != before.takes:
-            self._assigned(before, lane)
-        elif name == "put" and self._is_forgotten:
-            self._take_otherwise(lane)
-        call = Call(
-            name=name,
-            arguments=arguments,
-            reply=reply,
-            before=before,
-            after=lane,
-            now_ms=self.store.now_ms,
-            credit=self.credit,
-            durable=self._durable_ids() if name == "commit" else set(),
-            answered=self._answered_before(arguments) if name == "lease" else None,
-            excused=self._excused,
-            max_attempts=self.rules.max_attempts,
-            max_bytes=self.rules.max_bytes,
-        )
-        check_call(call)
-        check_state(lane, self.store.strays)
-        self._remember_answer(name, arguments, reply)
+        arguments, lane = tuple(argument.decode(errors="replace") for argument in raw), lane_of(key)
+        self.trace.append((round(self.engine.now_s, 3), lane, name, *arguments, reply))
+        next(one for one in self.lanes if one.name == lane).after(name, arguments, reply)
 
-    def _assigned(self, before: Lane, lane: Lane) -> None:
-        """A take is new, or those that were there were undone for a learner that wants fewer."""
-        undone = {number for number in before.takes if before.takes[number] != lane.takes.get(number)}
-        self._seen = {key: ids for key, ids in self._seen.items() if key[0] not in undone}
-        if lane.takes:
-            number = max(lane.takes)
-            known = {"owner": lane.meta["owner"], "last": str(number - 1)}
-            older = [one for one in self._snapshots if known.items() <= Lane(one[0]).meta.items()]
-            self._before_take = [*older, self._at_take]
-            self._last_take, self._is_forgotten = (number, lane.takes[number][2]), False
+    def assigned(self, watch: LaneWatch, lane: Lane) -> None:
+        """A take of a shard is new."""
+        number = max(lane.takes)
+        known = {"owner": lane.meta["owner"], "last": str(number - 1)}
+        older = [one for one in self._snapshots if known.items() <= Lane(one[0], watch.name).meta.items()]
+        self._before_take = [*older, self._at_take]
+        self._last_take, self._is_forgotten = (watch.name, number, lane.takes[number][2]), False
 
-    def _take_otherwise(self, lane: Lane) -> None:
+    def stored(self, watch: LaneWatch, lane: Lane) -> None:
         """A request that the store has forgotten comes at the worst moment: when the answer would be another."""
-        number, ids = self._last_take
-        if len(lane.ready) >= len(ids) and tuple(sorted(lane.ready)[: len(ids)]) != ids:
-            self.network.repeat_take(number)
+        name, number, ids = self._last_take
+        is_other = len(lane.ready) >= len(ids) and tuple(sorted(lane.ready)[: len(ids)]) != ids
+        if self._is_forgotten and name == watch.name and is_other:
+            self.network.repeat_take(name, number)
 
-    def _answered_before(self, arguments: tuple[str, ...]) -> set[int] | None:
-        request, ids = self._answers.get(arguments[0], ("", set()))
-        return ids if request == arguments[3] else None
+    def open_lanes(self, connection: StoreConnection) -> list[RedisBuffer]:
+        """A new process's handles on the shards."""
+        return [RedisBuffer(connection, RUN, self.rules, lane=lane.name) for lane in self.lanes]
 
-    def _remember_answer(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
-        """Of each holder the last one, as the store does."""
-        if name == "revoke":
-            self._answers.pop(arguments[0], None)
-        elif name == "lease" and reply != OOM and not reply[2] and self._answered_before(arguments) is None:
-            self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
-
-    def _recovered(self, arguments: tuple[str, ...]) -> None:
-        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
-        self.store.strays.clear()
-        learner, owner, takes = self.learner, arguments[1], int(arguments[2])
-        is_newest = learner is not None and learner.buffer._owner == owner and learner.intake.ledger.takes == takes
-        if not is_newest or takes < self._recovered_takes:
-            self._seen.clear()
-        self._recovered_takes = takes
-        self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
-
-    def _durable_ids(self) -> set[int]:
-        """Those that every kept checkpoint holds."""
+    def durable_ids(self, lane: LaneWatch) -> set[int]:
+        """Those of a shard that every kept checkpoint holds."""
         if self._is_over:  # the whole ledger is as good as saved
-            return set(range(1, Lane(self.store.data).issued + 1))
+            return set(range(1, lane.look().issued + 1))
         steps = sorted(self.directory.glob("step-*"))
         if not steps:
             return set()
-        ledger = checkpoint_store(self.directory).state(int(steps[0].name[5:]))["ledger"]
-        return {*range(1, ledger["watermark"] + 1), *ledger["above"]}
+        state = checkpoint_store(self.directory).state(int(steps[0].name[5:]))
+        ledger = Ledgers.from_dict(state["ledger"]).shards[lane.shard]
+        return {*range(1, ledger.watermark + 1), *ledger.above}
 
-    def _store_is_another(self) -> None:
-        """It lost something: what was assigned and answered before may be assigned and answered otherwise."""
-        self._lane = None
-        self._seen.clear()
-        self._answers = Lane(self.store.data).requests
+    def _go_back(self, snapshot: Snapshot) -> None:
+        """All nodes, or one: the shards may be on several."""
+        random = self.engine.random
+        is_one_node = len(self.lanes) > 1 and random.random() < 0.5
+        lanes = random.sample(self.lanes, random.randint(1, len(self.lanes) - 1)) if is_one_node else self.lanes
+        self.store.restore(snapshot, lanes=[lane.name for lane in lanes] if is_one_node else None)
+        self._snapshots = [self.store.snapshot()]
+        self.excused |= self._spoilt
+        for lane in lanes:
+            lane.store_is_another()
+        if self.faults.strikes("echo"):
+            self.network.echo(OF_A_LEARNER, longest_s=random.choice([1.0, 5.0, 20.0]))
 
     # -- faults
 
@@ -400,12 +357,12 @@ class World:
         self.network.down_until_s = self.engine.now_s + random.uniform(0.2, 5.0)
         self.network.loading_until_s = self.network.down_until_s + random.uniform(0.0, 0.5)
         if self.scenario.fsync_s:
-            self._go_back_to(random.choice(self._snapshots))
+            self._go_back(random.choice(self._snapshots))
 
     def _store_failover(self) -> None:
         """To a replica that was left behind, perhaps before another one: it may have seen what never became history."""
         self.network.down_until_s = self.engine.now_s + self.engine.random.uniform(0.2, 3.0)
-        self._go_back_to(self.engine.random.choice(self._replicas))
+        self._go_back(self.engine.random.choice(self._replicas))
 
     def _store_relapse(self) -> None:
         """It knows the learner that it has, and not the take that this one had last; the learner is busy with that."""
@@ -413,21 +370,13 @@ class World:
         self.network.down_until_s = now_s + random.uniform(0.2, 1.0)
         if self.learner is not None:
             self.learner.process.paused_until_s = now_s + random.uniform(0.0, 30.0)
-        self._go_back_to(random.choice(self._before_take))
+        self._go_back(random.choice(self._before_take))
         self._is_forgotten = True
         self.network.echo({"take", "reject", "commit"}, longest_s=20.0)
 
     def _store_wipe(self) -> None:
         self.network.down_until_s = self.engine.now_s + self.engine.random.choice([0.0, 2.0])
-        self._go_back_to(VirtualStore(clock=self.store.clock).snapshot())
-
-    def _go_back_to(self, snapshot: Snapshot) -> None:
-        self.store.restore(snapshot)
-        self._snapshots = [self.store.snapshot()]
-        self._excused |= self._spoilt
-        self._store_is_another()
-        if self.faults.strikes("echo"):
-            self.network.echo(OF_A_LEARNER, longest_s=self.engine.random.choice([1.0, 5.0, 20.0]))
+        self._go_back(VirtualStore(clock=self.store.clock).snapshot())
 
     def _store_pause(self) -> None:
         self.network.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 40.0)
@@ -455,9 +404,10 @@ class World:
         state = checkpoint_store(self.directory).load(weights)
         require(state is not None and state["version"] == self.scenario.steps, "the last checkpoint is not there", state)
         assert state is not None
-        self.ledger = Ledger.from_dict(state["ledger"])
+        self.ledgers = Ledgers.from_dict(state["ledger"]).expect(len(self.lanes))
+        groups = self.rules.groups * len(self.lanes)
         try:
-            check_lineage(weights.history, self.ledger, self.produced, groups=self.rules.groups, max_age=self.max_age)
+            check_lineage(weights.history, self.ledgers, self.produced, groups=groups, max_age=self.max_age)
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
         for one in [*self.generators.values(), *self._learners]:
@@ -468,32 +418,37 @@ class World:
         """Of a group when it is trained."""
         if self.scenario.drop:
             return self.scenario.max_lag
-        return lag_bound(self.scenario.max_lag, window=self.scenario.window, groups=self.rules.groups)
+        shards, groups = self.scenario.shards, self.rules.groups
+        return lag_bound(self.scenario.max_lag, window=shards * self.scenario.window, groups=shards * groups, shards=shards)
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""
-        buffer = RedisBuffer(self.connect(self.engine.process), RUN, self.rules)
+        buffers = self.open_lanes(self.connect(self.engine.process))
         self.engine.sleep(2 * LATEST_S)
-        limit = max(buffer.audit().issued, self.ledger.watermark, *self.ledger.above)
-        buffer.recover(self.ledger, version=self.scenario.steps, limit=limit)
-        while self.ledger.consumed < limit:
-            for ticket in buffer.lease("drain", 4).tickets:
-                buffer.put("drain", ticket.id, self.sample("drain", ticket.id, self.scenario.steps))
-            self._take_one(buffer, limit)
-        buffer.commit(self.ledger.takes, self.ledger.chain)
-        check_nothing_is_left(Lane(self.store.data))
+        for lane, buffer, ledger in zip(self.lanes, buffers, self.ledgers.shards, strict=True):
+            self._drain_lane(lane, buffer, ledger)
         self.drained = True
 
-    def _take_one(self, buffer: RedisBuffer, limit: int) -> None:
+    def _drain_lane(self, lane: LaneWatch, buffer: RedisBuffer, ledger: Ledger) -> None:
+        limit = max(buffer.audit().issued, ledger.watermark, *ledger.above)
+        buffer.recover(ledger, version=self.scenario.steps, limit=limit)
+        while ledger.consumed < limit:
+            for ticket in buffer.lease("drain", 4).tickets:
+                buffer.put("drain", ticket.id, self.sample("drain", lane.name_of(ticket.id), self.scenario.steps))
+            self._take_one(buffer, ledger, limit)
+        buffer.commit(ledger.takes, ledger.chain)
+        check_nothing_is_left(lane.look())
+
+    def _take_one(self, buffer: RedisBuffer, ledger: Ledger, limit: int) -> None:
         try:
-            take = buffer.take(self.ledger, 1, window=1)
+            take = buffer.take(ledger, 1, window=1)
         except BufferGap:
-            buffer.recover(self.ledger, version=self.scenario.steps, limit=limit)
+            buffer.recover(ledger, version=self.scenario.steps, limit=limit)
             return
         if take is None:
             self.engine.sleep(60.0)
         else:
-            self.ledger.consume(take.ids)
+            ledger.consume(take.ids)
 
 
 def checkpoint_store(directory: Path) -> CheckpointStore:

@@ -35,7 +35,7 @@ def looks(watch: AuditWatch, clock: Clock, seconds: int) -> list[int]:
 
 def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer, clock=clock)
+    watch = AuditWatch(buffer.audit, clock=clock)
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
     buffer._store.ready.discard(2)  # broken by hand: the id is nowhere
     found = looks(watch, clock, 40)
@@ -49,7 +49,7 @@ def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuff
 
 def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer, clock=clock)
+    watch = AuditWatch(buffer.audit, clock=clock)
     buffer._store.reissue.update((1, 3))
     assert looks(watch, clock, 20)[-1] == -2
     assert "2 issued ids are in two places" in caplog.text
@@ -57,7 +57,7 @@ def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.Lo
 
 def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer, clock=clock)
+    watch = AuditWatch(buffer.audit, clock=clock)
     buffer._store.ready.discard(2)
     watch.audit()
     buffer.recover(Ledger(), version=0, limit=8)

@@ -70,6 +70,20 @@ def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() 
     assert config(**parts, store={"max_gib": 0.5})
 
 
+def test_each_shard_gives_a_whole_share_of_every_step_and_of_the_window() -> None:
+    made = config(batch={"groups": 8}, staleness={"max_lag": 2}, store={"shards": 4})
+    assert made.window_groups == 4, "0.3 * 3 * 8 = 7.2, and a whole number per shard"
+    assert made.lag_bound == 2, "a shard's window of 1 is strict order"
+    assert config(batch={"groups": 8}, staleness={"max_lag": 0}, store={"shards": 8}).window_groups == 8
+    made = config(batch={"groups": 8}, staleness={"max_lag": 2, "window_groups": 20}, store={"shards": 4})
+    assert made.lag_bound == 2 + 2, "ceil((20 - 4) / 8)"
+    with pytest.raises(ValidationError) as caught:
+        config(batch={"groups": 6}, staleness={"window_groups": 7}, store={"shards": 4})
+    text = str(caught.value)
+    assert "store.shards is 4, which does not divide batch.groups (6)" in text
+    assert "store.shards is 4, which does not divide staleness.window_groups (7)" in text
+
+
 def algorithm(**parts: Any) -> dict[str, Any]:
     return {"algorithm": parts}
 

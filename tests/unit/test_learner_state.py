@@ -2,17 +2,42 @@
 
 import json
 
+import pytest
+
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.shards import Ledgers
+from asyncrl.errors import ConfigError
 from asyncrl.launch.head import LearnerState
 
 
 def test_the_state_survives_its_checkpoint():
-    ledger = Ledger()
-    ledger.consume([1, 2, 4])
-    state = LearnerState(version=3, ledger=ledger, evaluation={"round": 1}, coefficients={"kl": 0.1, "measured_entropy": 1.5})
+    state = LearnerState(
+        version=3, ledgers=ledgers(1), evaluation={"round": 1}, coefficients={"kl": 0.1, "measured_entropy": 1.5}
+    )
     again = LearnerState.from_dict(json.loads(json.dumps(state.to_dict())))
-    assert again.to_dict() == state.to_dict()
+    assert again == state
     assert again.coefficients == {"kl": 0.1, "measured_entropy": 1.5}
+
+
+def ledgers(shards: int) -> Ledgers:
+    made = Ledgers().expect(shards)
+    for shard, ledger in enumerate(made.shards):
+        ledger.consume((1, 2, 4 + shard))
+    return made
+
+
+def test_one_shard_is_written_as_before_there_were_shards_and_several_side_by_side():
+    one, four = LearnerState(version=3, ledgers=ledgers(1)), LearnerState(version=3, ledgers=ledgers(4))
+    assert one.to_dict()["ledger"] == ledgers(1).shards[0].to_dict()
+    assert Ledger.from_dict(four.to_dict()["ledger"]["shards"][2]).above == {6}
+    assert LearnerState.from_dict(json.loads(json.dumps(four.to_dict()))) == four
+
+
+def test_a_checkpoint_of_another_number_of_shards_is_refused():
+    assert LearnerState().ledgers.expect(4) == Ledgers((Ledger(),) * 4)
+    assert ledgers(4).expect(4) == ledgers(4)
+    with pytest.raises(ConfigError, match=r"store.shards: 4, the config says 2.*set store.shards: 4"):
+        ledgers(4).expect(2)
 
 
 def test_a_checkpoint_without_coefficients_begins_with_the_configs():

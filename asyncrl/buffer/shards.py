@@ -1,0 +1,214 @@
+"""A lane in S shards, each a whole lane of its own under its own hash tag: another node of a cluster may keep it.
+
+Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ... and knows them by dense ids of its own: 1, 2, ... The learner takes
+B / S groups of every step from each shard, with a window of W / S and the credit that B / S gives. So each shard is a lane
+whose proof holds unchanged, in its own ids, and no call spans two shards. What they share are generators: one that keeps a
+group because a shard is full leases nothing. So while the learner waits for one shard, the others let the oldest in as well.
+One shard is the lane itself.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from asyncrl.buffer.base import Audit, Buffer, Lease, PutOutcome
+from asyncrl.buffer.intake import Collected, Intake
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.errors import ConfigError
+from asyncrl.types import Ticket
+
+
+def shard_names(lane: str, shards: int) -> list[str]:
+    """Names of the shards as lanes of the store; one shard is the lane itself.
+
+    They differ in their last character: so the slots of four neighbours lie in the four quarters of a cluster's slots.
+    """
+    return [lane] if shards == 1 else [f"{lane}-of-{shards}-{shard}" for shard in range(shards)]
+
+
+def split(ticket_id: int, shards: int) -> tuple[int, int]:
+    """(shard, id there)."""
+    above, shard = divmod(ticket_id - 1, shards)
+    return shard, above + 1
+
+
+def join(shard: int, local_id: int, shards: int) -> int:
+    """The inverse of `split`."""
+    return (local_id - 1) * shards + shard + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ledgers:
+    """One ledger per shard, none before a run begins. That of a single shard is written as it always was."""
+
+    shards: tuple[Ledger, ...] = ()
+
+    def expect(self, shards: int) -> "Ledgers":
+        """These, or new ones at the beginning of a run.
+
+        Raises ConfigError: with another number of shards the same id would be another ticket.
+        """
+        if not self.shards:
+            return Ledgers(tuple(Ledger() for _ in range(shards)))
+        if len(self.shards) != shards:
+            raise ConfigError(
+                f"the checkpoint was made with store.shards: {len(self.shards)}, the config says {shards}; each shard counts its "
+                f"own ids, and they would be others: set store.shards: {len(self.shards)}, or begin a new run"
+            )
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the checkpoint's JSON."""
+        if len(self.shards) == 1:
+            return self.shards[0].to_dict()
+        return {"shards": [ledger.to_dict() for ledger in self.shards]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        return cls(tuple(Ledger.from_dict(one) for one in values.get("shards", [values])))
+
+
+class ShardedBuffer:
+    """All shards at once, for whoever need not know that there are several: the generators, ranks, audits."""
+
+    def __init__(self, shards: Sequence[Buffer]) -> None:
+        self.shards = tuple(shards)
+        self._next = 0
+        """Where the next lease begins, so that no shard is served last for ever."""
+
+    # -- generators
+
+    def lease(self, holder: str, count: int) -> Lease:
+        """Up to `count` tickets, from one shard after the other; the version is the oldest that came with one."""
+        tickets: list[Ticket] = []
+        leases: list[Lease] = []
+        for shard in (*range(self._next, len(self.shards)), *range(self._next)):
+            leases.append(self.shards[shard].lease(holder, count - len(tickets)))
+            for ticket in leases[-1].tickets:
+                ticket_id = join(shard, ticket.id, len(self.shards))
+                tickets.append(Ticket(id=ticket_id, minimum_version=ticket.minimum_version))
+            if len(tickets) == count:
+                break
+        self._next = (shard + 1) % len(self.shards)
+        # A learner that goes back tells one shard after the other; weights that one has left behind would sample in vain.
+        version = min((lease.version for lease in leases if lease.tickets), default=leases[-1].version)
+        return Lease(version=version, tickets=tuple(tickets), closed=any(lease.closed for lease in leases))
+
+    def renew(self, holder: str, ids: Iterable[int]) -> None:
+        """Extend the leases that `holder` still has."""
+        for shard, local_ids in self._by_shard(ids).items():
+            self.shards[shard].renew(holder, local_ids)
+
+    def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
+        """Hand over a whole group."""
+        shard, local_id = split(ticket_id, len(self.shards))
+        return self.shards[shard].put(holder, local_id, frame)
+
+    def give_back(self, holder: str, ids: Iterable[int]) -> None:
+        """Issue again what `holder` returns unused."""
+        for shard, local_ids in self._by_shard(ids).items():
+            self.shards[shard].give_back(holder, local_ids)
+
+    def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
+        """Count an attempt; the last one stores the tombstone."""
+        shard, local_id = split(ticket_id, len(self.shards))
+        return self.shards[shard].fail(holder, local_id, reason, tombstone)
+
+    # -- the learner
+
+    def frames(self, ids: Sequence[int]) -> list[bytes]:
+        """The frames of taken ids, in their order."""
+        found: dict[int, bytes] = {}
+        for shard, local_ids in self._by_shard(ids).items():
+            for local_id, frame in zip(local_ids, self.shards[shard].frames(local_ids), strict=True):
+                found[join(shard, local_id, len(self.shards))] = frame
+        return [found[ticket_id] for ticket_id in ids]
+
+    def revoke(self, holder: str) -> int:
+        """Issue again what a dead generator held. Returns how many."""
+        return sum(shard.revoke(holder) for shard in self.shards)
+
+    def close(self) -> None:
+        """Tell the generators that the run is over."""
+        for shard in self.shards:
+            shard.close()
+
+    def audit(self) -> Audit:
+        """Count every id of every shard."""
+        audits = [shard.audit() for shard in self.shards]
+        names = ("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes")
+        counters: Counter[str] = Counter()
+        for audit in audits:
+            counters.update(audit.counters)
+        return Audit(**{name: sum(getattr(audit, name) for audit in audits) for name in names}, counters=dict(counters))
+
+    def _by_shard(self, ids: Iterable[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for ticket_id in ids:
+            shard, local_id = split(ticket_id, len(self.shards))
+            found[shard].append(local_id)
+        return found
+
+
+@dataclass(slots=True)
+class ShardedIntake:
+    """One intake per shard; a step has its groups when every shard has given its part."""
+
+    intakes: tuple[Intake, ...]
+    _parts: list[Collected | None] = field(init=False)
+    _settled: Ledgers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parts = [None] * len(self.intakes)
+        self._settled = self._ledgers()
+
+    @property
+    def settled(self) -> Ledgers:
+        """After the last whole step: a part that a shard has given since is taken again after a restart."""
+        return self._settled
+
+    def recover(self, version: int) -> None:
+        """Make the store agree with the ledgers and open the credit for `version`."""
+        for intake in self.intakes:
+            intake.recover(version)
+
+    def open(self, version: int) -> None:
+        """Announce the version being trained, and with it the credit."""
+        for intake in self.intakes:
+            intake.open(version)
+
+    def poll(self, version: int, *, wait_s: float) -> Collected | None:
+        """The groups of the step that trains `version`, or None when they are not there after `wait_s`. Raises RunError."""
+        until_s = time.monotonic() + wait_s
+        for shard, intake in enumerate(self.intakes):
+            if self._parts[shard] is None:
+                self._parts[shard] = intake.poll(version, wait_s=max(0.0, until_s - time.monotonic()))
+        parts = [part for part in self._parts if part is not None]
+        if len(parts) < len(self.intakes):
+            self._let_generators_go_on(version)
+            return None
+        self._parts = [None] * len(self.intakes)
+        self._settled = self._ledgers()
+        return Collected(
+            groups=tuple(group for part in parts for group in part.groups),
+            rejected=tuple(rejected for part in parts for rejected in part.rejected),
+            takes=sum(part.takes for part in parts),
+            taken_at={name: at for part in parts for name, at in part.taken_at.items()},
+        )
+
+    def _let_generators_go_on(self, version: int) -> None:
+        """A full shard that has given its part would keep groups with generators, which then lease nothing from the others."""
+        for intake, part in zip(self.intakes, self._parts, strict=True):
+            if part is not None:
+                intake.open(version, waiting=True)
+
+    def commit(self, ledgers: Ledgers, version: int) -> None:
+        """Let the store forget the groups that a checkpoint holds."""
+        for intake, ledger in zip(self.intakes, ledgers.shards, strict=True):
+            intake.commit(ledger.takes, ledger.chain, version)
+
+    def _ledgers(self) -> Ledgers:
+        return Ledgers(tuple(intake.settled for intake in self.intakes))

@@ -1,0 +1,114 @@
+"""What the world remembers of one lane, to judge every call on it."""
+
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.buffer.shards import join
+
+from .calls import Call, check_call
+from .invariants import check_state
+from .lane import Lane, require
+from .outcomes import outcome
+from .store import OOM
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class LaneWatch:
+    """One shard."""
+
+    def __init__(self, world: "World", name: str, shard: int) -> None:
+        self._world = world
+        self.name, self.shard = name, shard
+        self.credit = 0
+        """Highest id that a learner was allowed to open."""
+        self._lane: Lane | None = None
+        """After the last call; None when something else has changed the store since."""
+        self._seen: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._recovered_takes = 0
+        self._answers: dict[str, tuple[str, set[int]]] = {}
+        """holder -> its last lease request, and the tickets that it got"""
+
+    def look(self) -> Lane:
+        return Lane(self._world.store.data, self.name)
+
+    def before(self) -> None:
+        """A call comes."""
+        self._lane = self._lane or self.look()
+
+    def after(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
+        """A function of the store, or UNLINK, has run."""
+        if name == "unlink":  # a learner without a checkpoint deletes what was there, and fences whoever was before
+            self.store_is_another()
+            return
+        world, before, lane = self._world, self._lane, self.look()
+        assert before is not None
+        self._lane = lane
+        world.outcomes[outcome(name, reply, lane.frames)] += 1
+        if name == "recover":
+            self._recovered(arguments)
+        elif name == "take" and lane.takes != before.takes:
+            self._assigned(before, lane)
+        elif name == "put":
+            world.stored(self, lane)
+        call = Call(
+            name=name,
+            arguments=arguments,
+            reply=reply,
+            before=before,
+            after=lane,
+            now_ms=world.store.now_ms,
+            credit=self.credit,
+            durable=world.durable_ids(self) if name == "commit" else set(),
+            answered=self._answered_before(arguments) if name == "lease" else None,
+            excused=world.excused,
+            max_attempts=world.rules.max_attempts,
+            max_bytes=world.rules.max_bytes,
+            name_of=self.name_of,
+        )
+        check_call(call)
+        check_state(lane, world.store.strays_of(self.name))
+        self._remember_answer(name, arguments, reply)
+
+    def _assigned(self, before: Lane, lane: Lane) -> None:
+        """A take is new, or those that were there were undone for a learner that wants fewer."""
+        undone = {number for number in before.takes if before.takes[number] != lane.takes.get(number)}
+        self._seen = {key: ids for key, ids in self._seen.items() if key[0] not in undone}
+        if lane.takes:
+            self._world.assigned(self, lane)
+
+    def name_of(self, local_id: int) -> int:
+        """The id that everybody else knows."""
+        return join(self.shard, local_id, len(self._world.lanes))
+
+    def consumed(self, number: int, chain: str, ids: tuple[int, ...]) -> None:
+        """The same take again, after a crash, has the same ids, unless the store lost something."""
+        before = self._seen.setdefault((number, chain), ids)
+        require(before == ids, "a replayed take has other ids", number, before, ids)
+
+    def store_is_another(self) -> None:
+        """It lost something: what was assigned and answered before may be assigned and answered otherwise."""
+        self._lane = None
+        self._seen.clear()
+        self._answers = self.look().requests
+
+    def _answered_before(self, arguments: tuple[str, ...]) -> set[int] | None:
+        request, ids = self._answers.get(arguments[0], ("", set()))
+        return ids if request == arguments[3] else None
+
+    def _remember_answer(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
+        """Of each holder the last one, as the store does."""
+        if name == "revoke":
+            self._answers.pop(arguments[0], None)
+        elif name == "lease" and reply != OOM and not reply[2] and self._answered_before(arguments) is None:
+            self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
+
+    def _recovered(self, arguments: tuple[str, ...]) -> None:
+        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
+        self._world.store.forget_strays(self.name)
+        learner, owner, takes = self._world.learner, arguments[1], int(arguments[2])
+        is_newest = learner is not None and learner.stands_at(self.shard, owner, takes)
+        if not is_newest or takes < self._recovered_takes:
+            self._seen.clear()
+        self._recovered_takes = takes
+        self._seen = {(number, chain): ids for (number, chain), ids in self._seen.items() if number > takes}
