@@ -1,20 +1,27 @@
-"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password."""
+"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password.
 
+The store is a server, or a cluster of them. What has a `tag` touches keys of that one hash tag, which one node has: whoever
+is asked first names it, and it is asked from then on, until it is gone or names another.
+"""
+
+import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
     BusyLoadingError,
     ConnectionError,
     InvalidResponse,
+    MovedError,
     NoPermissionError,
     ReadOnlyError,
     RedisError,
@@ -56,28 +63,70 @@ class StoreConnection:
 
     def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
         self.url = _without_password(url)
-        self._retry_s = retry_s
+        self._secret_url, self._password, self._retry_s = url, password, retry_s
+        self._by_address: dict[tuple[str, int], redis.Redis] = {}
+        """The other nodes of a cluster, as far as they are known."""
+        self._by_tag: dict[str, redis.Redis] = {}
         try:
-            self.client: redis.Redis = redis.Redis.from_url(
-                url,
-                **({"password": password} if password else {}),
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=SOCKET_TIMEOUT_S,
-                socket_read_size=READ_BYTES,
-                **PLAIN,
-                **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
-            )
+            self.client: redis.Redis = self._connect(url)
         except ValueError as error:
             raise StoreRefused(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
 
-    def call(self, request: Callable[[redis.Redis], T]) -> T:
+    def _connect(self, url: str) -> redis.Redis:
+        return redis.Redis.from_url(
+            url,
+            **({"password": self._password} if self._password else {}),
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_read_size=READ_BYTES,
+            **PLAIN,
+            **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
+        )
+
+    def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
+        """With this connection, or to a cluster with one for each node that serves keys."""
+        server: dict[str, Any] = self.call(lambda client: client.info("server"))
+        if server.get("redis_mode") != "cluster":
+            do(self)
+            return
+        slots: Any = self.call(lambda client: client.cluster("SLOTS"))
+        for address in sorted({_address(entry[2]) for entry in slots}):
+            with contextlib.closing(
+                StoreConnection(self._url_of(*address), password=self._password, retry_s=self._retry_s)
+            ) as node:
+                do(node)
+
+    def _url_of(self, host: str, port: int) -> str:
+        parts = urlsplit(self._secret_url)
+        user, at, here = parts.netloc.rpartition("@")
+        host = f"[{host}]" if ":" in host else host or here.rpartition(":")[0]
+        return parts._replace(netloc=f"{user}{at}{host}:{port}").geturl()
+
+    def _follow(self, tag: str, moved: MovedError) -> None:
+        address = (moved.host, moved.port)
+        if address not in self._by_address:
+            self._by_address[address] = self._connect(self._url_of(*address))
+        self._by_tag[tag] = self._by_address[address]
+
+    def _ask_another(self, tag: str, asked: redis.Redis) -> None:
+        """After a node of a cluster is gone: the others know who has its keys by then."""
+        if tag and self._by_address:
+            known = [self.client, *self._by_address.values()]
+            self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
+
+    def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
         """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away."""
         deadline, pause_s = time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
+            client = self._by_tag.get(tag, self.client)
             try:
-                return request(self.client)
+                return request(client)
             except RedisError as error:
-                if not _passing(error):
+                if tag and isinstance(error, MovedError):
+                    self._follow(tag, error)
+                elif _passing(error):
+                    self._ask_another(tag, client)
+                else:
                     kind = StoreRefused if _lasting(error) else StoreError
                     raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
                 if time.monotonic() + pause_s > deadline:
@@ -90,6 +139,9 @@ class StoreConnection:
 
     def check(self) -> None:
         """Refuse a store that is too old or would throw groups away."""
+        self.on_every_node(StoreConnection._check_server)
+
+    def _check_server(self) -> None:
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         version = str(server["redis_version"])
         if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
@@ -106,6 +158,9 @@ class StoreConnection:
 
         Over the cap a group that the learner waits for is still let in, over the store's own limit none is: the run would stop.
         """
+        self.on_every_node(lambda node: node._check_room_here(cap_bytes))
+
+    def _check_room_here(self, cap_bytes: int) -> None:
         limit_bytes = int(self.call(lambda client: client.info("memory"))["maxmemory"])
         if 0 < limit_bytes < cap_bytes:
             raise StoreRefused(
@@ -116,13 +171,19 @@ class StoreConnection:
 
     def close(self) -> None:
         """Close the sockets."""
-        self.client.close()
+        for client in (self.client, *self._by_address.values()):
+            client.close()
+
+
+def _address(node: Sequence[Any]) -> tuple[str, int]:
+    host, port = node[:2]
+    return host.decode() if isinstance(host, bytes) else host, int(port)
 
 
 def _passing(error: RedisError) -> bool:
     if _lasting(error):
         return False
-    if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError):
+    if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError | AskError):
         return True
     return isinstance(error, ResponseError) and reason(error).startswith(_PASSING)
 

@@ -43,7 +43,7 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
         took_s = time.perf_counter() - started_s
     finally:
         keys = [f"{{{run}:train}}:{place}" for place in PLACES]
-        connection.call(lambda client: client.unlink(*keys))
+        connection.call(lambda client: client.unlink(*keys), tag=f"{{{run}:train}}")
     return StoreProbe(version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s)
 
 

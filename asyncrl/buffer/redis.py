@@ -34,7 +34,8 @@ class RedisBuffer:
     def __init__(self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train") -> None:
         self._connection = connection
         self._rules = rules
-        self._keys = [f"{{{run}:{lane}}}:{place}" for place in PLACES]
+        self._tag = f"{{{run}:{lane}}}"
+        self._keys = [f"{self._tag}:{place}" for place in PLACES]
         self._frames_key = self._keys[PLACES.index("frames")]
         self._lease_ms = max(1, round(rules.lease_s * 1000))
         self._owner = uuid.uuid4().hex
@@ -67,7 +68,8 @@ class RedisBuffer:
         try:
             if self._was_full and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full":
                 return PutOutcome.FULL
-            outcome = PutOutcome(self._connection.call(lambda client: self._put(client, ticket_id, frame)).decode())
+            reply = self._connection.call(lambda client: self._put(client, ticket_id, frame), tag=self._tag)
+            outcome = PutOutcome(reply.decode())
         except StoreFullError:
             outcome = PutOutcome.FULL
         self._was_full = outcome is PutOutcome.FULL
@@ -100,7 +102,7 @@ class RedisBuffer:
         if not ids:
             return []
         keys = [str(i) for i in ids]
-        frames: list[Any] = self._connection.call(lambda client: client.hmget(self._frames_key, keys))
+        frames: list[Any] = self._connection.call(lambda client: client.hmget(self._frames_key, keys), tag=self._tag)
         missing = [i for i, frame in zip(ids, frames, strict=True) if frame is None]
         if missing:
             raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
@@ -161,7 +163,7 @@ class RedisBuffer:
         return reply
 
     def _call(self, function: str, *arguments: object) -> Any:
-        return self._connection.call(lambda client: self._fcall(client, function, arguments))
+        return self._connection.call(lambda client: self._fcall(client, function, arguments), tag=self._tag)
 
     def _fcall(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return self._loaded(client, lambda: self._request(client, function, arguments))

@@ -41,7 +41,7 @@ class RunRecord:
         self._connection.check()
         self._hold(run.name)
         if fresh:
-            self._connection.call(lambda client: _delete_lanes(client, run.name))
+            self._connection.on_every_node(lambda node: node.call(lambda client: _delete_lanes(client, run.name)))
         self._write(asdict(run))
 
     def renew(self, run: StoredRun, control_endpoint: str) -> None:
@@ -54,7 +54,7 @@ class RunRecord:
 
     def _hold(self, name: str) -> None:
         """Raises ForeignRunError where another run has the store."""
-        holder = self._connection.call(lambda client: _claim_name(client, name))
+        holder = self._connection.call(lambda client: _claim_name(client, name), tag=_KEY)
         if holder != name:
             raise ForeignRunError(
                 f"store {self._connection.url} serves run {holder!r}, not {name!r}; one store serves one run: use another "
@@ -63,11 +63,11 @@ class RunRecord:
 
     def _write(self, values: Mapping[str, str]) -> None:
         record: Mapping[Any, Any] = values
-        self._connection.call(lambda client: client.hset(_KEY, mapping=dict(record)))
+        self._connection.call(lambda client: client.hset(_KEY, mapping=dict(record)), tag=_KEY)
 
     def read(self) -> StoredRun:
         """The run that the store serves. Raises StoreError when no learner has claimed it yet."""
-        record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY))
+        record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY), tag=_KEY)
         values = {name.decode(): value.decode() for name, value in record.items()}
         try:
             return StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
@@ -78,7 +78,7 @@ class RunRecord:
 
     def control_endpoint(self) -> str | None:
         """Where the learner's control plane listens; None until it has said so."""
-        endpoint = self._connection.call(lambda client: client.hget(_KEY, "control_endpoint"))
+        endpoint = self._connection.call(lambda client: client.hget(_KEY, "control_endpoint"), tag=_KEY)
         return endpoint.decode() if isinstance(endpoint, bytes) else None
 
 

@@ -1,0 +1,189 @@
+"""Shards on the nodes of a real cluster, which refuses whatever touches two slots: functions, transactions, reads."""
+
+import contextlib
+import itertools
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from buffer_contract import fill
+from redis.exceptions import RedisError, ResponseError
+from shard_contract import Run, ShardContract
+from test_redis_buffer import RedisLane
+
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import PLACES, RedisBuffer
+from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.server import find_server
+from asyncrl.buffer.shards import shard_names
+from asyncrl.errors import StoreRefused
+
+pytestmark = pytest.mark.integration
+PRIMARIES, SLOTS = 3, 16384
+READY_S = 120.0
+run_numbers = itertools.count(1)
+
+
+@dataclass
+class Node:
+    process: "subprocess.Popen[bytes]"
+    port: int
+    bus_port: int
+
+    def __post_init__(self) -> None:
+        self.client = redis.Redis(port=self.port)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def cluster(self, command: str, *arguments: object) -> Any:
+        return self.client.execute_command(f"CLUSTER {command}", *arguments)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """A new cluster: node n has the n-th third of the slots, the last node is a replica of the one before."""
+    with contextlib.ExitStack() as stack:
+        ports = [(free_port(stack), free_port(stack)) for _ in range(PRIMARIES + 1)]
+        stack.pop_all().close()  # all are chosen, and free again
+    with contextlib.ExitStack() as stack:
+        nodes = [start_node(stack, tmp_path_factory.mktemp("node"), *pair) for pair in ports]
+        for number, node in enumerate(nodes):
+            wait_until(node.client.ping)
+            nodes[0].cluster("MEET", "127.0.0.1", node.port, node.bus_port)
+            if number < PRIMARIES:
+                node.cluster("ADDSLOTSRANGE", SLOTS * number // PRIMARIES, SLOTS * (number + 1) // PRIMARIES - 1)
+        *_, primary, replica = nodes
+        for node in nodes:
+            wait_until(lambda node=node: knows_all(node, len(nodes)))
+        replica.cluster("REPLICATE", primary.cluster("MYID").decode())
+        wait_until(lambda: replica.client.info("replication").get("master_link_status") == "up")
+        yield nodes
+
+
+def free_port(stack: contextlib.ExitStack) -> int:
+    listener = stack.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))
+    return int(listener.getsockname()[1])
+
+
+def start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_port: int) -> Node:
+    settings = {
+        "port": port,
+        "cluster-port": bus_port,
+        "cluster-enabled": "yes",
+        "bind": "127.0.0.1",
+        "dir": directory,
+        "save": "",
+    }
+    argv = [str(find_server()), *itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    stack.callback(process.wait, timeout=60)
+    stack.callback(process.kill)
+    return Node(process, port, bus_port)
+
+
+def knows_all(node: Node, count: int) -> bool:
+    info = node.cluster("INFO")
+    told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
+    return (told["cluster_state"], told["cluster_known_nodes"]) == ("ok", str(count))
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    until_s = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(RedisError):
+            if condition():
+                return
+        assert time.monotonic() < until_s, f"no cluster within {READY_S:.0f} s"
+        time.sleep(0.1)
+
+
+class ClusterLane(RedisLane):
+    """A shard; whoever opens it knows the cluster's first node alone."""
+
+    def __init__(self, nodes, rules, *, run, lane):
+        super().__init__(None, rules, run=run, lane=lane)
+        self.first = nodes[0]
+        slot = int(self.first.cluster("KEYSLOT", self.key("meta")))
+        self.node = next(node for number, node in enumerate(nodes) if slot < SLOTS * (number + 1) // PRIMARIES)
+
+    def handle(self):
+        return RedisBuffer(StoreConnection(self.first.url, retry_s=60.0), self.run, self.rules, lane=self.lane)
+
+    def wipe(self):
+        self.node.client.delete(*map(self.key, PLACES))
+
+
+@pytest.fixture
+def make_lanes(nodes):
+    def make_lanes(shards, rules):
+        run = f"run-{next(run_numbers)}"
+        return [ClusterLane(nodes, rules, run=run, lane=name) for name in shard_names("train", shards)]
+
+    return make_lanes
+
+
+class TestClusterShards(ShardContract):
+    """The contract, each shard on its node."""
+
+    @pytest.fixture
+    def make_lanes(self, make_lanes):
+        return make_lanes
+
+
+def test_the_cluster_refuses_what_touches_two_slots(nodes):
+    with pytest.raises(ResponseError, match="same slot"):
+        nodes[0].client.exists("{a}:meta", "{b}:meta")
+
+
+def test_a_fresh_learner_deletes_the_shards_of_an_earlier_run_from_every_node(nodes, make_lanes):
+    lanes = make_lanes(4, BufferRules(groups=2))
+    assert len({lane.node.port for lane in lanes}) == PRIMARIES
+    for lane in lanes:
+        lane.handle().recover(Ledger(), version=0, limit=8)
+        fill(lane.handle(), 4)
+    connection = StoreConnection(nodes[0].url, retry_s=20.0)
+    run = StoredRun(name=lanes[0].run, config_json="{}", config_hash="h", release="r", key_id="k")
+    RunRecord(connection).claim(run, fresh=True)
+    assert RunRecord(connection).read() == run
+    assert [lane.handle().audit().issued for lane in lanes] == [0] * 4
+    RunRecord(connection).claim(run, fresh=False)
+    nodes[0].client.flushall()
+    for node in nodes[1:PRIMARIES]:
+        node.client.flushall()
+
+
+def test_every_node_must_keep_what_it_is_given(nodes):
+    connection = StoreConnection(nodes[0].url, retry_s=20.0)
+    connection.check()
+    nodes[1].client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(StoreRefused, match=rf"127.0.0.1:{nodes[1].port} has maxmemory-policy allkeys-lru"):
+            connection.check()
+    finally:
+        nodes[1].client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_run_on_three_nodes_goes_on_when_a_replica_takes_the_place_of_one(nodes, make_lanes):
+    lanes = make_lanes(4, BufferRules(groups=2))
+    run, chance = Run(lanes, max_lag=1, groups=2, window=3), random.Random(1)
+    run.check(6, chance)
+    *_, primary, replica = nodes
+    primary.process.kill()
+    primary.process.wait(timeout=60)
+    replica.cluster("FAILOVER", "TAKEOVER")
+    for lane in lanes:
+        if lane.node is primary:
+            lane.node = replica
+    run.check(12, chance)
