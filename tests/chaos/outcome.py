@@ -106,12 +106,14 @@ def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
         count = sum(one["struck"].get(kind, 0) for one in struck for kind in kinds)
         groups, lost, duplicated = (sum(one[key] for one in struck) for key in ("groups", "lost", "duplicated"))
         rows.append(f"| {figure} | {fault} | {count} | {aim} | {groups} | {lost} | {duplicated} |")
-    rows += ["", "| figure | seconds from | times | p50 | p99 | longest | target |", "|---|---|---|---|---|---|---|"]
+    rows += ["", "| figure | seconds from | seed | times | p50 | p99 | longest | target |", "|---|---|---|---|---|---|---|---|"]
     for figure, what, kinds, target in RECOVERIES:
-        times = sorted(t for one in outcomes for kind in kinds for t in one["recoveries_s"].get(kind, ()))
-        if times:
-            p50, p99 = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
-            rows.append(f"| {figure} | {what} | {len(times)} | {p50:.2f} | {p99:.2f} | {times[-1]:.2f} | {target} |")
+        for seed in dict.fromkeys(one["seed"] for one in outcomes):
+            recoveries_s = [one["recoveries_s"] for one in outcomes if one["seed"] == seed]
+            if times := sorted(t for each in recoveries_s for kind in kinds for t in each.get(kind, ())):
+                p50, p99 = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
+                spread = f"{len(times)} | {p50:.2f} | {p99:.2f} | {times[-1]:.2f}"
+                rows.append(f"| {figure} | {what} | {seed} | {spread} | {target} |")
     rows += ["", "| scenario | runs, as seed: seconds of faults |", "|---|---|"]
     for name in dict.fromkeys(one["scenario"] for one in outcomes):
         runs = ", ".join(f"{one['seed']}: {one['seconds']:.0f}" for one in outcomes if one["scenario"] == name)
