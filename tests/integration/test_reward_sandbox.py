@@ -166,14 +166,22 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"HF_TOKEN": CANARY, MARK: world.token, "PYTHONPATH": str(HERE.parents[1])},
+            env=os.environ
+            | {"HF_TOKEN": CANARY, MARK: world.token, "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=lambda: [self._lines.put(line) for line in self.process.stdout], daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
         assert self.answer() == {}
 
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
     def answer(self) -> dict:
-        return json.loads(self._lines.get(timeout=ANSWER_S))
+        line = self._lines.get(timeout=ANSWER_S)
+        assert line, f"the host is dead: {self.process.wait(10)}"
+        return json.loads(line)
 
     def score(self, how: str) -> dict:
         row = {"how": how, "world": self.world.columns(self.process, sandbox=self.sandbox)}
