@@ -51,7 +51,7 @@ NOT_TYPED = {
     "python -m tests.crash": "minutes: tests/integration/test_crash_points.py has one save",
     "python -m tests.fuzz.fuzz_frames": "a package of its own, and hours: tests/unit/test_wire_fuzz.py has seconds of it",
     "python -m tests.fuzz.structured_frames": "minutes: tests/unit/test_wire_fuzz.py has seconds of it",
-    "python -m tests.simulation": "minutes: tests/simulation/test_simulation.py has 500 seeds",
+    "python -m tests.simulation": "minutes: tests/simulation has 500 seeds in every run, and some of the mutants",
     "python deploy/wandb_overview.py": "network; what it would save is held by tests/unit/test_wandb_overview.py",
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
     "ruff": "a part of `make test`",

@@ -75,10 +75,10 @@ def check_matches() -> None:
                 edit.apply(Path(directory))
 
 
-def keep(path: Path, seeds: int, found: dict[str, dict[str, Any]]) -> None:
+def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
     """One line for each mutant, in the order of the table."""
     rows = ",\n".join(f"  {json.dumps(each.what)}: {json.dumps(found[each.what])}" for each in MUTANTS if each.what in found)
-    path.write_text(f'{{\n "environment": {json.dumps(describe())},\n "seeds": {seeds},\n "mutants": {{\n{rows}\n }}\n}}\n')
+    path.write_text(f'{{\n "environment": {json.dumps(describe())},\n "mutants": {{\n{rows}\n }}\n}}\n')
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def main() -> int:
             print(f"{mutant.what:75} {fate}", flush=True)
             found[mutant.what] = {"seeds": seeds, "how": how.partition(": (")[0]}
             if arguments.out:
-                keep(arguments.out, arguments.seeds, found)
+                keep(arguments.out, found)
     share = killed / max(len(chosen), 1)
     print(f"{killed} of {len(chosen)} mutants killed ({share:.1%}) in {time.perf_counter() - started_s:.0f} s")
     return bool(wrong)

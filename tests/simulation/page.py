@@ -26,12 +26,10 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     verdicts = results["mutants"]
     killed = {what: verdict for what, verdict in verdicts.items() if verdict["how"]}
     seeds = sorted(verdict["seeds"] for verdict in killed.values())
-    yield "| mutants | noticed | share | first seed that noticed: median | 90 % | last | seeds without notice, survivors |"
+    yield "| mutants | tried | noticed | share | first seed that noticed: median | 90 % | last |"
     yield "|---|---|---|---|---|---|---|"
-    yield (
-        f"| {len(verdicts)} | {len(killed)} | {len(killed) / len(verdicts):.1%} | {statistics.median_low(seeds)} | "
-        f"{seeds[int(0.9 * len(seeds))]} | {seeds[-1]} | {results['seeds']} |"
-    )
+    share, median, most = len(killed) / len(verdicts), statistics.median_low(seeds), seeds[int(0.9 * len(seeds))]
+    yield f"| {len(MUTANTS)} | {len(verdicts)} | {len(killed)} | {share:.1%} | {median} | {most} | {seeds[-1]} |"
     yield ""
     yield "| noticed by | mutants |"
     yield "|---|---|"
@@ -40,11 +38,11 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {way} | {count} |"
     yield f"| {len(ways) - MOST_WAYS} others | {sum(ways.values()) - sum(count for _, count in ways.most_common(MOST_WAYS))} |"
     yield ""
-    yield "| survivor | why it changes nothing |"
-    yield "|---|---|"
+    yield "| survivor | seeds | why nothing notices |"
+    yield "|---|---|---|"
     for mutant in MUTANTS:
-        if mutant.what not in killed:
-            yield f"| {mutant.what} | {mutant.survives or 'not explained'} |"
+        if mutant.what in verdicts and mutant.what not in killed:
+            yield f"| {mutant.what} | {verdicts[mutant.what]['seeds']} | {mutant.survives or 'not noticed in so few seeds'} |"
 
 
 if __name__ == "__main__":

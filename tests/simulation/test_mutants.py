@@ -1,11 +1,13 @@
 """The simulation notices a broken protocol: some mutants in every run, all by `python -m tests.simulation.mutants`."""
 
+import json
 import shutil
 
 import pytest
 
 from .mutant_table import MUTANTS, Edit
 from .mutants import ROOT, check_matches, try_mutant
+from .page import PAGE, RESULTS, rewritten
 
 pytestmark = pytest.mark.timeout(900)
 QUICK = (
@@ -30,6 +32,19 @@ def test_a_text_that_is_not_there_is_an_error(tmp_path):
     edit.apply(tmp_path)
     with pytest.raises(LookupError, match=r"functions.lua no longer contains 'local function anchor"):
         edit.apply(tmp_path)
+
+
+def test_nearly_all_that_were_tried_were_noticed():
+    verdicts = json.loads(RESULTS.read_text())["mutants"]
+    assert list(verdicts) == [mutant.what for mutant in MUTANTS if mutant.what in verdicts], "a mutant that no longer is"
+    killed = {what for what, verdict in verdicts.items() if verdict["how"]}
+    assert len(killed) >= 0.9 * len(verdicts)
+    assert not killed & {mutant.what for mutant in MUTANTS if mutant.survives}, "explained, and yet noticed"
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    page = PAGE.read_text()
+    assert rewritten(page, json.loads(RESULTS.read_text())) == page
 
 
 @pytest.mark.parametrize("what", QUICK)
