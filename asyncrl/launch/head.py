@@ -6,10 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.keys import join_keys, run_keys
+from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.step_metrics import step_metrics
@@ -48,39 +48,6 @@ log = logging.getLogger(__name__)
 
 LAST_EVAL_S = 300.0
 """Longest wait for the evaluation of the final weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerState:
-    """What a checkpoint holds besides the trainer's own: enough to go on as if nothing had happened."""
-
-    version: int = 0
-    ledgers: Ledgers = field(default_factory=Ledgers)
-    """Of the training lane."""
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)
-    """Of KL and entropy, where they are steered."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint's JSON."""
-        return {
-            "version": self.version,
-            "ledger": self.ledgers.to_dict(),
-            "evaluation": self.evaluation,
-            "coefficients": self.coefficients,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`; an empty dict is the beginning."""
-        if not values:
-            return cls()
-        return cls(
-            version=values["version"],
-            ledgers=Ledgers.from_dict(values["ledger"]),
-            evaluation=values["evaluation"],
-            coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
-        )
 
 
 class Head:

@@ -23,7 +23,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.head import Head, LearnerState
+from asyncrl.launch.head import Head
+from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.ranks import run_ranks
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.starts import record_start

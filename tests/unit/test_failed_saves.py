@@ -11,7 +11,7 @@ from test_checkpoint_atomic import KEY, FakeTrainer
 
 from asyncrl.errors import CheckpointError
 from asyncrl.launch import learner
-from asyncrl.launch.head import LearnerState
+from asyncrl.launch.learner_state import LearnerState
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps, Writes
 
