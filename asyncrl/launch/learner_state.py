@@ -1,0 +1,39 @@
+"""What a checkpoint holds besides the trainer's own."""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from asyncrl.buffer.shards import Ledgers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """Enough to go on as if nothing had happened."""
+
+    version: int = 0
+    ledgers: Ledgers = field(default_factory=Ledgers)
+    """Of the training lane."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """Of KL and entropy, where they are steered."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the checkpoint's JSON."""
+        return {
+            "version": self.version,
+            "ledger": self.ledgers.to_dict(),
+            "evaluation": self.evaluation,
+            "coefficients": self.coefficients,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`; an empty dict is the beginning."""
+        if not values:
+            return cls()
+        return cls(
+            version=values["version"],
+            ledgers=Ledgers.from_dict(values["ledger"]),
+            evaluation=values["evaluation"],
+            coefficients=values["coefficients"],
+        )
