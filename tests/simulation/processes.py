@@ -19,7 +19,7 @@ from asyncrl.types import Group, Ticket
 
 from .content import DEAD, decode, encode
 from .engine import Process
-from .lane import RUN
+from .lane import RUN, require
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ class Files(FileOps):
 class LearnerProcess:
     """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and launch.head."""
 
-    def __init__(self, world: "World", name: str) -> None:
-        self.world, self.engine = world, world.engine
+    def __init__(self, world: "World", name: str, *, is_first: bool) -> None:
+        self.world, self.engine, self.is_first = world, world.engine, is_first
         self.process = Process(name)
         self.connection = world.connect(self.process)
         self.shards = world.open_lanes(self.connection)
@@ -291,6 +291,9 @@ class LearnerProcess:
             "trained": [(group.ticket_id, group.generator_id, oldest(group)) for group in collected.groups],
             "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
         }
+        stale = [ticket_id for ticket_id, reason in entry["rejected"] if reason == "stale"]
+        may_be = self.world.scenario.drop or not self.is_first  # what an earlier learner's steps, now lost, gave credit for
+        require(may_be or not stale, "a group is too old that the anchored window should have taken in time", version, stale)
         self.weights.history.append(json.loads(json.dumps(entry)))
         self.takes = []
 

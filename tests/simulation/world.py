@@ -171,7 +171,7 @@ class World:
             if len(kept) > 1:
                 (kept[-1] / WEIGHTS).write_text("torn")
         self._incarnations += 1
-        self.learner = LearnerProcess(self, f"learner.{self._incarnations}")
+        self.learner = LearnerProcess(self, f"learner.{self._incarnations}", is_first=not self._learners)
         self._learners.append(self.learner)
 
     def _start_generator(self, slot: int) -> None:
