@@ -34,12 +34,12 @@ def test_a_text_that_is_not_there_is_an_error(tmp_path):
         edit.apply(tmp_path)
 
 
-def test_nearly_all_that_were_tried_were_noticed():
+def test_nearly_all_were_noticed_and_the_others_are_explained():
     verdicts = json.loads(RESULTS.read_text())["mutants"]
-    assert list(verdicts) == [mutant.what for mutant in MUTANTS if mutant.what in verdicts], "a mutant that no longer is"
+    assert list(verdicts) == [mutant.what for mutant in MUTANTS]
     killed = {what for what, verdict in verdicts.items() if verdict["how"]}
-    assert len(killed) >= 0.9 * len(verdicts)
-    assert not killed & {mutant.what for mutant in MUTANTS if mutant.survives}, "explained, and yet noticed"
+    assert len(killed) >= 0.95 * len(verdicts)
+    assert verdicts.keys() - killed == {mutant.what for mutant in MUTANTS if mutant.survives}
 
 
 def test_the_tables_of_the_page_are_those_of_the_results():
