@@ -35,5 +35,5 @@ class LearnerState:
             version=values["version"],
             ledgers=Ledgers.from_dict(values["ledger"]),
             evaluation=values["evaluation"],
-            coefficients=values["coefficients"],
+            coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
         )

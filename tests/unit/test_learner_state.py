@@ -38,3 +38,10 @@ def test_a_checkpoint_of_another_number_of_shards_is_refused():
     assert ledgers(4).expect(4) == ledgers(4)
     with pytest.raises(ConfigError, match=r"store.shards: 4, the config says 2.*set store.shards: 4"):
         ledgers(4).expect(2)
+
+
+def test_a_checkpoint_without_coefficients_begins_with_the_configs():
+    values = LearnerState(version=3).to_dict()
+    del values["coefficients"]
+    assert LearnerState.from_dict(values).coefficients == {}
+    assert LearnerState.from_dict({}).version == 0
