@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.redis import PLACES, RedisBuffer
+from asyncrl.buffer.redis import RedisBuffer, hash_tag, keys_of
 from asyncrl.errors import StoreError
 
 FRAME_BYTES = 1 << 20
@@ -42,8 +42,8 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
         _round_trip(RedisBuffer(connection, run, BufferRules(groups=1)), connection.url)
         took_s = time.perf_counter() - started_s
     finally:
-        keys = [f"{{{run}:train}}:{place}" for place in PLACES]
-        connection.call(lambda client: client.unlink(*keys), tag=f"{{{run}:train}}")
+        tag = hash_tag(run, "train")
+        connection.call(lambda client: client.unlink(*keys_of(tag)), tag=tag)
     return StoreProbe(version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s)
 
 

@@ -28,14 +28,24 @@ MAX_COUNT = 1 << 40
 """Larger windows and counts mean the same."""
 
 
+def hash_tag(run: str, lane: str) -> str:
+    """What the keys of a lane begin with, so that one node of a cluster has them all."""
+    return f"{{{run}:{lane}}}"
+
+
+def keys_of(tag: str) -> list[str]:
+    """Of the lane with this hash tag, in the order of `PLACES`."""
+    return [f"{tag}:{place}" for place in PLACES]
+
+
 class RedisBuffer:
     """One process's handle on one lane ("train", "eval") of a run. Safe to use from several threads."""
 
     def __init__(self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train") -> None:
         self._connection = connection
         self._rules = rules
-        self._tag = f"{{{run}:{lane}}}"
-        self._keys = [f"{self._tag}:{place}" for place in PLACES]
+        self._tag = hash_tag(run, lane)
+        self._keys = keys_of(self._tag)
         self._frames_key = self._keys[PLACES.index("frames")]
         self._lease_ms = max(1, round(rules.lease_s * 1000))
         self._owner = uuid.uuid4().hex

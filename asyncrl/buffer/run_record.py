@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.redis import PLACES
+from asyncrl.buffer.redis import PLACES, hash_tag
 from asyncrl.errors import ForeignRunError, StoreError
 
 _KEY = "asyncrl:run"
@@ -91,7 +91,7 @@ def _claim_name(client: redis.Redis, name: str) -> str:
 
 
 def _delete_lanes(client: redis.Redis, name: str) -> None:
-    lanes = {key.rpartition(b":")[0] for key in client.scan_iter(match=f"{{{name}:*}}:*", count=_SCAN_COUNT)}
+    lanes = {key.rpartition(b":")[0] for key in client.scan_iter(match=f"{hash_tag(name, '*')}:*", count=_SCAN_COUNT)}
     for lane in sorted(lanes):
         places = {place: b"%s:%s" % (lane, place.encode()) for place in PLACES}
         epoch: Any = client.hget(places["meta"], "epoch")

@@ -8,7 +8,7 @@ from asyncrl.config.files import Finding, file_problems
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.schema import Config
 from asyncrl.preflight.sources import source_problems
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.sandbox import sandbox_of
 
 
 def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -23,6 +23,7 @@ def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def _problems(config: Config, root: Node) -> list[Finding]:
     """Of files, functions and rows, and of the sandbox, which is tried out."""
     found = [*file_problems(config), *source_problems(config, root)]
-    if problem := RewardPool(config.reward, config.run.root).problem():
+    sandbox = sandbox_of(config.reward, config.run.root)
+    if sandbox and (problem := sandbox.problem()):
         found.append(("reward.sandbox", problem))
     return found

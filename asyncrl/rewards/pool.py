@@ -22,7 +22,7 @@ import msgpack
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits
+from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of
 from asyncrl.rewards.worker import LENGTH, pack_frame
 
 log = logging.getLogger(__name__)
@@ -42,20 +42,15 @@ class RewardPool:
     def __init__(self, config: RewardConfig, run_root: Path) -> None:
         """`run_root` holds keys, sockets and checkpoints; a sandbox does not show it."""
         self._config = config
-        functions = [function.function for function in config.functions]
-        self._sandbox = Sandbox(functions, run_root) if config.sandbox == "bubblewrap" else None
+        self._sandbox = sandbox_of(config, run_root)
         self._workers = [_Worker(config, self._sandbox) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    def problem(self) -> str | None:
-        """Why the sandbox cannot be had on this host and what to do; None where all is well or none is asked for."""
-        return self._sandbox.problem() if self._sandbox else None
-
     async def start(self) -> None:
         """Start all workers, so that a function that cannot be loaded stops the run and not the first tickets."""
-        if problem := self.problem():
+        if self._sandbox and (problem := self._sandbox.problem()):
             raise RewardError(problem)
         await asyncio.gather(*(worker.start() for worker in self._workers))
 

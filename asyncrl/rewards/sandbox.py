@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import asyncrl
+from asyncrl.config.schema import RewardConfig
+from asyncrl.rewards.worker import SCRATCH
 
 SCRATCH_BYTES = 256 * 2**20
 """Each of /tmp and /dev/shm."""
@@ -29,7 +31,6 @@ PROBE_S = 20.0
 _NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --as-pid-1 --die-with-parent --new-session"
 _SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /opt"
 _ETC = "alternatives group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime nsswitch.conf passwd"
-_SCRATCH = ("/dev/shm", "/tmp")
 _PRIVATE = (".*", "*.key")
 _VARIABLES = "PATH LANG LANGUAGE LC_* TZ LD_LIBRARY_PATH PYTHON* VIRTUAL_ENV CONDA_PREFIX OMP_* ASYNCRL_RUN_DIRECTORY"
 _INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap)"
@@ -51,7 +52,7 @@ class Sandbox:
     def wrap(self, command: Sequence[str]) -> list[str]:
         """`command` in the sandbox. Paths are the same there, and so is the working directory."""
         words = [*_NAMESPACES.split(), "--proc", "/proc", "--dev", "/dev"]
-        for scratch in _SCRATCH:
+        for scratch in SCRATCH:
             words += ["--size", str(SCRATCH_BYTES), "--tmpfs", scratch]
         for system in (*_SYSTEM.split(), *(f"/etc/{name}" for name in _ETC.split())):
             words += ["--ro-bind-try", system, system]
@@ -95,13 +96,18 @@ class Sandbox:
         """Parents first, so that what is private in one can be shown again: a virtual environment `.venv`."""
         packages = [Path(asyncrl.__file__).parent, Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
         wanted = [path.absolute() for path in (Path.cwd(), *packages, *(file.parent for file in self._files()))]
-        return sorted({path for one in wanted if one.exists() for path in (one, one.resolve())} - set(map(Path, _SCRATCH)))
+        return sorted({path for one in wanted if one.exists() for path in (one, one.resolve())} - set(map(Path, SCRATCH)))
 
     def _files(self) -> Iterator[Path]:
         for function in self.functions:
             place = function.rpartition(":")[0]
             if place.endswith(".py") and Path(place).is_file():
                 yield Path(place).absolute()
+
+
+def sandbox_of(config: RewardConfig, run_root: Path) -> Sandbox | None:
+    """The one that a config asks for; None without. `run_root` as in `Sandbox`."""
+    return Sandbox([function.function for function in config.functions], run_root) if config.sandbox == "bubblewrap" else None
 
 
 def environment() -> dict[str, str]:
