@@ -19,14 +19,17 @@ from redis.exceptions import (
     AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
     InvalidResponse,
+    MasterDownError,
     MovedError,
     NoPermissionError,
     ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
+    TryAgainError,
 )
 from redis.retry import Retry
 
@@ -39,9 +42,29 @@ PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
 """No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere."""
 READ_BYTES = 1 << 20
 """A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-_PASSING = ("BUSY", "LOADING", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
-"""Error codes of a server that will answer later."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.2
+_PASSING = (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    MasterDownError,
+    ReadOnlyError,
+    TimeoutError,
+    TryAgainError,
+)
+_PASSING_CODES = (
+    "BUSY",
+    "CLUSTERDOWN",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOREPLICAS",
+    "READONLY",
+    "TRYAGAIN",
+    "UNKILLABLE",
+)
+"""A server that will answer later. The client takes the code off an error for which it has a class, but EXEC hides the class."""
 _LASTING = ("unknown command", "ACL failure in script", "The user executing the script can't", "Protocol error: unauthenticated")
 """A server without functions, one that refuses what a function does, and one that takes only short calls of strangers."""
 _REFUSALS = (
@@ -183,9 +206,7 @@ def _address(node: Sequence[Any]) -> tuple[str, int]:
 def _passing(error: RedisError) -> bool:
     if _lasting(error):
         return False
-    if isinstance(error, ConnectionError | TimeoutError | BusyLoadingError | ReadOnlyError | AskError):
-        return True
-    return isinstance(error, ResponseError) and reason(error).startswith(_PASSING)
+    return isinstance(error, _PASSING) or (isinstance(error, ResponseError) and reason(error).startswith(_PASSING_CODES))
 
 
 def _lasting(error: RedisError) -> bool:

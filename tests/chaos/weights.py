@@ -502,9 +502,9 @@ def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> 
     }
 
 
-def aborted(learner: Learner, aborts: int, until_s: float, **broken: Any) -> dict[str, Any]:
+def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
     """Transfers end at a random bucket, by the sender's death, or at a random tensor, in the engine."""
-    members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3, **broken) for i in range(3)]
+    members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3) for i in range(3)]
     cut: Counter[str] = Counter()
     handled: Counter[str] = Counter()
     while _goes_on(sum(member.counts["failed"] for member in members), aborts, until_s):
@@ -531,14 +531,19 @@ def aborted(learner: Learner, aborts: int, until_s: float, **broken: Any) -> dic
     }
 
 
-def run(
-    scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1, **options: Any
-) -> dict[str, Any]:
+def sampling_on(learner: Learner, mixtures: int, until_s: float) -> dict[str, Any]:
+    """A broken engine, which does not pause for an update."""
+    member = learner.add("broken", never_pauses=True)
+    learner.wait_for(lambda: member.mixed >= mixtures, "mixture", until_s - time.monotonic())
+    return {"mixed_tokens": member.mixed}
+
+
+def run(scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1) -> dict[str, Any]:
     """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
     try:
         with Learner(directory, seed) as learner:
-            return scenario(learner, count, time.monotonic() + 60.0 * minutes, **options)
+            return scenario(learner, count, time.monotonic() + 60.0 * minutes)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

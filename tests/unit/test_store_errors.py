@@ -1,0 +1,75 @@
+"""What a store answers, read by the client's own parser: tried again, or given up at once."""
+
+import pytest
+from redis import Redis
+from redis._parsers.base import BaseParser
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
+
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.errors import StoreError, StoreRefused
+
+WILL_PASS = (
+    "ASK 3999 127.0.0.1:6381",
+    "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    "CLUSTERDOWN Hash slot not served",
+    "CLUSTERDOWN The cluster is down",
+    "LOADING Redis is loading the dataset in memory",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+    "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.",
+    "NOREPLICAS Not enough good replicas to write.",
+    "READONLY You can't write against a read only replica.",
+    "TRYAGAIN Multiple keys request during rehashing of slot",
+    "UNKILLABLE Sorry the script already executed write commands against the dataset.",
+    "ERR max number of clients reached",
+)
+WILL_NOT = (
+    "NOAUTH Authentication required.",
+    "NOPERM User generator has no permissions to run the 'fcall' command",
+    "WRONGPASS invalid username-password pair or user is disabled.",
+    "ERR unknown command 'FCALL', with args beginning with: ",
+)
+MISTAKES = (
+    "ERR wrong number of arguments for 'fcall' command",
+    "WRONGTYPE Operation against a key holding the wrong kind of value",
+)
+
+
+def answered(errors: list[RedisError]) -> str:
+    """What a call comes to, on a server that gives these errors and then an answer."""
+
+    def request(client: Redis) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "answer"
+
+    return StoreConnection("redis://store:6379", retry_s=5.0).call(request, tag="{run:train}")
+
+
+@pytest.mark.parametrize("reply", WILL_PASS)
+def test_a_server_that_will_answer_later_is_asked_again(reply):
+    assert answered([BaseParser.parse_error(reply)]) == "answer"
+
+
+@pytest.mark.parametrize("reply", [reply for reply in WILL_PASS if not reply.startswith(("ASK", "ERR"))])
+def test_also_in_a_transaction(reply):
+    """EXEC puts words before the code, and the client knows no class of it."""
+    error = BaseParser.parse_error(f"EXECABORT Transaction discarded because of: {reply}")
+    assert answered([error]) == "answer"
+
+
+@pytest.mark.parametrize("error", [ConnectionError("refused"), TimeoutError("no answer")])
+def test_a_server_that_is_away_is_asked_again(error):
+    assert answered([error, error]) == "answer"
+
+
+@pytest.mark.parametrize("reply", WILL_NOT)
+def test_a_server_that_will_never_answer_is_refused_at_once(reply):
+    with pytest.raises(StoreRefused, match="redis://store:6379 refused a call"):
+        answered([BaseParser.parse_error(reply)])
+
+
+@pytest.mark.parametrize("reply", MISTAKES)
+def test_any_other_error_is_ours_and_ends_the_call(reply):
+    with pytest.raises(StoreError, match="refused a call") as found:
+        answered([BaseParser.parse_error(reply)])
+    assert not isinstance(found.value, StoreRefused)
