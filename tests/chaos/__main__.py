@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bench.environment import describe
 
 from . import designs
 from .faults import SCENARIOS, Scenario, strike
+from .hosts import obstacle
 from .lineage import Verdict
 from .outcome import outcome, table
 from .world import Stuck, World
@@ -28,7 +30,7 @@ from .world import Stuck, World
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     """One scenario from start to verdict; a run that does not go on has broken a promise too."""
-    with World(directory, seed, fsync=scenario.fsync) as world:
+    with World(directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread) as world:
         started_s = time.monotonic()
         try:
             world.start()
@@ -57,7 +59,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
     found: dict[str, Any] = {}
     broken = 0
-    if scenarios := [scenario for scenario in SCENARIOS if scenario.name in chosen]:
+    if scenarios := list(_possible(chosen)):
         runs: list[dict[str, Any]] = []
         found["volume"] = {"environment": describe(), "runs": runs}
         for scenario in scenarios:
@@ -86,6 +88,15 @@ def main() -> int:
     else:
         shutil.rmtree(root)
     return broken
+
+
+def _possible(chosen: set[str]) -> Iterator[Scenario]:
+    for scenario in SCENARIOS:
+        if scenario.name in chosen:
+            if scenario.is_spread and (reason := obstacle()):
+                say(f"{scenario.name} is left out: {reason}")
+            else:
+                yield scenario
 
 
 def _keep(path: Path | None, found: dict[str, Any]) -> None:

@@ -103,12 +103,12 @@ def fill_disk(world: World, draw: random.Random) -> None:
 
 
 def partition(world: World, draw: random.Random) -> None:
-    """One pair of roles cannot reach each other for a while."""
-    pair = draw.choice(sorted(world.proxies))
-    world.proxies[pair].cut()
+    """One pair of roles cannot reach each other for a while: a proxy between them is silent, or the link is down."""
+    pair = draw.choice(sorted(world.pairs))
+    world.pairs[pair].cut()
     world.run_for(min(1.0 + draw.expovariate(1 / 1.2), 30.0))
-    world.proxies[pair].heal()
-    _note(world, "partition", pair=pair)
+    world.pairs[pair].heal()
+    _note(world, "link_down" if world.is_spread else "partition", pair=pair)
 
 
 def swallow(swallow_rate: float, repeat_rate: float, world: World, draw: random.Random) -> None:
@@ -143,6 +143,7 @@ class Scenario:
     share: float
     """Of the time of a whole run of the harness."""
     fsync: str = "everysec"
+    is_spread: bool = False
     calm: bool = False
     """The next fault waits until the run has gone on: only then are times those of one fault."""
     always: Fault = field(default=lambda world, draw: None)
@@ -162,6 +163,7 @@ SCENARIOS = (
         name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.6}, gap_s=0.4, share=0.12
     ),
     Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True),
+    Scenario(name="links", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True, is_spread=True),
     Scenario(
         name="one-by-one", gap_s=0.2, share=0.12, calm=True,
         faults=_PROCESSES | {lose_power: 1.0, wipe: 0.5, fill_disk: 0.5},

@@ -19,6 +19,7 @@ FIGURES = (
     ("F6", "replies swallowed", ("swallowed",), 2000),
     ("F6", "requests repeated up to 3 s late", ("repeated",), 2000),
     ("F7", "partition of a pair of roles, 1 to 30 s", ("partition",), 60),
+    ("F7", "link down between two network namespaces, 1 to 30 s", ("link_down",), 60),
     ("F8", "SIGSTOP and SIGCONT of a generator", ("pause_generator",), 100),
     ("F8", "SIGSTOP of the learner, and a second one takes over", ("pause_learner", "usurp"), 50),
     ("F8", "second learner on the same host, refused", ("second_learner",), 10),
@@ -30,6 +31,7 @@ RECOVERIES = (
     ("F11", "kill of the learner to its next step", ("kill_learner",), "<= 6 s"),
     ("F12", "kill of a generator to its groups sampled anew", ("kill_generator",), "<= 2.5 s"),
     ("F7", "end of a partition to the next TAKE", ("partition",), "<= 1.5 s"),
+    ("F7", "link up again to the next TAKE", ("link_down",), "<= 1.5 s"),
     ("F3", "wipe of the store to the next TAKE", ("wipe",), ""),
     ("F18", "room on the disk to the next TAKE", ("full_disk",), "<= 2 s"),
 )
@@ -38,10 +40,10 @@ RECOVERIES = (
 
 def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) -> dict[str, Any]:
     """Plain values of a finished world."""
-    stores = [world.proxies[side] for side in ("generators", "learner")]
+    proxies = world.proxies.values()
     struck = dict(world.struck) | {
-        "swallowed": sum(proxy.swallowed for proxy in stores),
-        "repeated": sum(proxy.repeated for proxy in stores),
+        "swallowed": sum(proxy.swallowed for proxy in proxies),
+        "repeated": sum(proxy.repeated for proxy in proxies),
     }
     return {
         "scenario": scenario.name,
@@ -73,7 +75,7 @@ def recoveries(world: World) -> dict[str, list[float]]:
                 ends = signs[:1]
             elif kind == "kill_generator":
                 ends = [_after(offered[i], at_s) for i in expected["held"] if _after(offered[i], at_s)]
-            elif kind == "partition" and expected["pair"] == "control":
+            elif expected.get("pair") == "control":
                 continue
             else:
                 ends = [_after(takes, at_s)]

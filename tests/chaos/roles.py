@@ -27,6 +27,7 @@ from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.launch.keys import RunKeys
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART, run_role
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.trainer.checkpoint import CheckpointStore
@@ -35,9 +36,12 @@ from asyncrl.types import Group, Prompt
 from asyncrl.weights.base import Sent, UpdateOrder
 from asyncrl.wire.schema import decode_group
 
+from .hosts import move_to
 from .lineage import FoldedWeights, digest
 
 RUN, KEY, PROBE = "chaos", b"key", (1, 2, 3, 4)
+KEYS = RunKeys(bytes(32))
+"""Between hosts."""
 B, MAX_LAG, WINDOW, EVERY, KEEP = 8, 2, 8, 5, 2
 RULES = BufferRules(groups=B, lease_s=2.0)
 CONTROL = ControlConfig(heartbeat_s=0.25, timeout_s=1.5)
@@ -58,13 +62,17 @@ class Place:
     store: str
     control: str
     """Where the learner listens, or what leads there."""
+    password: str | None = None
+    network: Path | None = None
 
     def connect(self) -> StoreConnection:
-        return StoreConnection(self.store, retry_s=RETRY_S)
+        return StoreConnection(self.store, password=self.password, retry_s=RETRY_S)
 
 
 def start(role: Callable[..., None], place: Place, name: str, *arguments: Any) -> None:
-    """What a forked process does: its own log, the death of its parent, the exit status of a shipped role."""
+    """What a forked process does: its own network and log, the exit status of a shipped role."""
+    if place.network is not None:
+        move_to(place.network)
     log = os.open(place.directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -139,7 +147,12 @@ async def _generate(place: Place, name: str, seed: int) -> None:
         minimum_version=lambda ticket: ticket.minimum_version,
     )
     control = ControlClient(
-        place.control, heartbeat_s=CONTROL.heartbeat_s, timeout_s=CONTROL.timeout_s, join_s=JOIN_S, wire_key=KEY
+        place.control,
+        heartbeat_s=CONTROL.heartbeat_s,
+        timeout_s=CONTROL.timeout_s,
+        join_s=JOIN_S,
+        wire_key=KEY,
+        keys=KEYS.join.control,
     )
     await Generator(
         engine=engine,
@@ -261,6 +274,7 @@ class Learner:
             release="r",
             config_hash="c",
             wire_key=KEY,
+            keys=KEYS.control,
             on_dead=self._intake.buffer.revoke,
         )
 

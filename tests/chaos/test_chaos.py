@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.faults import SCENARIOS, Scenario, strike
+from tests.chaos.hosts import obstacle
 from tests.chaos.page import PAGE, results, rewritten
 from tests.chaos.world import World
 
@@ -15,7 +16,9 @@ SECONDS, SEED = 5.0, 7
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
-    with World(tmp_path / "run", SEED, fsync=scenario.fsync) as world:
+    if scenario.is_spread and (reason := obstacle()):
+        pytest.skip(reason)
+    with World(tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread) as world:
         world.start()
         strike(world, scenario, SEED, SECONDS)
         verdict = world.finish()

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,18 +18,24 @@ from asyncrl.buffer.base import Audit
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
 from asyncrl.supervisor import USER_ERROR
 
 from . import roles
 from .disk import Disk
+from .hosts import Cable, Hosts, inside
 from .lineage import Verdict, judge
 from .proxy import LATE_S, Proxy
-from .roles import RULES, RUN, Place
+from .roles import KEYS, RULES, RUN, Place
 
 START_S = 300.0
 """Longest time to the first step, and from the last fault to the end of the run."""
+USERS = [
+    StoreUser(name, KEYS.store_password(name), rules(RUN))
+    for name, rules in ((LEARNER, learner_rules), (GENERATOR, generator_rules))
+]
 
 
 class Stuck(AssertionError):
@@ -66,6 +72,8 @@ class World:
     seed: int
     generators: int = 3
     fsync: str = "everysec"
+    is_spread: bool = False
+    """Every role has a host of its own: TCP, CURVE and store users instead of socket files and proxies."""
     learner_role: Callable[..., None] = roles.learner
     generator_role: Callable[..., None] = roles.generator
     struck: Counter[str] = field(default_factory=Counter)
@@ -79,6 +87,7 @@ class World:
     disk: Disk = field(init=False)
     server: StoreServer = field(init=False)
     proxies: dict[str, Proxy] = field(default_factory=dict)
+    hosts: Hosts | None = None
     _context: Any = field(init=False)
     _killed: set[int] = field(default_factory=set)
     _old_learners: list[Member] = field(default_factory=list)
@@ -88,11 +97,16 @@ class World:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.chaos.roles"])
         self.disk = Disk(self.directory / "store", self.directory)
-        self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
+        if self.is_spread:
+            self.hosts = Hosts()
+            config = StoreConfig(fsync=self.fsync, bind="tcp://0.0.0.0:6379")
+            self.server = StoreServer(config, self.directory / "store", users=USERS)
+        else:
+            self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
         self.start_store()
-        self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
-        # On a unix socket, as its two ends: over TCP they would speak CURVE, which here has a test of its own.
-        self.proxies["control"] = Proxy(self._control_path, seed=self.seed, listen=self.directory / "control.sock")
+        if not self.is_spread:
+            self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
+            self.proxies["control"] = Proxy(self._control_path, seed=self.seed, listen=self.directory / "control.sock")
         self._add("learner", self.learner_role, self.checkpoints)
         for index in range(self.generators):
             self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
@@ -106,6 +120,8 @@ class World:
         for proxy in self.proxies.values():
             proxy.close()
         self.server.stop()
+        if self.hosts is not None:
+            self.hosts.close()
 
     # --- addresses ---------------------------------------------------------------------------------------------------
 
@@ -120,9 +136,27 @@ class World:
 
     def _place(self, name: str) -> Place:
         is_learner = name.startswith("learner")
+        if self.hosts is not None:
+            return self._place_on_host(self.hosts, is_learner)
         store = self.proxies["learner" if is_learner else "generators"].address
         control = self._control_path if is_learner else self.proxies["control"].address
         return Place(directory=self.directory, store=f"redis://{store}/0", control=f"ipc://{control}")
+
+    def _place_on_host(self, hosts: Hosts, is_learner: bool) -> Place:
+        user, host = (LEARNER, hosts.learner) if is_learner else (GENERATOR, hosts.generators)
+        store = hosts.cables["learner" if is_learner else "generators"].address(0)
+        return Place(
+            directory=self.directory,
+            store=f"redis://{user}@{store}:6379/0",
+            control=f"tcp://{hosts.cables['control'].address(0)}:5555",
+            password=KEYS.store_password(user),
+            network=host.namespace,
+        )
+
+    @property
+    def pairs(self) -> dict[str, Proxy] | dict[str, Cable]:
+        """What can be cut."""
+        return self.proxies if self.hosts is None else self.hosts.cables
 
     def _add(self, name: str, role: Callable[..., None], *arguments: Any) -> None:
         self.members[name] = Member(name, role, self._place(name), arguments)
@@ -131,7 +165,10 @@ class World:
 
     def start_store(self) -> None:
         """Start it on its disk, without a proxy in between."""
-        with self.disk.below():
+        with ExitStack() as stack:
+            stack.enter_context(self.disk.below())
+            if self.hosts is not None:
+                stack.enter_context(inside(self.hosts.store.namespace))
             self.server.start()
 
     def start(self) -> None:
@@ -260,7 +297,10 @@ class World:
     @contextmanager
     def buffer(self) -> Iterator[RedisBuffer]:
         """A handle past every proxy."""
-        connection = StoreConnection(self.server.url, retry_s=10.0)
+        url, password = self.server.url, None
+        if self.is_spread:
+            url, password = with_user(url, LEARNER), KEYS.store_password(LEARNER)
+        connection = StoreConnection(url, password=password, retry_s=10.0)
         try:
             yield RedisBuffer(connection, RUN, RULES)
         finally:
@@ -285,7 +325,8 @@ class World:
         """No more faults: let the run end by itself. Raises Stuck."""
         for proxy in self.proxies.values():
             proxy.swallow_rate = proxy.repeat_rate = 0.0
-            proxy.heal()
+        for pair in self.pairs.values():
+            pair.heal()
         self.disk.fill(False)
         self.disk.slow(False)
         self.wake_old()
