@@ -262,11 +262,11 @@ class BufferContract:
     def test_a_rejected_frame_is_sampled_again_and_the_take_goes_on_without_it(self, buffer, ledger):
         fill(buffer, 4)
         whole = buffer.take(ledger, 3, window=1)
-        short = buffer.reject_frame(whole, 2, "no frame of ours")
+        short = buffer.reject_frame(whole, 2, FRAME % 2, "no frame of ours")
         assert short.ids == (1, 3)
-        assert buffer.reject_frame(whole, 2, "the reply was lost") == short
+        assert buffer.reject_frame(whole, 2, FRAME % 2, "the reply was lost") == short
         assert buffer.take(ledger, 3, window=1) == short
-        shorter = buffer.reject_frame(short, 1, "neither")
+        shorter = buffer.reject_frame(short, 1, FRAME % 1, "neither")
         assert shorter == Take(number=1, ids=(3,), chain=next_chain(ledger.chain, (3,)))
         ledger.consume(shorter.ids)
         assert ledger.chain == shorter.chain
@@ -278,14 +278,14 @@ class BufferContract:
 
     def test_a_frame_refused_for_the_last_time_leaves_an_empty_one_and_the_take_whole(self, buffer, ledger):
         fill(buffer, 3)
-        ledger.consume(buffer.reject_frame(buffer.take(ledger, 2, window=1), 1, "no frame of ours").ids)
+        ledger.consume(buffer.reject_frame(buffer.take(ledger, 2, window=1), 1, FRAME % 1, "no frame of ours").ids)
         assert ids(buffer.lease("h", 1)) == [1]
         buffer.put("h", 1, b"as bad")
         whole = buffer.take(ledger, 2, window=1)
         assert whole.ids == (1, 3)
         before = buffer.audit().payload_bytes
         for _ in range(2):  # the second call: the reply was lost
-            assert buffer.reject_frame(whole, 1, "again") == whole
+            assert buffer.reject_frame(whole, 1, b"as bad", "again") == whole
         assert buffer.take(ledger, 2, window=1) == whole
         assert buffer.frames(whole.ids) == [b"", FRAME % 3]
         counters, freed = buffer.audit().counters, before - buffer.audit().payload_bytes
@@ -299,17 +299,27 @@ class BufferContract:
         assert buffer.commit(whole.number, whole.chain) == 2
         assert places(buffer)["done"] == 3
 
+    def test_another_frame_than_the_refused_one_stays(self, buffer, ledger):
+        """The store lost a bad frame and got a good one under the same id, in the same take; then the refusal comes late."""
+        fill(buffer, 3)
+        whole = buffer.take(ledger, 3, window=1)
+        before = buffer.audit()
+        for other in (b"bad", b""):
+            assert buffer.reject_frame(whole, 2, other, "no frame of ours") == whole
+        assert buffer.audit() == before
+        assert buffer.frames(whole.ids) == [FRAME % i for i in whole.ids]
+
     def test_only_the_last_take_can_be_shortened(self, buffer, ledger):
         fill(buffer, 4)
         first = take(buffer, ledger, 2)
         take(buffer, ledger, 2)
         with pytest.raises(BufferGap):
-            buffer.reject_frame(first, 1, "too late")
+            buffer.reject_frame(first, 1, FRAME % 1, "too late")
         assert places(buffer)["taken"] == 4
 
     def test_a_take_may_lose_all_its_ids(self, buffer, ledger):
         fill(buffer, 1)
-        empty = buffer.reject_frame(buffer.take(ledger, 1, window=1), 1, "bad")
+        empty = buffer.reject_frame(buffer.take(ledger, 1, window=1), 1, FRAME % 1, "bad")
         assert empty.ids == ()
         assert buffer.take(ledger, 1, window=1) == empty
         ledger.consume(empty.ids)
@@ -358,7 +368,7 @@ class BufferContract:
         taken = Take(number=1, ids=(1,), chain=ledger.chain)
         for call in (
             lambda: buffer.take(ledger, 1, window=1),
-            lambda: buffer.reject_frame(taken, 1, ""),
+            lambda: buffer.reject_frame(taken, 1, b"bad", ""),
             lambda: buffer.commit(1, ledger.chain),
             lambda: buffer.set_version(9, limit=99),
             lambda: buffer.close(),

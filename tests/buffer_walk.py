@@ -27,6 +27,7 @@ class Walk:
         self.snapshot = None
         self.last_take = None
         self.frames_made = 0
+        self.frames_seen = {}
         self.recover()
 
     # -- all lanes at once
@@ -115,7 +116,8 @@ class Walk:
             return
         frames = self.learner(lambda buffer: buffer.frames(self.last_take.ids))
         if frames is not None:
-            for ticket_id, frame in zip(self.last_take.ids, frames, strict=True):
+            self.frames_seen = dict(zip(self.last_take.ids, frames, strict=True))
+            for ticket_id, frame in self.frames_seen.items():
                 assert int(frame.split(b":")[0] or ticket_id) == ticket_id  # an empty one was rejected for the last time
             if self.draw(st.integers(0, 4)) == 0 and self.last_take.ids:
                 self.reject()
@@ -131,7 +133,8 @@ class Walk:
     def reject(self):
         if self.last_take is not None and self.last_take.ids and self.last_take.number == self.ledger.takes + 1:
             whole, ticket_id = self.last_take, self.draw(st.sampled_from(self.last_take.ids))
-            self.last_take = self.learner(lambda buffer: buffer.reject_frame(whole, ticket_id, "reason"))
+            frame = self.draw(st.sampled_from([*[self.frames_seen.get(ticket_id, b"unseen")] * 4, b"another"]))
+            self.last_take = self.learner(lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason"))
 
     def save(self):
         self.checkpoint = self.ledger.to_dict()
@@ -178,7 +181,7 @@ class Walk:
                 [
                     lambda buffer: buffer.take(ledger, 2, window=100),
                     lambda buffer: buffer.commit(number, ledger.chain),
-                    lambda buffer: buffer.reject_frame(taken, 1, "reason"),
+                    lambda buffer: buffer.reject_frame(taken, 1, b"frame", "reason"),
                     lambda buffer: buffer.set_version(99, limit=99),
                     lambda buffer: buffer.close(),
                 ]

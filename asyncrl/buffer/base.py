@@ -138,8 +138,10 @@ class LearnerBuffer(Protocol):
         """The stored frames of taken ids, in their order; an empty one is of a ticket that `reject_frame` gave up."""
         ...
 
-    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
         """Move an undecodable frame to the dead letters and issue its id again; returns the shortened take.
+
+        Does nothing to another frame of that id: one that came after the store had lost this one.
 
         It counts as a failed attempt of the ticket. After the last one an empty frame stays in its place and the take
         stays whole: the learner counts the ticket as dead and goes on.

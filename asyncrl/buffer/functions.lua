@@ -271,7 +271,8 @@ register_for_learner('take', function(k, args)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
--- reject epoch owner number chain id reason max_attempts -> OK chain ids, of the take without it, or with its frame empty
+-- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without it, or with its frame
+-- empty; nothing happens to a frame of another digest: the call is late, and the store has lost the one that it means
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -283,12 +284,13 @@ register_for_learner('reject', function(k, args)
     if id ~= rejected then ids[#ids + 1] = id end
   end
   local frame = call('HGET', k.frames, rejected) or ''
-  if chain ~= take.chain or #ids == #take.ids or frame == '' then return {'OK', take.chain, take.ids} end
-  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[6] .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
+  local is_another = frame == '' or redis.sha1hex(frame) ~= args[6]
+  if chain ~= take.chain or #ids == #take.ids or is_another then return {'OK', take.chain, take.ids} end
+  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[7] .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
   drop_frames(k, {rejected})
   count(k, 'rejected_frames', 1)
-  if not is_last_attempt(k, rejected, args[7]) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
+  if not is_last_attempt(k, rejected, args[8]) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
   call('HSET', k.frames, rejected, '')
   return {'OK', take.chain, take.ids}
 end)

@@ -196,7 +196,7 @@ def decode_take(
             log.error(
                 "group %d is not a frame of ours and counts as a failed attempt: %s", name, error, extra={"ticket_id": name}
             )
-            buffer.reject_frame(take, ticket_id, str(error))
+            buffer.reject_frame(take, ticket_id, frame, str(error))
             return None
     return groups
 

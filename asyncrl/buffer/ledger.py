@@ -11,9 +11,12 @@ EMPTY_CHAIN = "0" * 40
 
 def next_chain(chain: str, ids: tuple[int, ...]) -> str:
     """chain[n] = sha1(chain[n-1] + " " + ids): what the store computes too, so histories can be compared."""
-    text = f"{chain} {' '.join(map(str, ids))}"
-    # sha1 because it is the one hash that the store offers to its functions; nobody is kept out by it.
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    return sha1_of(f"{chain} {' '.join(map(str, ids))}".encode())
+
+
+def sha1_of(data: bytes) -> str:
+    """The one hash that the store offers to its functions; nobody is kept out by it."""
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -254,7 +254,7 @@ class MemoryBuffer:
                 raise BufferGap(f"the store has no frame of ids {missing}; recover")
             return [self._store.frames[i] for i in ids]
 
-    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
         """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
         store = self._store
         with store.lock:
@@ -262,7 +262,7 @@ class MemoryBuffer:
             assignment = store.takes.get(take.number)
             if assignment is None or take.number != store.last or take.chain not in (assignment.chain, assignment.unshortened):
                 raise BufferGap(f"take {take.number} is not the store's last take {store.last}; recover")
-            if take.chain == assignment.chain and ticket_id in assignment.ids and store.frames[ticket_id]:
+            if take.chain == assignment.chain and ticket_id in assignment.ids and frame and store.frames[ticket_id] == frame:
                 store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
                 store.counters["rejected_frames"] += 1
                 if self._is_last_attempt(ticket_id):

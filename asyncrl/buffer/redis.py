@@ -12,7 +12,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, OutOfMemoryErr
 from asyncrl.algo.staleness import minimum_version
 from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
 from asyncrl.buffer.connection import StoreConnection, reason
-from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
 from asyncrl.types import Ticket
 
@@ -118,9 +118,10 @@ class RedisBuffer:
             raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
         return [frame for frame in frames if frame is not None]
 
-    def reject_frame(self, take: Take, ticket_id: int, reason: str) -> Take:
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
         """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
-        reply = self._learner("reject", take.number, take.chain, ticket_id, reason, self._rules.max_attempts)
+        digest = sha1_of(frame)
+        reply = self._learner("reject", take.number, take.chain, ticket_id, digest, reason, self._rules.max_attempts)
         return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:

@@ -242,7 +242,7 @@ def test_dead_letters_keep_the_beginning_of_the_frame_and_are_few(connection, la
     for i in range(105):
         (ticket_id,) = ids(buffer.lease("g", 1))
         assert buffer.put("g", ticket_id, b"bad-%d" % i) is PutOutcome.STORED
-        ledger.consume(buffer.reject_frame(buffer.take(ledger, 1, window=1), ticket_id, "no frame").ids)
+        ledger.consume(buffer.reject_frame(buffer.take(ledger, 1, window=1), ticket_id, b"bad-%d" % i, "no frame").ids)
     letters = connection.client.lrange(lane.key("dead_letters"), 0, -1)
     assert len(letters) == 100
     assert letters[0] == b"53 no frame\nbad-104"  # after two attempts the next ticket

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from buffer_contract import BufferContract, fill, take
+from buffer_contract import FRAME, BufferContract, fill, take
 from redis.exceptions import NoPermissionError, ResponseError
 from test_redis_buffer import RULES, RUN, RedisLane
 
 from asyncrl.buffer.base import PutOutcome
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.buffer.redis import LIBRARY, PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
@@ -118,7 +118,7 @@ def under_way(lane: Lane) -> tuple[RedisBuffer, Ledger, Any]:
     fill(buffer, 8)
     first = take(buffer, ledger, 2)
     buffer.commit(first.number, first.chain)
-    second = buffer.reject_frame(buffer.take(ledger, 2, window=8), 3, "bad")
+    second = buffer.reject_frame(buffer.take(ledger, 2, window=8), 3, FRAME % 3, "bad")
     ledger.consume(second.ids)
     buffer.lease("g", 3)
     RunRecord(lane.learner)._write({"name": lane.run})
@@ -130,7 +130,7 @@ def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str,
     me = (buffer._epoch, buffer._owner)
     return {
         "take": (*me, ledger.takes + 1, ledger.chain, 2, 100),
-        "reject": (*me, taken.number, taken.chain, taken.ids[0], "because", 2),
+        "reject": (*me, taken.number, taken.chain, taken.ids[0], sha1_of(FRAME % taken.ids[0]), "because", 2),
         "commit": (*me, taken.number, taken.chain),
         "version": (*me, 5, 99),
         "close": me,

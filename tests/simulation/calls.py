@@ -49,8 +49,6 @@ class Call:
     """Ids in the ledger of the oldest kept checkpoint; only looked at for COMMIT."""
     answered: set[int] | None
     """What this holder got when it made the same request before and nothing else since."""
-    excused: set[int]
-    """Ids of bad frames that the store may have forgotten, and the learner not; as they stand in frames."""
     max_attempts: int
     max_bytes: int
     name_of: Callable[[int], int]
@@ -252,15 +250,15 @@ def _reject_call(call: Call) -> None:
     was_counted = call.after.attempts.get(ticket_id, 0) > call.before.attempts.get(ticket_id, 0)
     if was_counted:
         name = call.name_of(ticket_id)
-        is_bad = frame is not None and (not _is_good(name, frame) or name in call.excused)
-        require(is_bad, "a good frame was refused", ticket_id, frame)
+        require(frame is not None and not _is_good(name, frame), "a good frame was refused", ticket_id, frame)
     if call.reply[0] == b"OK":
         number, chain = int(call.arguments[2]), call.arguments[3]
         kept = call.after.takes[number]
         told = (call.reply[1].decode(), tuple(map(int, call.reply[2])))
         require(kept[1:] == told, "another take was told than is kept", kept, told)
-        whole = next_chain(kept[0], tuple(sorted({*told[1], ticket_id})))
-        require(number == call.before.number("last") and chain in (told[0], whole), "another take was shortened", number, kept)
+        # A late duplicate finds the take without the id that was refused after this one.
+        whole = {next_chain(kept[0], tuple(sorted({*told[1], i}))) for i in call.before.homes()}
+        require(number == call.before.number("last") and chain in {told[0], *whole}, "another take was shortened", number, kept)
         was_there = ticket_id in call.before.takes[int(call.arguments[2])][2]
         require(was_counted or not was_there or ticket_id in told[1], "a refused frame cost no attempt", ticket_id, told)
         if was_counted:

@@ -135,8 +135,9 @@ MUTANTS = [
     two("any take may be shortened", REJECT_LAST, REJECT_CHAIN),
     one("a frame is refused twice", lua(" or #ids == #take.ids or frame == ''", " or #ids == #take.ids")),
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
-    one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[7])", "issue_again(k, rejected) == nil")),
-    one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, str(error))\n", "")),
+    one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[8])", "issue_again(k, rejected) == nil")),
+    one("another frame is refused than was seen", lua(" or redis.sha1hex(frame) ~= args[6]", "")),
+    one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, frame, str(error))\n", "")),
     one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != name:", "if False:")),
     # -- commits
     one("a commit is made twice", lua("if number <= committed then return {'OK', 0} end", "")),

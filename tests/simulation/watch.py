@@ -61,7 +61,6 @@ class LaneWatch:
             credit=self.credit,
             durable=world.durable_ids(self) if name == "commit" else set(),
             answered=self._answered_before(arguments) if name == "lease" else None,
-            excused=world.excused,
             max_attempts=world.rules.max_attempts,
             max_bytes=world.rules.max_bytes,
             name_of=self.name_of,

@@ -110,10 +110,6 @@ class World:
         self.generators: dict[int, GeneratorProcess] = {}
         self._incarnations = 0
         self._samples = 0
-        self._spoilt: set[int] = set()
-        """Ids that somebody made a bad frame of."""
-        self.excused: set[int] = set()
-        """Those of them before the store last lost something."""
         self._snapshots = [self.store.snapshot()]
         self._replicas = list(self._snapshots)
         self._at_take = self._snapshots[0]
@@ -214,7 +210,6 @@ class World:
         name = f"{holder}#{self._samples}"
         frame = encode(ticket_id, name, version, int(random.random() > 0.2), padding=random.choice([0, 20, 80]))
         if self.faults.strikes("garbage_frame"):
-            self._spoilt.add(ticket_id)
             return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, version, 1)])
         self.produced.setdefault(ticket_id, set()).add(name)
         return frame
@@ -290,7 +285,6 @@ class World:
         lanes = random.sample(self.lanes, random.randint(1, len(self.lanes) - 1)) if is_one_node else self.lanes
         self.store.restore(snapshot, lanes=[lane.name for lane in lanes] if is_one_node else None)
         self._snapshots = [self.store.snapshot()]
-        self.excused |= self._spoilt
         for lane in lanes:
             lane.store_is_another()
         if self.faults.strikes("echo"):
