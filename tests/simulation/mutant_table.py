@@ -133,7 +133,7 @@ MUTANTS = [
     one("the learner always waits", lua("'starving', waits and 1 or 0)", "'starving', 1)")),
     # -- frames that are refused
     two("any take may be shortened", REJECT_LAST, REJECT_CHAIN),
-    one("a frame is refused twice", lua(" or #ids == #take.ids or frame == ''", " or #ids == #take.ids")),
+    one("a frame is refused twice", lua(" or #ids == #take.ids or is_another", " or #ids == #take.ids")),
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
     one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[8])", "issue_again(k, rejected) == nil")),
     one("another frame is refused than was seen", lua(" or redis.sha1hex(frame) ~= args[6]", "")),
