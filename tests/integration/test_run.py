@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from helpers_cluster import PRIMARIES, cluster
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
@@ -183,14 +184,21 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert json.loads(call("audit", str(run)))["missing"] == 0
 
 
-def test_two_ranks_train_from_four_shards_and_a_generator_without_a_config_joins_late(config: Path) -> None:
+def test_two_ranks_train_from_four_shards_of_a_cluster_and_a_generator_without_a_config_joins_late(config: Path) -> None:
+    (config.parent / "cluster").mkdir()
+    with cluster(config.parent / "cluster") as nodes:
+        _train_from_four_shards(config, nodes[0].url)
+        assert all(node.client.dbsize() for node in nodes[:PRIMARIES])
+
+
+def _train_from_four_shards(config: Path, url: str) -> None:
     run = config.parent / "runs" / "whole"
-    up = start(config, "learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500", "store.shards=4")
+    overrides = ("learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500")
+    up = start(config, *overrides, "store.shards=4", f"store.url={url}")
     joined = None
     try:
         wait(lambda: 1 in steps(run), up, config)
-        store = (run / "store.url").read_text()
-        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", store], cwd=config.parent)
+        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", url], cwd=config.parent)
         wait(lambda: any(row.get("weights/joined") == 2 for row in rows(run)), up, config)
         # Both adopt what is trained from then on; while an update is under way a member has no version (-1).
         at = len(steps(run))

@@ -1,20 +1,13 @@
 """Shards on the nodes of a real cluster, which refuses whatever touches two slots: functions, transactions, reads."""
 
-import contextlib
 import itertools
 import random
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import redis
 from buffer_contract import fill
-from redis.exceptions import RedisError, ResponseError
+from helpers_cluster import PRIMARIES, SLOTS, Node, cluster
+from redis.exceptions import ResponseError
 from shard_contract import Run, ShardContract
 from test_redis_buffer import RedisLane
 
@@ -23,90 +16,17 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
-from asyncrl.buffer.server import find_server
 from asyncrl.buffer.shards import shard_names
 from asyncrl.errors import StoreRefused
 
 pytestmark = pytest.mark.integration
-PRIMARIES, SLOTS = 3, 16384
-READY_S = 120.0
 run_numbers = itertools.count(1)
-
-
-@dataclass
-class Node:
-    process: "subprocess.Popen[bytes]"
-    port: int
-    bus_port: int
-
-    def __post_init__(self) -> None:
-        self.client = redis.Redis(port=self.port)
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def cluster(self, command: str, *arguments: object) -> Any:
-        return self.client.execute_command(f"CLUSTER {command}", *arguments)
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    """A new cluster: node n has the n-th third of the slots, the last node is a replica of the one before."""
-    with contextlib.ExitStack() as stack:
-        ports = [(free_port(stack), free_port(stack)) for _ in range(PRIMARIES + 1)]
-        stack.pop_all().close()  # all are chosen, and free again
-    with contextlib.ExitStack() as stack:
-        nodes = [start_node(stack, tmp_path_factory.mktemp("node"), *pair) for pair in ports]
-        for number, node in enumerate(nodes):
-            wait_until(node.client.ping)
-            nodes[0].cluster("MEET", "127.0.0.1", node.port, node.bus_port)
-            if number < PRIMARIES:
-                node.cluster("ADDSLOTSRANGE", SLOTS * number // PRIMARIES, SLOTS * (number + 1) // PRIMARIES - 1)
-        *_, primary, replica = nodes
-        for node in nodes:
-            wait_until(lambda node=node: knows_all(node, len(nodes)))
-        replica.cluster("REPLICATE", primary.cluster("MYID").decode())
-        wait_until(lambda: replica.client.info("replication").get("master_link_status") == "up")
+    with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
         yield nodes
-
-
-def free_port(stack: contextlib.ExitStack) -> int:
-    listener = stack.enter_context(socket.socket())
-    listener.bind(("127.0.0.1", 0))
-    return int(listener.getsockname()[1])
-
-
-def start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_port: int) -> Node:
-    settings = {
-        "port": port,
-        "cluster-port": bus_port,
-        "cluster-enabled": "yes",
-        "bind": "127.0.0.1",
-        "dir": directory,
-        "save": "",
-    }
-    argv = [str(find_server()), *itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    stack.callback(process.wait, timeout=60)
-    stack.callback(process.kill)
-    return Node(process, port, bus_port)
-
-
-def knows_all(node: Node, count: int) -> bool:
-    info = node.cluster("INFO")
-    told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
-    return (told["cluster_state"], told["cluster_known_nodes"]) == ("ok", str(count))
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    until_s = time.monotonic() + READY_S
-    while True:
-        with contextlib.suppress(RedisError):
-            if condition():
-                return
-        assert time.monotonic() < until_s, f"no cluster within {READY_S:.0f} s"
-        time.sleep(0.1)
 
 
 class ClusterLane(RedisLane):
