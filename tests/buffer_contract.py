@@ -309,13 +309,29 @@ class BufferContract:
         assert buffer.audit() == before
         assert buffer.frames(whole.ids) == [FRAME % i for i in whole.ids]
 
-    def test_only_the_last_take_can_be_shortened(self, buffer, ledger):
-        fill(buffer, 4)
-        first = take(buffer, ledger, 2)
-        take(buffer, ledger, 2)
-        with pytest.raises(BufferGap):
-            buffer.reject_frame(first, 1, FRAME % 1, "too late")
-        assert places(buffer)["taken"] == 4
+    def test_a_take_that_others_follow_keeps_an_empty_frame_at_once(self, buffer, ledger):
+        fill(buffer, 5)
+        first = buffer.take(ledger, 2, window=1)
+        after = Ledger.from_dict(ledger.to_dict())
+        after.consume(first.ids)
+        second = take(buffer, after, 2)
+        for _ in range(2):
+            assert buffer.reject_frame(first, 1, FRAME % 1, "the store has lost that it was refused") == first
+        assert buffer.frames(first.ids) == [b"", FRAME % 2]
+        assert buffer.audit().counters["dead"] == 1
+        assert (places(buffer)["taken"], places(buffer)["reissue"]) == (4, 0)
+        buffer.recover(ledger, version=0, limit=9)
+        assert take(buffer, ledger, 2) == first
+        assert take(buffer, ledger, 2) == second
+
+    def test_only_a_take_of_this_history_can_be_shortened(self, buffer, ledger):
+        fill(buffer, 2)
+        whole = buffer.take(ledger, 2, window=1)
+        with pytest.raises(BufferGap, match="take 1 with this chain"):
+            buffer.reject_frame(Take(number=1, ids=whole.ids, chain=ledger.chain), 1, FRAME % 1, "another history")
+        with pytest.raises(BufferGap, match="take 2 with this chain"):
+            buffer.reject_frame(Take(number=2, ids=whole.ids, chain=whole.chain), 1, FRAME % 1, "not taken yet")
+        assert places(buffer)["taken"] == 2
 
     def test_a_take_may_lose_all_its_ids(self, buffer, ledger):
         fill(buffer, 1)

@@ -144,7 +144,8 @@ class LearnerBuffer(Protocol):
         Does nothing to another frame of that id: one that came after the store had lost this one.
 
         It counts as a failed attempt of the ticket. After the last one an empty frame stays in its place and the take
-        stays whole: the learner counts the ticket as dead and goes on.
+        stays whole: the learner counts the ticket as dead and goes on. So it is at once when other takes follow: a store that
+        has lost a refusal, but not what came after it, brings the frame back when the take is made again.
         """
         ...
 

@@ -276,8 +276,8 @@ end)
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
-  if not take or number ~= meta(k, 'last') or (chain ~= take.chain and chain ~= take.unshortened) then
-    return {'GAP', 'take ' .. number .. ' is not the last take ' .. meta(k, 'last') .. ' of the store'}
+  if not take or (chain ~= take.chain and chain ~= take.unshortened) then
+    return {'GAP', 'the store does not know take ' .. number .. ' with this chain'}
   end
   local ids = {}
   for _, id in ipairs(take.ids) do
@@ -290,7 +290,9 @@ register_for_learner('reject', function(k, args)
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
   drop_frames(k, {rejected})
   count(k, 'rejected_frames', 1)
-  if not is_last_attempt(k, rejected, args[8]) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
+  -- Without the id this would be another take, with another chain than those after it go on from: there is no next attempt.
+  local most = number == meta(k, 'last') and args[8] or 0
+  if not is_last_attempt(k, rejected, most) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
   call('HSET', k.frames, rejected, '')
   return {'OK', take.chain, take.ids}
 end)

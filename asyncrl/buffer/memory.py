@@ -186,7 +186,7 @@ class MemoryBuffer:
             if not store.held(holder, [ticket_id]):
                 return store.attempts[ticket_id] >= self._rules.max_attempts and ticket_id in store.frames
             store.counters["failed"] += 1
-            if not self._is_last_attempt(ticket_id):
+            if not self._is_last_attempt(ticket_id, self._rules.max_attempts):
                 return False
             store.store(ticket_id, tombstone)
             return True
@@ -255,17 +255,17 @@ class MemoryBuffer:
             return [self._store.frames[i] for i in ids]
 
     def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
+        """Shorten the last take by one id and issue that again; else, or after the last attempt, empty its frame."""
         store = self._store
         with store.lock:
             self._check_epoch()
             assignment = store.takes.get(take.number)
-            if assignment is None or take.number != store.last or take.chain not in (assignment.chain, assignment.unshortened):
-                raise BufferGap(f"take {take.number} is not the store's last take {store.last}; recover")
+            if assignment is None or take.chain not in (assignment.chain, assignment.unshortened):
+                raise BufferGap(f"the store does not know take {take.number} with this chain; recover")
             if take.chain == assignment.chain and ticket_id in assignment.ids and frame and store.frames[ticket_id] == frame:
                 store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
                 store.counters["rejected_frames"] += 1
-                if self._is_last_attempt(ticket_id):
+                if self._is_last_attempt(ticket_id, self._rules.max_attempts if take.number == store.last else 0):
                     store.frames[ticket_id] = b""
                 else:
                     assignment = self._shortened(assignment, ticket_id)
@@ -276,11 +276,11 @@ class MemoryBuffer:
         ids = tuple(i for i in assignment.ids if i != ticket_id)
         return _Assignment(assignment.previous, next_chain(assignment.previous, ids), ids, unshortened=assignment.chain)
 
-    def _is_last_attempt(self, ticket_id: int) -> bool:
+    def _is_last_attempt(self, ticket_id: int, most: int) -> bool:
         """Count a failed attempt and issue the id again; True instead after the last one: the ticket is dead."""
         store = self._store
         store.attempts[ticket_id] += 1
-        if store.attempts[ticket_id] < self._rules.max_attempts:
+        if store.attempts[ticket_id] < most:
             store.issue_again([ticket_id])
             return False
         store.counters["dead"] += 1

@@ -119,7 +119,7 @@ class RedisBuffer:
         return [frame for frame in frames if frame is not None]
 
     def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again; after the last attempt empty its frame instead."""
+        """Shorten the last take by one id and issue that again; else, or after the last attempt, empty its frame."""
         digest = sha1_of(frame)
         reply = self._learner("reject", take.number, take.chain, ticket_id, digest, reason, self._rules.max_attempts)
         return _take(take.number, reply)

@@ -57,7 +57,6 @@ TAKE_CHAIN = lua("(call('HGET', k.meta, 'chain') or EMPTY_CHAIN) ~= previous", "
 TAKE_NUMBER = lua("number ~= meta(k, 'last') + 1 or", "")
 AGAIN_CHAIN = lua("before and before.previous == previous", "before")
 COMMIT_CHAIN = lua("takes[number].chain ~= args[4]", "takes[number].chain == nil")
-REJECT_LAST = lua("number ~= meta(k, 'last') or (chain", "(chain")
 REJECT_CHAIN = lua("(chain ~= take.chain and chain ~= take.unshortened)", "false")
 KEEP_CHAIN = lua("take ~= nil and take.previous == chain", "take ~= nil")
 FENCE_OWNER = lua("or call('HGET', k.meta, 'owner') ~= args[2] then", "then")
@@ -132,10 +131,10 @@ MUTANTS = [
     one("the learner never waits", lua("'starving', waits and 1 or 0)", "'starving', 0)")),
     one("the learner always waits", lua("'starving', waits and 1 or 0)", "'starving', 1)")),
     # -- frames that are refused
-    two("any take may be shortened", REJECT_LAST, REJECT_CHAIN),
+    one("any take may be shortened", REJECT_CHAIN),
     one("a frame is refused twice", lua(" or #ids == #take.ids or is_another", " or #ids == #take.ids")),
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
-    one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, args[8])", "issue_again(k, rejected) == nil")),
+    one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, most)", "issue_again(k, rejected) == nil")),
     one("another frame is refused than was seen", lua(" or redis.sha1hex(frame) ~= args[6]", "")),
     one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, frame, str(error))\n", "")),
     one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != name:", "if False:")),
