@@ -120,7 +120,8 @@ class WatchedLedger(Ledger):
     shard: int = 0
 
     def consume(self, ids: tuple[int, ...]) -> None:
-        self.learner.world.lanes[self.shard].consumed(self.takes + 1, self.chain, ids)
+        owner = self.learner.shards[self.shard]._owner
+        self.learner.world.lanes[self.shard].consumed(owner, self.takes + 1, self.chain, ids)
         Ledger.consume(self, ids)
         self.learner.takes.append((self.shard, ids))
 

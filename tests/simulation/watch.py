@@ -80,8 +80,10 @@ class LaneWatch:
         """The id that everybody else knows."""
         return join(self.shard, local_id, len(self._world.lanes))
 
-    def consumed(self, number: int, chain: str, ids: tuple[int, ...]) -> None:
+    def consumed(self, owner: str, number: int, chain: str, ids: tuple[int, ...]) -> None:
         """The same take again, after a crash, has the same ids, unless the store lost something."""
+        if self.look().meta.get("owner") != owner:  # replaced while it was stopped, and about to hear of it
+            return
         before = self._seen.setdefault((number, chain), ids)
         require(before == ids, "a replayed take has other ids", number, before, ids)
 
