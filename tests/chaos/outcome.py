@@ -27,7 +27,8 @@ FIGURES = (
 )
 """(figure, fault, kinds of fault, how many are aimed at)"""
 RECOVERIES = (
-    ("F10", "kill of the store to the next TAKE", ("kill_store", "power_loss"), "p50 <= 0.3 s, p99 <= 1.5 s"),
+    ("F10", "kill of the store to the next TAKE", ("kill_store",), "p50 <= 0.3 s, p99 <= 1.5 s"),
+    ("F2", "power loss of the store to the next TAKE", ("power_loss",), ""),
     ("F11", "kill of the learner to its next step", ("kill_learner",), "<= 6 s"),
     ("F12", "kill of a generator to its groups sampled anew", ("kill_generator",), "<= 2.5 s"),
     ("F7", "end of a partition to the next TAKE", ("partition",), "<= 1.5 s"),

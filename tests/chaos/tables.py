@@ -106,8 +106,8 @@ def pace(run: Run) -> Iterator[str]:
     killed = ", ".join(f"{count} of a {kind}" for kind, count in run["killed"].items())
     yield (
         f"Kills: {killed}, in {run['seconds'] / 60:.0f} minutes. Steps that lasted took "
-        f"{100 * run['share_of_lasting_steps']:.0f} % of that time (F13: at least 90 %; steps took "
-        f"{100 * run['share_of_steps_calm']:.0f} % of the minute before, without faults), {run['steps_per_minute']:.0f} of "
+        f"{100 * run['share_of_lasting_steps']:.1f} % of that time (F13: at least 90 %; steps took "
+        f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), {run['steps_per_minute']:.0f} of "
         f"them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before. {_account(run)}"
     )
 
