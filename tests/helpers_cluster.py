@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from helpers_ports import free_ports
 from redis.exceptions import RedisError
 
 from asyncrl.buffer.server import find_server
@@ -40,10 +40,8 @@ class Node:
 def cluster(directory: Path) -> Iterator[list[Node]]:
     """A new one: node n has the n-th third of the slots, the last node is a replica of the one before."""
     with contextlib.ExitStack() as stack:
-        ports = [(_free_port(stack), _free_port(stack)) for _ in range(PRIMARIES + 1)]
-        stack.pop_all().close()  # all are chosen, and free again
-    with contextlib.ExitStack() as stack:
-        nodes = [_start_node(stack, directory, *pair) for pair in ports]
+        ports = iter(free_ports(2 * (PRIMARIES + 1)))
+        nodes = [_start_node(stack, directory, port, bus_port) for port, bus_port in zip(ports, ports, strict=True)]
         for number, node in enumerate(nodes):
             _wait_until(node.client.ping)
             nodes[0].cluster("MEET", "127.0.0.1", node.port, node.bus_port)
@@ -55,12 +53,6 @@ def cluster(directory: Path) -> Iterator[list[Node]]:
         replica.cluster("REPLICATE", primary.cluster("MYID").decode())
         _wait_until(lambda: replica.client.info("replication").get("master_link_status") == "up")
         yield nodes
-
-
-def _free_port(stack: contextlib.ExitStack) -> int:
-    listener = stack.enter_context(socket.socket())
-    listener.bind(("127.0.0.1", 0))
-    return int(listener.getsockname()[1])
 
 
 def _start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_port: int) -> Node:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers_ports import free_ports
 from test_curve import answer
 from test_run import ASYNCRL, call, config, kill, member_versions, rows, steps, wait  # noqa: F401 - config is a fixture
 from zmq.utils import z85
@@ -89,14 +90,6 @@ def listening_unix() -> Iterator[tuple[str, str]]:
         words = line.split(None, 7)
         if int(words[3], 16) & accepting and len(words) == 8:
             yield words[7], words[6]
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in taken]
-    for one in taken:
-        one.close()
-    return ports
 
 
 def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_secrets(config, monkeypatch):  # noqa: F811

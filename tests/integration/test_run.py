@@ -198,7 +198,8 @@ def _train_from_four_shards(config: Path, url: str) -> None:
     joined = None
     try:
         wait(lambda: 1 in steps(run), up, config)
-        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", url], cwd=config.parent)
+        store = (run / "store.url").read_text()
+        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", store], cwd=config.parent)
         wait(lambda: any(row.get("weights/joined") == 2 for row in rows(run)), up, config)
         # Both adopt what is trained from then on; while an update is under way a member has no version (-1).
         at = len(steps(run))
