@@ -5,6 +5,7 @@ A real store, the shipped intake with its decoder process as learner, and produc
     memory   the learner stops, then takes half of what is produced: the store's memory stays under its cap, nothing is dropped
     age      producers use the oldest weights that a ticket allows, and the store's clock jumps by an hour: no token is too old
     leak     many groups: memory and files of the learner's process
+    soak     a whole run without models under faults, see tests/chaos/soak.py: the same of a learner and a generator
 """
 
 import argparse
@@ -41,6 +42,8 @@ from asyncrl.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.decoder import GroupDecoder
 from asyncrl.wire.schema import encode_group
+
+from .soak import SURVIVORS, soak
 
 RUN, KEY = "bounds", b"key"
 HOUR_S = 3600
@@ -344,7 +347,7 @@ def leak(directory: Path, seconds: float) -> dict[str, Any]:
         }
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (memory, age, leak)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (memory, age, leak, soak)}
 
 
 def run_one(name: str, seconds: float) -> dict[str, Any]:
@@ -366,6 +369,8 @@ def broken(name: str, found: dict[str, Any]) -> list[str]:
         checks += [found[f"{kind}_share_within_bound"] == 1.0 for kind in ("steady", "jumping")] + [found["jumping_jumps"] > 0]
     if name == "leak":
         checks += [len(found["files"]) <= 2]
+    if name == "soak":
+        checks += [not found["wrong"], *(found[each]["files"][1] - found[each]["files"][0] <= 6 for each in SURVIVORS)]
     return [f"{name}: check {number} of {len(checks)}" for number, holds in enumerate(checks) if not holds]
 
 
