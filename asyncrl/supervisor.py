@@ -30,6 +30,9 @@ _RESTART_WINDOW_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
 _LEFT_S = 10.0
+_REAP_S = 10.0
+_STANDBY_AFTER_S = 60.0
+"""A start is the busiest time of a machine; a standby that cannot live is not tried more often than this either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class ProcessSpec:
     """True for the learner: its exit with status 0 ends the run."""
     is_extra: bool = False
     """True for what was added while the run went on: it is left out where others would end the run."""
+    has_standby: bool = False
+    """Another one with the argument `--standby` is kept beside it, takes its place when told to (a line on stdin)."""
     grace_s: float = 15.0
     """Between SIGTERM and SIGKILL."""
 
@@ -52,6 +57,8 @@ class ProcessSpec:
 class _Child:
     spec: ProcessSpec
     process: subprocess.Popen[bytes] | None = None
+    standby: subprocess.Popen[bytes] | None = None
+    standby_at_s: float = 0.0
     deaths_s: deque[float] = field(default_factory=deque)
     start_at_s: float = 0.0
     finished: bool = False
@@ -142,6 +149,7 @@ class Supervisor:
             stop_process(child.process, grace_s=child.spec.grace_s)
         for child in self._children.values():
             _kill_session(child.process)
+            _end(child.standby)
         self._on_change({})
 
     @property
@@ -158,7 +166,10 @@ class Supervisor:
         if child.kill_at_s is not None:
             self._see_off(child, child.kill_at_s)
             return
-        if child.finished or child.is_running:
+        if child.is_running:
+            self._tend_standby(child)
+            return
+        if child.finished:
             return
         if child.process is not None:
             self._bury(child)
@@ -186,19 +197,18 @@ class Supervisor:
         self._leave_out(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
-        spec = child.spec
-        with spec.log_path.open("ab") as output:
-            child.process = subprocess.Popen(
-                list(spec.argv),
-                env=dict(spec.env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
-                start_new_session=True,
-            )
-        log.info("%s started as process %d", spec.name, child.process.pid)
+        child.process = _called(child.standby) or _launch(child.spec)
+        child.standby, child.standby_at_s = None, time.monotonic() + _STANDBY_AFTER_S
+        log.info("%s started as process %d", child.spec.name, child.process.pid)
         self._on_change(self.pids())
+
+    def _tend_standby(self, child: _Child) -> None:
+        if not child.spec.has_standby or time.monotonic() < child.standby_at_s:
+            return
+        if child.standby is None or child.standby.poll() is not None:
+            _end(child.standby)
+            child.standby, child.standby_at_s = _launch(child.spec, "--standby"), time.monotonic() + _STANDBY_AFTER_S
+            log.info("a standby of %s started as process %d", child.spec.name, child.standby.pid)
 
     def _bury(self, child: _Child) -> None:
         assert child.process is not None
@@ -244,6 +254,40 @@ def last_words(path: Path, lines: int = 15) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _launch(spec: ProcessSpec, *more: str) -> subprocess.Popen[bytes]:
+    with spec.log_path.open("ab") as output:
+        return subprocess.Popen(
+            [*spec.argv, *more],
+            env=dict(spec.env),
+            stdin=subprocess.PIPE if more else subprocess.DEVNULL,
+            bufsize=0,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
+            start_new_session=True,
+        )
+
+
+def _called(standby: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
+    """The standby, told that it is needed; None when there is none that lives."""
+    if standby is None or standby.stdin is None:
+        return None
+    try:
+        with standby.stdin as pipe:
+            pipe.write(b"\n")
+    except BrokenPipeError:
+        _end(standby)
+        return None
+    return standby
+
+
+def _end(standby: subprocess.Popen[bytes] | None) -> None:
+    if standby is not None and standby.stdin is not None:
+        _kill_session(standby)
+        standby.stdin.close()
+        standby.wait(timeout=_REAP_S)
 
 
 def _kill_session(process: subprocess.Popen[bytes] | None) -> None:

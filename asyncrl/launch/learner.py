@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from asyncrl.errors import CheckpointError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head
 from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.ranks import run_ranks
 from asyncrl.launch.roles import run_role
+from asyncrl.launch.standby import FLAG, wait_until_needed
 from asyncrl.launch.starts import record_start
 from asyncrl.launch.wiring import join_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
@@ -172,19 +171,19 @@ def weights_layout(config: Config, trainer: DeepSpeedTrainer) -> Layout:
 
 
 def main() -> None:
-    """Parse arguments, start the ranks if there are several, and train."""
+    """Parse arguments, wait when this is a standby, and train."""
     parser = argparse.ArgumentParser(prog="asyncrl-learner")
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument(FLAG, action="store_true")
     arguments = parser.parse_args()
 
     def role() -> None:
+        if arguments.standby:
+            os.environ["MASTER_PORT"] = wait_until_needed()
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
         logs = setup_logging("learner", directory.logs, console=True)
-        if config.learner.ranks > 1 and "RANK" not in os.environ:
-            with RunLock(directory.lock):
-                sys.exit(run_ranks("asyncrl.launch.learner", sys.argv[1:], config.learner.ranks))
         train(config, directory, join_store(config, arguments.store), logs)
 
     run_role(role)
@@ -234,7 +233,7 @@ def _rendezvous(config: Config) -> Rendezvous:
         ranks=config.learner.ranks,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=int(os.environ.get("MASTER_PORT", "0")),
+        port=int(os.environ.get("MASTER_PORT") or "0"),
     )
 
 

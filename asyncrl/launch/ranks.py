@@ -1,13 +1,25 @@
-"""The learner's ranks on one host: started together, ended together."""
+"""The learner's ranks on one host, started together, ended together: `python -m asyncrl.launch.ranks --config FILE --store URL`.
 
+This process holds the run's lock and imports nothing of what the ranks need.
+"""
+
+import argparse
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from asyncrl.config.load import load_config
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.roles import run_role
+from asyncrl.launch.standby import FLAG, wait_until_needed
 from asyncrl.supervisor import USER_ERROR
+from asyncrl.telemetry.logs import setup_logging
+from asyncrl.trainer.files import RunLock
 
 CAUSE_S = 2.0
 """After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it."""
@@ -15,32 +27,27 @@ GRACE_S = 25.0
 """Between SIGTERM and SIGKILL, for all ranks together."""
 
 
-def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
-    """Run `python -m module arguments` once per rank; the first exit that is not 0 ends all.
-
-    Returns 0, or the first failed status; `USER_ERROR` goes first, as restarting would only repeat it.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
+def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[bytes]"]:
+    """Start `python -m asyncrl.launch.learner arguments` once per rank, as standbys."""
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
+            [sys.executable, "-m", "asyncrl.launch.learner", *arguments, FLAG],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"},
         )
         for rank in range(ranks)
     ]
-    try:
-        return wait_for_ranks(processes)
-    finally:
-        end_ranks(processes)
+
+
+def begin(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Tell all ranks the port where they meet, which lets them go on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a dead one is found by `wait_for_ranks`
+            pipe.write(b"%d\n" % port)
 
 
 def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
@@ -71,3 +78,33 @@ def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.kill()
     for process in processes:
         process.wait(timeout=10.0)
+
+
+def main() -> None:
+    """Start the ranks, have them train when it is this process's turn, and end with their status."""
+    parser = argparse.ArgumentParser(prog="asyncrl-ranks")
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument(FLAG, action="store_true")
+    arguments = parser.parse_args()
+
+    def role() -> None:
+        config = load_config(arguments.config)
+        directory = RunDirectory(config.run.directory)
+        setup_logging("learner", directory.logs, console=True)
+        processes = start_ranks(["--store", arguments.store, "--config", str(arguments.config)], config.learner.ranks)
+        try:
+            if arguments.standby:
+                wait_until_needed()
+            with RunLock(directory.lock):
+                begin(processes)
+                status = wait_for_ranks(processes)
+        finally:
+            end_ranks(processes)
+        sys.exit(status)
+
+    run_role(role)
+
+
+if __name__ == "__main__":
+    main()

@@ -122,16 +122,18 @@ def share_of_cores(busy: int) -> int:
 
 
 def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
-    """The learner; with several ranks it starts them itself."""
+    """The learner, or who starts its ranks when there are several."""
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
+    module = "learner" if config.learner.ranks == 1 else "ranks"
     return ProcessSpec(
         name="learner",
-        argv=[sys.executable, "-m", "asyncrl.launch.learner", "--config", str(directory.config), "--store", store_url],
+        argv=[sys.executable, "-m", f"asyncrl.launch.{module}", "--config", str(directory.config), "--store", store_url],
         env=child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
         | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
+        has_standby=True,
         grace_s=30.0,  # it ends its step and saves
     )
 

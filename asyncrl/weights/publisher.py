@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import TransferError
+from asyncrl.weights.fork_server import ForkServer
 from asyncrl.weights.layout import Layout, checksum
 from asyncrl.weights.sender_process import Published, SenderProcess
 from asyncrl.weights.slots import Slot, Slots
@@ -53,6 +54,7 @@ class SharedMemoryPublisher:
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes)
         self._newest: Published | None = None
+        self._fork_server = ForkServer()
         self._senders: list[SenderProcess] = []
 
     @property
@@ -80,7 +82,9 @@ class SharedMemoryPublisher:
             interface=self._interface,
             version_directory=str(self._versions),
         )
-        sender = SenderProcess(setup, probe_ids=self._probe_ids, take=self._take, give_back=self._give_back)
+        sender = SenderProcess(
+            setup, self._fork_server.fork, probe_ids=self._probe_ids, take=self._take, give_back=self._give_back
+        )
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]
         return sender
@@ -89,6 +93,7 @@ class SharedMemoryPublisher:
         """See `Publisher`."""
         for sender in self._senders:
             sender.close()
+        self._fork_server.close()
         self._slots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -1,17 +1,25 @@
-"""The sender process: `python -m asyncrl.weights.sender <socket fd> <learner pid>`, one per generator.
+"""The sender processes, one per generator, and the fork server that they come from.
 
-It owns the transfer group, so that whatever happens in there ends with this process and not with the learner.
-It obeys one socket, whose messages are MessagePack behind a four-byte length:
+`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server: it imports what a sender needs, then forks one
+for every channel (a socket) that the learner passes to it. So a sender is there within milliseconds, and a thousand of
+them share the memory of one.
+
+A sender owns the transfer group, so that whatever happens in there ends with this process and not with the learner.
+It obeys its channel, whose messages are MessagePack behind a four-byte length:
 
     learner -> sender   {setup}                                              once
                         {op: prepare, job, version, transport, slot, checksums}
                         {op: transfer, job}
-    sender -> learner   {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
+    sender -> learner   {op: forked, job: null} with a descriptor of the process (pidfd), by which it can be killed   once
+                        {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
 
-It dies with the learner, however that one dies.
+Senders die with the fork server, and that one with the learner, however it dies.
 """
 
+import contextlib
 import logging
+import os
+import signal
 import socket
 import struct
 import sys
@@ -101,15 +109,48 @@ def _parse_setup(plain: dict[str, Any]) -> SenderSetup:
     return SenderSetup(**{**plain, "layout": Layout.from_plain(plain["layout"])})
 
 
+def _fork_each(requests: socket.socket) -> socket.socket | None:
+    """Fork a sender for every channel that arrives. Returns its channel in each of them, and None here when there are no more."""
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    pid = os.getpid()
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+        if not request:
+            return None
+        channel = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            die_with_parent(pid)
+            return channel
+        channel.close()
+
+
+def _reap() -> None:
+    """The learner sees that a channel has ended, but not why."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = os.waitstatus_to_exitcode(ended[1])
+            if status not in (0, -signal.SIGKILL):  # that is how the learner ends them
+                log.error("sender process %d ended with status %d", ended[0], status)
+
+
+def _serve(channel: socket.socket) -> None:
+    own = os.pidfd_open(os.getpid())
+    socket.send_fds(channel, [pack({"op": "forked", "job": None})], [own])
+    os.close(own)
+    _Sender(channel).serve()
+
+
 def main() -> None:
-    """Entry point of the process."""
+    """Entry point of the fork server, and of what it forks."""
     die_with_parent(int(sys.argv[2]))
     refuse_pickles_from_wires()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        try:
-            _Sender(channel).serve()
-        except (EOFError, ConnectionError):
-            log.debug("the learner has closed the channel")
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        channel = _fork_each(requests)
+    if channel is not None:
+        with channel, contextlib.suppress(EOFError, ConnectionError):  # the learner has closed it
+            _serve(channel)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The learner's handle on a sender process: starts it, talks to it without ever waiting, kills it."""
+"""The learner's handle on a sender process: has it forked, talks to it without ever waiting, kills it."""
 
 import contextlib
 import os
+import select
 import shutil
-import subprocess
+import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +13,13 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.processes import start_worker
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
 from asyncrl.weights.sender import LENGTH, pack
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.transports import SenderSetup
 
 _REAP_S = 2.0
-"""A killed process is gone in milliseconds; one that the kernel holds longer is reaped with the learner."""
+"""A killed process is gone in milliseconds; one that the kernel holds longer is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,12 +38,14 @@ class SenderProcess:
     def __init__(
         self,
         setup: SenderSetup,
+        fork: Callable[[], socket.socket],
         *,
         probe_ids: tuple[int, ...],
         take: Callable[[], Published | None],
         give_back: Callable[[Published], None],
     ) -> None:
         self._setup = setup
+        self._fork = fork
         self._probe_ids = probe_ids
         self._take = take
         self._give_back = give_back
@@ -51,11 +54,6 @@ class SenderProcess:
         self._job = 0
         self.is_closed = False
         self._start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that runs now."""
-        return self._process.pid
 
     def fileno(self) -> int:
         """See `Sender`."""
@@ -91,7 +89,7 @@ class SenderProcess:
                 found.append(self._interpret(message))
         if ended:
             self._release()
-            found.append(Failed(reason=f"the sender process died with status {self._process.poll()}; see the learner's log"))
+            found.append(Failed(reason="the sender process died; see the learner's log"))
         return found
 
     def restart(self) -> None:
@@ -106,10 +104,13 @@ class SenderProcess:
             self._end()
 
     def _end(self) -> None:
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_REAP_S)
-        self._channel.close()
+        self._receive()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has died
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            select.select([self._process], [], [], _REAP_S)
+            os.close(self._process)
+        self._channel.close()  # one that is only being forked ends by this
         shutil.rmtree(self._directory, ignore_errors=True)
         self._release()
 
@@ -117,7 +118,8 @@ class SenderProcess:
         # A directory per process: a killed one leaves its rendezvous files behind.
         self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
         self._directory.mkdir(parents=True, mode=0o700)
-        self._process, self._channel = start_worker("asyncrl.weights.sender")
+        self._process: int | None = None
+        self._channel = self._fork()
         self._channel.setblocking(False)
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -142,13 +144,17 @@ class SenderProcess:
         """Read what is there; True at the end of the stream."""
         self._flush()
         try:
-            while piece := self._channel.recv(1 << 20):
+            while True:
+                piece, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
+                if descriptors:
+                    self._process = descriptors[0]
+                if not piece:
+                    return True
                 self._incoming += piece
         except BlockingIOError:
             return False
         except ConnectionResetError:
             return True
-        return True
 
     def _next_message(self) -> dict[str, Any] | None:
         if len(self._incoming) < LENGTH.size:

@@ -10,6 +10,7 @@ Everything is read from what the run leaves behind: metrics, checkpoints, the st
 """
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -113,15 +114,16 @@ class RealRun:
         return max((row["step"] for row in self.rows()), default=0)
 
     def find(self, kind: str) -> list[psutil.Process]:
-        """The live processes of one kind, in a steady order."""
+        """The live processes of one kind, in a steady order; a standby is no learner."""
+        learner = json.loads((self.directory / "processes.json").read_text())["children"].get("learner")
         found = []
         for process in processes_of(self.directory):
             try:
-                command = " ".join(process.cmdline())
-            except psutil.Error:
+                is_one = re.search(VICTIMS[kind], " ".join(process.cmdline()))
+                if is_one and (kind != "learner rank" or os.getsid(process.pid) == learner):
+                    found.append(process)
+            except (psutil.Error, ProcessLookupError):
                 continue
-            if re.search(VICTIMS[kind], command):
-                found.append(process)
         return sorted(found, key=lambda process: process.pid)
 
     def wait(self, condition: Callable[[], Any], what: str, wait_s: float = PATIENCE_S) -> None:

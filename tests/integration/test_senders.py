@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -125,6 +126,15 @@ def test_the_disk_transport_keeps_two_versions(stage, tmp_path):
     assert sorted(path.name for path in Path(order.details["directory"]).parent.iterdir()) == ["v2", "v7"]
 
 
+def pid_of(sender):
+    """Of the process behind a sender, as soon as it is known; answers until then are dropped."""
+    while sender._process is None:
+        select.select([sender], [], [], 30.0)
+        sender.replies()
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sender._process}").read_text().splitlines())
+    return int(fields["Pid"])
+
+
 def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_group(stage):
     publisher, receiver = stage[0](deadline_s=5.0), stage[1]()
     sender = publisher.open_sender(1)
@@ -137,7 +147,7 @@ def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_g
     sender.transfer()
     reply = next_reply(sender)
     assert isinstance(reply, Failed)
-    old_pid = sender.pid
+    old_pid = pid_of(sender)
     sender.restart()
     assert not Path(f"/proc/{old_pid}").exists()
     second, reply, answer = update(sender, stage[1]())
@@ -151,12 +161,42 @@ def test_a_killed_sender_is_reported_and_can_be_restarted(stage):
     sender = publisher.open_sender(1)
     publisher.publish(1, weights(1), ())
     assert sender.prepare("gloo")
-    os.kill(sender.pid, signal.SIGKILL)
+    os.kill(pid_of(sender), signal.SIGKILL)
     while not isinstance(reply := next_reply(sender), Failed):
         pass
     assert "died" in reply.reason
     sender.restart()
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
+def test_the_fork_server_s_death_is_the_senders_and_all_of_them_come_back(stage):
+    publisher = stage[0]()
+    senders = [publisher.open_sender(1) for _ in range(2)]
+    publisher.publish(1, weights(1), ())
+    pids = [pid_of(sender) for sender in senders]
+    (parent,) = {psutil.Process(pid).ppid() for pid in pids}
+    os.kill(parent, signal.SIGKILL)
+    for sender in senders:
+        assert isinstance(next_reply(sender), Failed)
+    assert not any(map(_is_running, pids))
+    for sender in senders:
+        sender.restart()
+        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
+def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):
+    publisher = stage[0]()
+    publisher.publish(1, weights(1), ())
+    closed = [publisher.open_sender(1) for _ in range(3)]
+    for sender in closed:
+        assert sender.prepare("gloo")
+        sender.close()  # the fork server has not even finished its imports
+    alive = publisher.open_sender(1)
+    forked = psutil.Process(psutil.Process(pid_of(alive)).ppid())
+    until_s = time.monotonic() + 10.0
+    while len(forked.children()) > 1 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert [child.pid for child in forked.children()] == [pid_of(alive)]
 
 
 def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):
@@ -205,7 +245,7 @@ publisher.publish(1, t.weights(1), ())
 sender = publisher.open_sender(1)
 sender.prepare("gloo")
 t.next_reply(sender)
-print(sender.pid, flush=True)
+print(t.pid_of(sender), flush=True)
 time.sleep(60)
 """
     learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -1,9 +1,13 @@
 """Ranks end together, and the status of the one that knows the cause is the one that counts."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from asyncrl.launch import ranks
-from asyncrl.launch.ranks import end_ranks, wait_for_ranks
+from asyncrl.launch.ranks import begin, end_ranks, wait_for_ranks
 from asyncrl.supervisor import USER_ERROR
 
 
@@ -72,3 +76,16 @@ def test_all_are_told_to_leave_at_once_and_share_one_grace(clock):
     assert [rank.terminated_at_s for rank in group] == [0.0] * 4
     assert [rank.killed for rank in group] == [False, True, True, False]
     assert clock.now_s <= ranks.GRACE_S
+
+
+def test_ranks_are_told_one_port_and_a_dead_one_stops_nobody(tmp_path):
+    script = "import sys; line = sys.stdin.readline(); open(sys.argv[1], 'w').write(line)"
+    group = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / str(rank))], stdin=subprocess.PIPE) for rank in range(3)
+    ]
+    group[1].kill()
+    group[1].wait(10)
+    begin(group)
+    assert wait_for_ranks(group) == -signal.SIGKILL
+    ports = {(tmp_path / str(rank)).read_text() for rank in (0, 2)}
+    assert len(ports) == 1 and 0 < int(ports.pop()) < 65536

@@ -52,6 +52,61 @@ def test_a_users_mistake_is_not_repeated(tmp_path):
     assert supervisor.restarts() == {"learner": 0}
 
 
+STANDBY = """
+import os, pathlib, sys, time
+ready, result = pathlib.Path({ready!r}), pathlib.Path({result!r})
+if "--standby" in sys.argv:
+    ready.write_text(str(os.getpid()))
+    result.write_text(f"{{sys.stdin.readline()!r}} {{os.getpid()}}")
+else:
+    while not ready.exists():
+        time.sleep(0.01)
+    time.sleep({lives_s})
+    sys.exit(7)
+"""
+
+
+def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
+    ready, result = tmp_path / "ready", tmp_path / "result"
+    code = STANDBY.format(ready=str(ready), result=str(result), lives_s=0.1)
+    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
+        supervisor.run(tick_s=0.02)
+        assert supervisor.restarts() == {"learner": 1}
+    assert result.read_text() == f"'\\n' {ready.read_text()}"
+
+
+def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
+    ready, result = tmp_path / "ready", tmp_path / "result"
+    code = STANDBY.format(ready=str(ready), result=str(result), lives_s=60)
+    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
+        supervisor.run(lambda: supervisor.request_stop("enough") if ready.exists() and ready.read_text() else None, tick_s=0.02)
+    assert not is_alive(int(ready.read_text()))
+    assert not result.exists()
+
+
+def test_a_standby_that_cannot_live_harms_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.05)
+    tries = tmp_path / "tries"
+    code = f"""
+import pathlib, sys, time
+tries = pathlib.Path({str(tries)!r})
+with tries.open("a") as file:
+    file.write("s" if "--standby" in sys.argv else "l")
+if "--standby" in sys.argv:
+    sys.exit(1)
+until_s = time.monotonic() + 10
+while time.monotonic() < until_s and tries.read_text().count("s") < 2:
+    time.sleep(0.01)
+sys.exit(7 if tries.read_text().count("l") == 1 else 0)
+"""
+    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
+        supervisor.run(tick_s=0.02)
+        assert supervisor.restarts() == {"learner": 1}
+    assert tries.read_text().count("l") == 2
+
+
 def test_stopping_ends_children_and_grandchildren(tmp_path):
     family = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
