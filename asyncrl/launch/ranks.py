@@ -6,6 +6,7 @@ This process holds the run's lock and imports nothing of what the ranks need.
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,10 @@ from asyncrl.telemetry.logs import setup_logging
 from asyncrl.trainer.files import RunLock
 
 CAUSE_S = 2.0
-"""After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it."""
+"""After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it.
+
+None is needed after a SIGKILL, which is a cause itself.
+"""
 GRACE_S = 25.0
 """Between SIGTERM and SIGKILL, for all ranks together."""
 
@@ -57,10 +61,11 @@ def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
         statuses = [process.poll() for process in processes]
         failed = [status for status in statuses if status]
         if failed and not first:
-            first, until_s = failed[0], time.monotonic() + CAUSE_S
+            first = failed[0]
+            until_s = time.monotonic() + (0.0 if first == -signal.SIGKILL else CAUSE_S)
         if USER_ERROR in failed:
             return USER_ERROR
-        if None not in statuses or time.monotonic() > until_s:
+        if None not in statuses or time.monotonic() >= until_s:
             return first
         time.sleep(0.05)
 

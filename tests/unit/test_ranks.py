@@ -62,6 +62,7 @@ def clock(monkeypatch):
         ([(0, 1.0), (3, 60.0)], 3),  # one is done, the other fails much later
         ([(-6, 1.0), (USER_ERROR, 2.0)], USER_ERROR),  # the one without peers dies first
         ([(USER_ERROR, 2.0), (1, 1.0)], USER_ERROR),
+        ([(-9, 1.0), (USER_ERROR, 2.0)], -9),  # somebody killed it: nobody knows more
         ([(4, 2.0), (1, 1.0)], 1),  # the first to fail
         ([(1, 1.0), (USER_ERROR, 9.0)], 1),  # nobody waits that long
     ],
@@ -86,6 +87,6 @@ def test_ranks_are_told_one_port_and_a_dead_one_stops_nobody(tmp_path):
     group[1].kill()
     group[1].wait(10)
     begin(group)
-    assert wait_for_ranks(group) == -signal.SIGKILL
+    assert [process.wait(30) for process in group] == [0, -signal.SIGKILL, 0]
     ports = {(tmp_path / str(rank)).read_text() for rank in (0, 2)}
     assert len(ports) == 1 and 0 < int(ports.pop()) < 65536
