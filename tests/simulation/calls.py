@@ -57,7 +57,7 @@ class Call:
     @property
     def moved(self) -> dict[int, tuple[str, str]]:
         """id -> (home before, home after) of those above both watermarks."""
-        old, new = self.before.homes(), self.after.homes()
+        old, new = self.before.homes, self.after.homes
         lowest = max(self.before.watermark, self.after.watermark if self.name != "commit" else 0)
         found = {}
         for i in old.keys() | new.keys():
@@ -193,7 +193,7 @@ def _offer_call(call: Call) -> None:
 
 def _check_outcome(call: Call, ticket_id: int) -> None:
     """The first group of an issued id is stored, whoever brings it, unless there is no room and the learner can go on."""
-    outcome, is_there = call.reply.decode(), call.before.homes().get(ticket_id) in ("ready", "taken")
+    outcome, is_there = call.reply.decode(), call.before.homes.get(ticket_id) in ("ready", "taken")
     if call.before.is_done(ticket_id) or is_there:
         require(outcome == "duplicate", "a second group of an id is welcome", ticket_id, outcome)
     elif ticket_id > call.before.issued:
@@ -217,7 +217,7 @@ def _fail_call(call: Call) -> None:
     is_held = call.before.holders.get(ticket_id) == call.arguments[0]
     require(was_counted == is_held, "a failure of another holder counts, or one's own does not", ticket_id)
     if is_held:
-        home = call.after.homes()[ticket_id]
+        home = call.after.homes[ticket_id]
         is_last = count == call.max_attempts
         require((home, bool(call.reply)) == ("ready" if is_last else "reissue", is_last), "given up early or late", home, count)
 
@@ -257,7 +257,7 @@ def _reject_call(call: Call) -> None:
         told = (call.reply[1].decode(), tuple(map(int, call.reply[2])))
         require(kept[1:] == told, "another take was told than is kept", kept, told)
         # A late duplicate finds the take without the id that was refused after this one.
-        whole = {next_chain(kept[0], tuple(sorted({*told[1], i}))) for i in call.before.homes()}
+        whole = {next_chain(kept[0], tuple(sorted({*told[1], i}))) for i in call.before.homes}
         require(chain in {told[0], *whole}, "another take was shortened", number, kept)
         was_there = ticket_id in call.before.takes[int(call.arguments[2])][2]
         require(was_counted or not was_there or ticket_id in told[1], "a refused frame cost no attempt", ticket_id, told)

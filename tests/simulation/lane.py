@@ -1,6 +1,7 @@
 """The keys of a lane at one moment, as Python values."""
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.buffer.redis import PLACES
@@ -12,48 +13,94 @@ RUN = "run"
 HOMES = ("leased", "reissue", "ready")
 """Places of an id that are kept as sorted sets."""
 
+Take = tuple[str, str, tuple[int, ...]]
+"""(previous, chain, ids)"""
+
 
 @functools.cache
 def keys_of(lane: str) -> dict[str, bytes]:
     return {place: f"{{{RUN}:{lane}}}:{place}".encode() for place in PLACES}
 
 
+def _texts(value: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): text.decode() for name, text in value.items()}
+
+
+def _ids(value: Iterable[bytes]) -> set[int]:
+    return {int(i) for i in value}
+
+
+def _requests(value: dict[bytes, bytes]) -> dict[str, tuple[str, set[int]]]:
+    found = {}
+    for holder, text in value.items():
+        request, *ids = text.decode().split()
+        found[holder.decode()] = (request, set(map(int, ids)))
+    return found
+
+
+def _takes(value: dict[bytes, bytes]) -> dict[int, Take]:
+    found = {}
+    for number, text in value.items():
+        previous, chain, _, *ids = text.decode().split()
+        found[int(number)] = (previous, chain, tuple(map(int, ids)))
+    return found
+
+
+READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "meta": (dict, _texts),
+    "totals": (dict, _texts),
+    "leased": (SortedSet, _ids),
+    "reissue": (SortedSet, _ids),
+    "ready": (SortedSet, _ids),
+    "deadlines": (SortedSet, lambda value: {int(i): ms for i, ms in value.items()}),
+    "holders": (dict, lambda value: {int(i): holder.decode() for i, holder in value.items()}),
+    "attempts": (dict, lambda value: {int(i): int(count) for i, count in value.items()}),
+    "frames": (dict, lambda value: {int(i): frame for i, frame in value.items()}),
+    "requests": (dict, _requests),
+    "done": (set, _ids),
+    "takes": (dict, _takes),
+}
+"""place -> its type in the store, and how it is read"""
+
+
 class Lane:
-    """A copy: the store may go on."""
+    """The store may go on, and nobody changes what is in here: Lanes share what they have read."""
 
-    def __init__(self, data: Data, name: str) -> None:
+    def __init__(self, data: Data, name: str, like: "Lane | None" = None) -> None:
+        """Only what another Lane does not have already is read: a value of the store that is the same object is unchanged."""
         keys = keys_of(name)
-
-        def look(place: str, kind: type) -> Any:
-            return data.look(keys[place], kind)
-
-        numbers = look("meta", dict) | look("totals", dict)
-        self.meta: dict[str, str] = {name.decode(): value.decode() for name, value in numbers.items()}
-        self.leased, self.reissue, self.ready = ({int(i) for i in look(home, SortedSet)} for home in HOMES)
-        self.deadlines = {int(i): ms for i, ms in look("deadlines", SortedSet).items()}
-        self.holders = {int(i): holder.decode() for i, holder in look("holders", dict).items()}
-        self.attempts = {int(i): int(count) for i, count in look("attempts", dict).items()}
-        self.frames: dict[int, bytes] = {int(i): frame for i, frame in look("frames", dict).items()}
-        self.requests: dict[str, tuple[str, set[int]]] = {}
+        self._values = {place: data.keys.get(key) for place, key in keys.items()}
+        self._read: dict[str, Any] = {}
+        for place, (kind, read) in READERS.items():
+            if like is not None and like._values[place] is self._values[place]:
+                self._read[place] = like._read[place]
+            else:
+                self._read[place] = read(data.look(keys[place], kind))
+        found = self._read
+        self.meta: dict[str, str] = found["meta"] | found["totals"]
+        self.leased: set[int] = found["leased"]
+        self.reissue: set[int] = found["reissue"]
+        self.ready: set[int] = found["ready"]
+        self.deadlines: dict[int, float] = found["deadlines"]
+        self.holders: dict[int, str] = found["holders"]
+        self.attempts: dict[int, int] = found["attempts"]
+        self.frames: dict[int, bytes] = found["frames"]
+        self.requests: dict[str, tuple[str, set[int]]] = found["requests"]
         """holder -> its last lease request, and the tickets that it got"""
-        for holder, text in look("requests", dict).items():
-            request, *ids = text.decode().split()
-            self.requests[holder.decode()] = (request, set(map(int, ids)))
-        self.done = {int(i) for i in look("done", set)}
-        self.takes: dict[int, tuple[str, str, tuple[int, ...]]] = {}
-        """number -> (previous, chain, ids)"""
-        for number, text in look("takes", dict).items():
-            previous, chain, _, *ids = text.decode().split()
-            self.takes[int(number)] = (previous, chain, tuple(map(int, ids)))
+        self.done: set[int] = found["done"]
+        self.takes: dict[int, Take] = found["takes"]
         self.taken = [i for _, _, ids in self.takes.values() for i in ids]
         self.watermark, self.issued = self.number("watermark"), self.number("issued")
-        self.places_in_use = {place for place, key in keys.items() if key in data.keys}
 
     def number(self, name: str) -> int:
         """A number that the lane keeps, 0 before it is written."""
         return int(self.meta.get(name, "0"))
 
     @property
+    def places_in_use(self) -> set[str]:
+        return {place for place, value in self._values.items() if value is not None}
+
+    @functools.cached_property
     def learners(self) -> dict[str, str]:
         """What only the learner may change."""
         return {name: value for name, value in self.meta.items() if name not in ("issued", "bytes")}
@@ -65,6 +112,7 @@ class Lane:
     def is_done(self, ticket_id: int) -> bool:
         return ticket_id <= self.watermark or ticket_id in self.done
 
+    @functools.cached_property
     def homes(self) -> dict[int, str]:
         """Where each id above the watermark is."""
         found = dict.fromkeys(self.taken, "taken") | dict.fromkeys(self.done, "done")

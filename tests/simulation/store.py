@@ -30,14 +30,14 @@ class SortedSet(dict[bytes, float]):
 
 
 class Data:
-    """Keys and values, and the commands on them."""
+    """Keys and values, and the commands on them. A command changes a copy of a value, so whoever has the old one may keep it."""
 
     def __init__(self) -> None:
         self.keys: dict[bytes, Any] = {}
 
     def copy(self) -> "Data":
         other = Data()
-        other.keys = {key: type(value)(value) for key, value in self.keys.items()}
+        other.keys = dict(self.keys)
         return other
 
     def look(self, key: bytes, kind: type) -> Any:
@@ -50,9 +50,8 @@ class Data:
         return value
 
     def open(self, key: bytes, kind: type) -> Any:
-        """The value, to be changed."""
-        value = self.look(key, kind)
-        self.keys[key] = value
+        """A copy of the value in its place, to be changed."""
+        value = self.keys[key] = kind(self.look(key, kind))
         return value
 
     def tidy(self, key: bytes) -> None:
@@ -104,7 +103,7 @@ class Data:
         return result
 
     def _hdel(self, key: bytes, *names: bytes) -> Reply:
-        value = self.look(key, dict)
+        value = self.open(key, dict)
         removed = sum(value.pop(name, None) is not None for name in names)
         self.tidy(key)
         return removed
@@ -118,7 +117,7 @@ class Data:
         return int(is_new)
 
     def _zrem(self, key: bytes, *members: bytes) -> Reply:
-        value = self.look(key, SortedSet)
+        value = self.open(key, SortedSet)
         removed = sum(value.pop(member, None) is not None for member in members)
         self.tidy(key)
         return removed
@@ -151,7 +150,7 @@ class Data:
         return len(value) - before
 
     def _srem(self, key: bytes, *members: bytes) -> Reply:
-        value = self.look(key, set)
+        value = self.open(key, set)
         before = len(value)
         value.difference_update(members)
         self.tidy(key)
@@ -172,7 +171,7 @@ class Data:
         return len(value)
 
     def _ltrim(self, key: bytes, first: bytes, last: bytes) -> Reply:
-        value = self.look(key, list)
+        value = self.open(key, list)
         value[:] = value[_span(first, last)]
         self.tidy(key)
         return b"OK"

@@ -30,7 +30,7 @@ class LaneWatch:
         """holder -> its last lease request, and the tickets that it got"""
 
     def look(self) -> Lane:
-        return Lane(self._world.store.data, self.name)
+        return Lane(self._world.store.data, self.name, self._lane)
 
     def before(self) -> None:
         """A call comes."""
@@ -91,7 +91,7 @@ class LaneWatch:
         """It lost something: what was assigned and answered before may be assigned and answered otherwise."""
         self._lane = None
         self._seen.clear()
-        self._answers = self.look().requests
+        self._answers = dict(self.look().requests)
 
     def _answered_before(self, arguments: tuple[str, ...]) -> set[int] | None:
         request, ids = self._answers.get(arguments[0], ("", set()))

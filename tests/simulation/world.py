@@ -252,7 +252,7 @@ class World:
         """A take of a shard is new."""
         number = max(lane.takes)
         known = {"owner": lane.meta["owner"], "last": str(number - 1)}
-        older = [one for one in self._snapshots if known.items() <= Lane(one[0], watch.name).meta.items()]
+        older = [one for one in self._snapshots if known.items() <= Lane(one[0], watch.name, lane).meta.items()]
         self._before_take = [*older, self._at_take]
         self._last_take, self._is_forgotten = (watch.name, number, lane.takes[number][2]), False
 
