@@ -32,7 +32,7 @@ MOVES: dict[str, set[tuple[str, str]]] = {
 """RECOVER may do more, see there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Call:
     """One call that was answered."""
 
@@ -60,7 +60,7 @@ class Call:
         old, new = self.before.homes, self.after.homes
         lowest = max(self.before.watermark, self.after.watermark if self.name != "commit" else 0)
         found = {}
-        for i in old.keys() | new.keys():
+        for i in {i for i, _ in old.items() ^ new.items()}:
             homes = (
                 old.get(i, "done" if self.before.is_done(i) else "new"),
                 new.get(i, "done" if self.after.is_done(i) else "new"),

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 
-from asyncrl.buffer.connection import SOCKET_TIMEOUT_S
+from asyncrl.buffer.connection import SOCKET_TIMEOUT_S, StoreConnection
 
 from .engine import Engine, Killed, Process
 from .faults import RARE, Faults
@@ -56,7 +56,7 @@ class Network:
         return replies
 
     def _arrive(self, requests: tuple[Request, ...], answer: Any) -> None:
-        engine, faults, now_s = self._engine, self._faults, self._engine.now_s
+        engine, faults, function, now_s = self._engine, self._faults, _function(requests), self._engine.now_s
         if self.paused_until_s > now_s:  # it lies in the server's socket; the client gives up after its own time
             engine.at(self.paused_until_s - now_s, lambda: self._arrive(requests, answer))
             answer(SOCKET_TIMEOUT_S, TimeoutError("Timeout reading from socket"))
@@ -65,9 +65,9 @@ class Network:
         elif self.loading_until_s > now_s:
             answer(0.0, BusyLoadingError("Redis is loading the dataset in memory"))
         else:
-            self.before_transaction(_function(requests))
+            self.before_transaction(function)
             replies = self._store.execute(requests)
-            share = RARE.get(_function(requests), 1.0)
+            share = RARE.get(function, 1.0)
             if faults.strikes("late_duplicate", share=share):
                 self._arrive_later(requests)
             if faults.strikes("lost_reply", share=share):
@@ -103,6 +103,17 @@ class Network:
 def _function(requests: tuple[Request, ...]) -> str:
     """The store's function that is called, if any."""
     return function_name(requests[-1][1]) if requests[-1][0] == "FCALL" else ""
+
+
+class Connection(StoreConnection):
+    """The shipped connection over this network."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._simulated = Client(network, process)
+        super().__init__("redis://store:6379", retry_s=30.0)
+
+    def _connect(self, url: str) -> Any:
+        return self._simulated
 
 
 class Client:

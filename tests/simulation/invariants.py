@@ -16,9 +16,8 @@ def check_state(lane: Lane, strays: set[int]) -> None:
     """
     issued, watermark, frames, takes = lane.issued, lane.watermark, lane.frames, lane.takes
     leased, taken = lane.leased, lane.taken
-    places = [*range(1, watermark + 1), *lane.done, *leased, *lane.reissue, *lane.ready, *taken]
-    require(len(places) == issued and set(places) == set(range(1, issued + 1)), "an id is lost or in two places",
-            issued, watermark, sorted(places))  # fmt: skip
+    places = sorted([*range(1, watermark + 1), *lane.done, *leased, *lane.reissue, *lane.ready, *taken])
+    require(places == list(range(1, issued + 1)), "an id is lost or in two places", issued, watermark, places)
     require(leased == lane.deadlines.keys() == lane.holders.keys(), "leases disagree", leased, lane.deadlines, lane.holders)
     stored = lane.ready | set(taken)
     require(stored <= frames.keys(), "a group has no frame", stored - frames.keys())

@@ -17,6 +17,7 @@ from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
 from asyncrl.types import Group, Ticket
 
+from .client import Connection
 from .content import DEAD, decode, encode
 from .engine import Process
 from .lane import RUN, require
@@ -39,7 +40,7 @@ class GeneratorProcess:
     def __init__(self, world: "World", name: str) -> None:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
-        self.buffer = ShardedBuffer(world.open_lanes(world.connect(self.process)))
+        self.buffer = ShardedBuffer(world.open_lanes(Connection(world.network, self.process)))
         self.version = world.published
         self.held: set[int] = set()
         self.is_leaving = False
@@ -182,7 +183,7 @@ class LearnerProcess:
     def __init__(self, world: "World", name: str, *, is_first: bool) -> None:
         self.world, self.engine, self.is_first = world, world.engine, is_first
         self.process = Process(name)
-        self.connection = world.connect(self.process)
+        self.connection = Connection(world.network, self.process)
         self.shards = world.open_lanes(self.connection)
         self.buffer = ShardedBuffer(self.shards)
         self.weights = Weights()

@@ -5,6 +5,7 @@ Replies and refusals are those of Redis 7 (types, integer parsing, the "-0" that
 """
 
 import fnmatch
+import functools
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -60,10 +61,9 @@ class Data:
             del self.keys[key]
 
     def command(self, name: str, *arguments: bytes) -> Reply:
-        handler: Callable[..., Reply] | None = getattr(self, f"_{name.lower()}", None)
-        if handler is None:
+        if name not in COMMANDS:
             raise ResponseError(f"ERR unknown command '{name}'")
-        return handler(*arguments)
+        return COMMANDS[name](self, *arguments)
 
     # -- hashes
 
@@ -186,6 +186,11 @@ class Data:
         return sorted(key for key in self.keys if fnmatch.fnmatchcase(key.decode(), pattern.decode()))
 
 
+COMMANDS: dict[str, Callable[..., Reply]] = {
+    name.removeprefix("_").upper(): body for name, body in vars(Data).items() if name.startswith("_") and name[1] != "_"
+}
+
+
 def _integer(text: bytes) -> int:
     number = int(text)
     if b"%d" % number != text:
@@ -199,16 +204,20 @@ def _span(first: bytes, last: bytes) -> slice:
 
 
 SHIM = """
-local command, to_table = ...
+local commands = ...
+local type, select, format = type, select, string.format
+
+local function texts(count, first, ...)
+  if count == 0 then return end
+  local kind = type(first)
+  if kind == 'number' then first = format('%.17g', first)
+  elseif kind ~= 'string' then error('Lua redis lib command arguments must be strings or integers') end
+  return first, texts(count - 1, ...)
+end
+
 redis = {sha1hex = python_sha1hex}
-function redis.call(...)
-  local arguments = {...}
-  for i = 1, select('#', ...) do
-    local kind = type(arguments[i])
-    if kind == 'number' then arguments[i] = string.format('%.17g', arguments[i])
-    elseif kind ~= 'string' then error('Lua redis lib command arguments must be strings or integers') end
-  end
-  local reply = command(unpack(arguments))
+function redis.call(name, ...)
+  local reply = commands[name](texts(select('#', ...), ...))
   if reply == nil then return false end
   return reply
 end
@@ -234,7 +243,8 @@ class Interpreter:
         table = self._lua.globals()
         table[b"python_sha1hex"] = lambda text: hashlib.sha1(text).hexdigest().encode()
         table[b"python_register"] = self._register
-        self._lua.execute(SHIM.encode(), self._command)
+        commands = {name.encode(): self._command(body) for name, body in COMMANDS.items()}
+        self._lua.execute(SHIM.encode(), self._lua.table_from(commands | {b"TIME": self._command(self._time)}))
 
     def library(self, source: bytes) -> dict[str, Function]:
         """The functions that a library registers."""
@@ -256,15 +266,20 @@ class Interpreter:
         flags = frozenset(flag.decode() for flag in described[b"flags"].values())
         self._found[described[b"function_name"].decode()] = Function(described[b"callback"], flags)
 
-    def _command(self, name: bytes, *arguments: bytes) -> Any:
-        if name == b"TIME":
-            microseconds = round(self._clock() * 1e6)
-            reply: Reply = [b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000)]
-        else:
-            reply = self._data.command(name.decode(), *arguments)
-        if isinstance(reply, list):
-            return self._lua.table_from([False if part is None else part for part in reply])
-        return reply
+    def _command(self, body: Callable[..., Reply]) -> Callable[..., Any]:
+        """As Lua calls it: each on its own, for a function calls many."""
+
+        def command(*arguments: bytes) -> Any:
+            reply = body(self._data, *arguments)
+            if isinstance(reply, list):
+                return self._lua.table_from([False if part is None else part for part in reply])
+            return reply
+
+        return command
+
+    def _time(self, data: Data) -> Reply:
+        microseconds = round(self._clock() * 1e6)
+        return [b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000)]
 
     def _to_reply(self, value: Any) -> Reply:
         if value is None or value is False:
@@ -326,8 +341,7 @@ class VirtualStore:
 
     def execute(self, requests: tuple[Request, ...]) -> list[Reply]:
         """Replies to one command, or to a transaction. A refusal is a reply."""
-        writes = any(name in ("HSETNX", "HSET") for name, *_ in requests)
-        if self.out_of_memory and writes:
+        if self.out_of_memory and any(name in ("HSETNX", "HSET") for name, *_ in requests):
             return [OutOfMemoryError(OOM) if len(requests) == 1 else ResponseError(f"Transaction discarded because of: {OOM}")]
         replies: list[Reply] = []
         for name, *arguments in requests:
@@ -353,17 +367,17 @@ class VirtualStore:
         return reply
 
     def _fcall(self, name: str, count: int, rest: list[bytes]) -> Reply:
-        function = self.libraries.get(name)
+        function, keys, arguments = self.libraries.get(name), tuple(rest[:count]), tuple(rest[count:])
         if function is None:
             raise ResponseError("ERR Function not found")
         if self.out_of_memory and not function.flags & {"allow-oom", "no-writes"}:
-            self.after(rest[0], function_name(name), tuple(rest[count:]), OOM)
+            self.after(keys[0], function_name(name), arguments, OOM)
             raise OutOfMemoryError(OOM)
         try:
-            reply = INTERPRETER.run(function, tuple(rest[:count]), tuple(rest[count:]), self.data, self.clock)
+            reply = INTERPRETER.run(function, keys, arguments, self.data, self.clock)
         except lupa.LuaError as error:
             raise Violation(f"{name} failed half-way: {error}") from error
-        self.after(rest[0], function_name(name), tuple(rest[count:]), reply)
+        self.after(keys[0], function_name(name), arguments, reply)
         return reply
 
 
@@ -376,6 +390,7 @@ def _is_in(key: bytes, lanes: Collection[str]) -> bool:
     return key.startswith(b"{") and lane_of(key) in lanes
 
 
+@functools.cache
 def function_name(registered: str) -> str:
     """Without the library's digest."""
     return registered.split("_", 2)[2]
@@ -385,6 +400,8 @@ def _encoded(value: object) -> bytes:
     """As redis-py sends it."""
     if isinstance(value, bytes):
         return value
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        return str(value).encode()
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return b"%d" % value
     raise Violation(f"redis-py would refuse an argument of type {type(value).__name__}: {value!r}")

@@ -21,7 +21,7 @@ from asyncrl.buffer.shards import Ledgers, shard_names
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
 
-from .client import LATEST_S, OF_A_LEARNER, Client, Network
+from .client import LATEST_S, OF_A_LEARNER, Connection, Network
 from .content import encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
@@ -104,6 +104,7 @@ class World:
         self.network.before_request = self._ambush
         self.produced: dict[int, set[str]] = {}
         self.lanes = [LaneWatch(self, name, shard) for shard, name in enumerate(shard_names("train", shards))]
+        self._lane_named = {lane.name: lane for lane in self.lanes}
         self.published = 0
         self.learner: LearnerProcess | None = None
         self._learners: list[LearnerProcess] = []
@@ -150,12 +151,6 @@ class World:
 
     def _calm(self) -> None:
         self.faults.is_on = False
-
-    def connect(self, process: Process) -> StoreConnection:
-        """The shipped connection over the simulated network."""
-        connection = StoreConnection("redis://store:6379", retry_s=30.0)
-        connection.client = Client(self.network, process)  # type: ignore[assignment]
-        return connection
 
     # -- processes come and go
 
@@ -246,7 +241,7 @@ class World:
         """A function of the store, or UNLINK, has run."""
         arguments, lane = tuple(argument.decode(errors="replace") for argument in raw), lane_of(key)
         self.trace.append((round(self.engine.now_s, 3), lane, name, *arguments, reply))
-        next(one for one in self.lanes if one.name == lane).after(name, arguments, reply)
+        self._lane_named[lane].after(name, arguments, reply)
 
     def assigned(self, watch: LaneWatch, lane: Lane) -> None:
         """A take of a shard is new."""
@@ -417,7 +412,7 @@ class World:
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""
-        buffers = self.open_lanes(self.connect(self.engine.process))
+        buffers = self.open_lanes(Connection(self.network, self.engine.process))
         self.engine.sleep(2 * LATEST_S)
         for lane, buffer, ledger in zip(self.lanes, buffers, self.ledgers.shards, strict=True):
             self._drain_lane(lane, buffer, ledger)
