@@ -68,7 +68,7 @@ class Lane:
 
     def __init__(self, data: Data, name: str, like: "Lane | None" = None) -> None:
         """Only what another Lane does not have already is read: a value of the store that is the same object is unchanged."""
-        keys = keys_of(name)
+        self._keys = keys = keys_of(name)
         self._values = {place: data.keys.get(key) for place, key in keys.items()}
         self._read: dict[str, Any] = {}
         for place, (kind, read) in READERS.items():
@@ -91,6 +91,10 @@ class Lane:
         self.takes: dict[int, Take] = found["takes"]
         self.taken = [i for _, _, ids in self.takes.values() for i in ids]
         self.watermark, self.issued = self.number("watermark"), self.number("issued")
+
+    def is_still(self, data: Data) -> bool:
+        """Whether nothing has happened since."""
+        return all(data.keys.get(self._keys[place]) is value for place, value in self._values.items())
 
     def number(self, name: str) -> int:
         """A number that the lane keeps, 0 before it is written."""

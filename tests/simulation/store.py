@@ -31,7 +31,11 @@ class SortedSet(dict[bytes, float]):
 
 
 class Data:
-    """Keys and values, and the commands on them. A command changes a copy of a value, so whoever has the old one may keep it."""
+    """Keys and values, and the commands on them.
+
+    A value is never changed, only replaced by another one: whoever keeps it has the value of that moment, and as long as
+    the key has the same object nothing has happened to it.
+    """
 
     def __init__(self) -> None:
         self.keys: dict[bytes, Any] = {}
@@ -50,15 +54,16 @@ class Data:
             raise ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
         return value
 
-    def open(self, key: bytes, kind: type) -> Any:
-        """A copy of the value in its place, to be changed."""
-        value = self.keys[key] = kind(self.look(key, kind))
-        return value
+    def copy_of(self, key: bytes, kind: type) -> Any:
+        """The value, to be changed and stored."""
+        return kind(self.look(key, kind))
 
-    def tidy(self, key: bytes) -> None:
-        """Redis knows no empty values."""
-        if not self.keys.get(key, True):
-            del self.keys[key]
+    def store(self, key: bytes, value: Any) -> None:
+        """Redis knows no empty values, and an equal one is no change."""
+        if not value:
+            self.keys.pop(key, None)
+        elif value != self.keys.get(key):
+            self.keys[key] = value
 
     def command(self, name: str, *arguments: bytes) -> Reply:
         if name not in COMMANDS:
@@ -87,39 +92,41 @@ class Data:
         return len(self.look(key, dict).get(name, b""))
 
     def _hset(self, key: bytes, *pairs: bytes) -> Reply:
-        value = self.open(key, dict)
+        value = self.copy_of(key, dict)
         before = len(value)
         value.update(zip(pairs[::2], pairs[1::2], strict=True))
+        self.store(key, value)
         return len(value) - before
 
     def _hsetnx(self, key: bytes, name: bytes, content: bytes) -> Reply:
-        value = self.open(key, dict)
-        return 0 if name in value else value.update({name: content}) or 1
+        return 0 if name in self.look(key, dict) else self._hset(key, name, content)
 
     def _hincrby(self, key: bytes, name: bytes, by: bytes) -> Reply:
-        value = self.open(key, dict)
+        value = self.copy_of(key, dict)
         result = _integer(value.get(name, b"0")) + _integer(by)
         value[name] = b"%d" % result
+        self.store(key, value)
         return result
 
     def _hdel(self, key: bytes, *names: bytes) -> Reply:
-        value = self.open(key, dict)
+        value = self.copy_of(key, dict)
         removed = sum(value.pop(name, None) is not None for name in names)
-        self.tidy(key)
+        self.store(key, value)
         return removed
 
     # -- sorted sets and sets
 
     def _zadd(self, key: bytes, score: bytes, member: bytes) -> Reply:
-        value = self.open(key, SortedSet)
+        value = self.copy_of(key, SortedSet)
         is_new = member not in value
         value[member] = float(score)
+        self.store(key, value)
         return int(is_new)
 
     def _zrem(self, key: bytes, *members: bytes) -> Reply:
-        value = self.open(key, SortedSet)
+        value = self.copy_of(key, SortedSet)
         removed = sum(value.pop(member, None) is not None for member in members)
-        self.tidy(key)
+        self.store(key, value)
         return removed
 
     def _zscore(self, key: bytes, member: bytes) -> Reply:
@@ -144,16 +151,17 @@ class Data:
         return found
 
     def _sadd(self, key: bytes, *members: bytes) -> Reply:
-        value = self.open(key, set)
+        value = self.copy_of(key, set)
         before = len(value)
         value.update(members)
+        self.store(key, value)
         return len(value) - before
 
     def _srem(self, key: bytes, *members: bytes) -> Reply:
-        value = self.open(key, set)
+        value = self.copy_of(key, set)
         before = len(value)
         value.difference_update(members)
-        self.tidy(key)
+        self.store(key, value)
         return before - len(value)
 
     def _sismember(self, key: bytes, member: bytes) -> Reply:
@@ -165,15 +173,16 @@ class Data:
     # -- lists and keys
 
     def _lpush(self, key: bytes, *values: bytes) -> Reply:
-        value = self.open(key, list)
+        value = self.copy_of(key, list)
         for one in values:
             value.insert(0, one)
+        self.store(key, value)
         return len(value)
 
     def _ltrim(self, key: bytes, first: bytes, last: bytes) -> Reply:
-        value = self.open(key, list)
+        value = self.copy_of(key, list)
         value[:] = value[_span(first, last)]
-        self.tidy(key)
+        self.store(key, value)
         return b"OK"
 
     def _del(self, *keys: bytes) -> Reply:

@@ -30,7 +30,8 @@ class LaneWatch:
         """holder -> its last lease request, and the tickets that it got"""
 
     def look(self) -> Lane:
-        return Lane(self._world.store.data, self.name, self._lane)
+        data = self._world.store.data
+        return self._lane if self._lane is not None and self._lane.is_still(data) else Lane(data, self.name, self._lane)
 
     def before(self) -> None:
         """A call comes."""
