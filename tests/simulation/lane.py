@@ -22,6 +22,10 @@ def keys_of(lane: str) -> dict[str, bytes]:
     return {place: f"{{{RUN}:{lane}}}:{place}".encode() for place in PLACES}
 
 
+def _values(data: Data, lane: str) -> dict[str, Any]:
+    return {place: data.keys.get(key) for place, key in keys_of(lane).items()}
+
+
 def _texts(value: dict[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): text.decode() for name, text in value.items()}
 
@@ -68,8 +72,8 @@ class Lane:
 
     def __init__(self, data: Data, name: str, like: "Lane | None" = None) -> None:
         """Only what another Lane does not have already is read: a value of the store that is the same object is unchanged."""
-        self._keys = keys = keys_of(name)
-        self._values = {place: data.keys.get(key) for place, key in keys.items()}
+        self._name, keys = name, keys_of(name)
+        self._values = _values(data, name)
         self._read: dict[str, Any] = {}
         for place, (kind, read) in READERS.items():
             if like is not None and like._values[place] is self._values[place]:
@@ -94,7 +98,7 @@ class Lane:
 
     def is_still(self, data: Data) -> bool:
         """Whether nothing has happened since."""
-        return all(data.keys.get(self._keys[place]) is value for place, value in self._values.items())
+        return _values(data, self._name) == self._values
 
     def number(self, name: str) -> int:
         """A number that the lane keeps, 0 before it is written."""
