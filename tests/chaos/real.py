@@ -190,20 +190,22 @@ class RealRun:
         self.run_until(calm_from + 60.0)
         began = time.time()
         learner_at = began + 60.0 * min(5.0, minutes / 2)
+        learner_killed_at = []
         for minute in range(round(minutes)):
             self.run_until(began + 60.0 * minute + 30.0)
             self.kill("generator", draw)
             if 0.0 <= learner_at - began - 60.0 * minute < 60.0:
                 self.run_until(learner_at)
-                self.kill("learner rank", draw)
+                learner_killed_at.append(self.kill("learner rank", draw))
                 learner_at += 600.0
             self.run_until(began + 60.0 * (minute + 1))
         ended, rows = time.time(), self.rows()
-        calm = {row["step"]: row["time/step"] for row in rows if calm_from < row["time"] <= began}
+        calm = {row["step"]: row["time/step"] for row in within(rows, calm_from, began)}
         lasting = lasting_steps(rows, began)
         return {
             "seconds": round(ended - began, 1),
             "killed": self.killed,
+            "pauses_for_the_learner_s": [round(longest_pause(within(rows, at, at + 30.0), at), 2) for at in learner_killed_at],
             "steps_per_minute_calm": round(60.0 * len(calm) / (began - calm_from), 1),
             "steps_per_minute": round(60.0 * len(lasting) / (ended - began), 1),
             "share_of_steps_calm": round(sum(calm.values()) / (began - calm_from), 3),
@@ -281,6 +283,11 @@ def longest_pause(rows: list[dict[str, Any]], since: float) -> float:
     """Seconds without a new step, at most, since a Unix time."""
     ends = [since, *(row["time"] for row in rows if row["time"] > since)]
     return max(later - earlier for earlier, later in pairwise(ends))
+
+
+def within(rows: list[dict[str, Any]], since: float, until: float) -> list[dict[str, Any]]:
+    """The steps that ended between two Unix times."""
+    return [row for row in rows if since < row["time"] <= until]
 
 
 def lasting_steps(rows: list[dict[str, Any]], began: float) -> dict[int, float]:
