@@ -37,8 +37,8 @@ def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
 
 def join_deepspeed(local_rank: int) -> None:
     """Make DeepSpeed use the process group that exists."""
-    # An operator for inference only, that would be compiled at the first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # The only one that is looked up here serves inference, and would be compiled; filling the table runs compilers for a second.
+    deepspeed.ops.__compatible_ops__ = {}
     os.environ["LOCAL_RANK"] = str(local_rank)  # the only way in: deepspeed.initialize has no argument for it
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
