@@ -108,7 +108,9 @@ class SenderProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            select.select([self._process], [], [], _REAP_S)
+            gone = select.poll()  # not `select`: with a thousand generators there are descriptors above its limit
+            gone.register(self._process, select.POLLIN)
+            gone.poll(_REAP_S * 1000)
             os.close(self._process)
         self._channel.close()  # one that is only being forked ends by this
         shutil.rmtree(self._directory, ignore_errors=True)
