@@ -47,8 +47,8 @@ class ProcessSpec:
     """True for the learner: its exit with status 0 ends the run."""
     is_extra: bool = False
     """True for what was added while the run went on: it is left out where others would end the run."""
-    has_standby: bool = False
-    """Another one with the argument `--standby` is kept beside it, takes its place when told to (a line on stdin)."""
+    standby_argv: Sequence[str] | None = None
+    """Starts one that waits beside it, and takes its place when told to (a line on stdin). None: there is none."""
     grace_s: float = 15.0
     """Between SIGTERM and SIGKILL."""
 
@@ -197,17 +197,19 @@ class Supervisor:
         self._leave_out(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
-        child.process = _called(child.standby) or _launch(child.spec)
+        child.process = _called(child.standby) or _launch(child.spec, child.spec.argv, subprocess.DEVNULL)
         child.standby, child.standby_at_s = None, time.monotonic() + _STANDBY_AFTER_S
         log.info("%s started as process %d", child.spec.name, child.process.pid)
         self._on_change(self.pids())
 
     def _tend_standby(self, child: _Child) -> None:
-        if not child.spec.has_standby or time.monotonic() < child.standby_at_s:
+        argv = child.spec.standby_argv
+        if argv is None or time.monotonic() < child.standby_at_s:
             return
         if child.standby is None or child.standby.poll() is not None:
             _end(child.standby)
-            child.standby, child.standby_at_s = _launch(child.spec, "--standby"), time.monotonic() + _STANDBY_AFTER_S
+            child.standby = _launch(child.spec, argv, subprocess.PIPE)
+            child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
             log.info("a standby of %s started as process %d", child.spec.name, child.standby.pid)
 
     def _bury(self, child: _Child) -> None:
@@ -256,12 +258,12 @@ def last_words(path: Path, lines: int = 15) -> str:
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-def _launch(spec: ProcessSpec, *more: str) -> subprocess.Popen[bytes]:
+def _launch(spec: ProcessSpec, argv: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
     with spec.log_path.open("ab") as output:
         return subprocess.Popen(
-            [*spec.argv, *more],
+            list(argv),
             env=dict(spec.env),
-            stdin=subprocess.PIPE if more else subprocess.DEVNULL,
+            stdin=stdin,
             bufsize=0,
             stdout=output,
             stderr=subprocess.STDOUT,

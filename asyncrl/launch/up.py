@@ -21,6 +21,7 @@ from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys
 from asyncrl.launch.own_store import own_store
 from asyncrl.launch.scale import Scaled
+from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.view import show_result, viewer
 from asyncrl.launch.wiring import connect_store
 from asyncrl.supervisor import ProcessSpec, Supervisor
@@ -126,14 +127,15 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
     module = "learner" if config.learner.ranks == 1 else "ranks"
+    argv = [sys.executable, "-m", f"asyncrl.launch.{module}", "--config", str(directory.config), "--store", store_url]
     return ProcessSpec(
         name="learner",
-        argv=[sys.executable, "-m", f"asyncrl.launch.{module}", "--config", str(directory.config), "--store", store_url],
+        argv=argv,
+        standby_argv=[*argv, STANDBY],
         env=child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
         | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
-        has_standby=True,
         grace_s=30.0,  # it ends its step and saves
     )
 

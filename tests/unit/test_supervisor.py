@@ -11,10 +11,12 @@ from asyncrl.errors import RunError
 from asyncrl.supervisor import USER_ERROR, ProcessSpec, Supervisor
 
 
-def spec(name: str, code: str, tmp_path: Path, **more: object) -> ProcessSpec:
+def spec(name: str, code: str, tmp_path: Path, *, has_standby: bool = False, **more: object) -> ProcessSpec:
+    argv = [sys.executable, "-c", code]
     return ProcessSpec(
         name=name,
-        argv=[sys.executable, "-c", code],
+        argv=argv,
+        standby_argv=[*argv, "--standby"] if has_standby else None,
         env=dict(os.environ),
         log_path=tmp_path / f"{name}.log",
         grace_s=2.0,
