@@ -370,7 +370,8 @@ def broken(name: str, found: dict[str, Any]) -> list[str]:
     if name == "leak":
         checks += [len(found["files"]) <= 2]
     if name == "soak":
-        checks += [not found["wrong"], *(found[each]["files"][1] - found[each]["files"][0] <= 6 for each in SURVIVORS)]
+        # A connection that is down lacks a few; one that leaked would be missed with every fault.
+        checks += [not found["wrong"], *(found[each]["files"][1] - found[each]["files"][0] <= 10 for each in SURVIVORS)]
     return [f"{name}: check {number} of {len(checks)}" for number, holds in enumerate(checks) if not holds]
 
 

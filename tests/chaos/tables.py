@@ -45,7 +45,7 @@ def _row(figure: str, what: str, count: int, aim: int, runs: Sequence[Run], othe
 
 def bounds(found: Mapping[str, Run]) -> Iterator[str]:
     """F19 to F21."""
-    memory, age, leak = found["memory"], found["age"], found["leak"]
+    memory, age, leak, soak = found["memory"], found["age"], found["leak"], found["soak"]
     yield "| figure | what | found | bound | lost | duplicated |"
     yield "|---|---|---|---|---|---|"
     yield (
@@ -66,6 +66,15 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
     )
     yield f"| F20 | growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | | |"
     yield f"| F20 | open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
+    under = f"{sum(soak['struck'].values())} faults in {soak['seconds'] / 60:.0f} minutes"
+    for name, account in (("learner", f" {soak['lost']} | {soak['twice']} "), ("g0", " | ")):
+        one, who = soak[name], "learner" if name == "learner" else "generator"
+        yield (
+            f"| F20 | growth of the {who}'s memory per group under {under}, over {one['groups_measured']} groups "
+            f"| {one['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte |{account}|"
+        )
+        low, high = one["files"]
+        yield f"| F20 | its open files, at the end {one['files_at_end']} | {low} to {high} | constant | | |"
 
 
 def frames(found: Mapping[str, Any]) -> Iterator[str]:
