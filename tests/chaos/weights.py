@@ -355,10 +355,17 @@ class Learner:
         count = member.counts[kind]
         self.wait_for(lambda: member.counts[kind] > count, f"{kind} of {member.name}")
 
-    def sender_of(self, name: str) -> int:
-        """Process id of a generator's sender."""
+    def kill_sender(self, name: str) -> bool:
+        """kill -9 of a generator's sender process, when there is one at the moment."""
         senders: dict[str, Any] = dict(self.hub._senders)
-        return next((sender.pid for holder, sender in senders.items() if holder.startswith(f"{name}:")), 0)
+        processes = [sender._process for holder, sender in senders.items() if holder.startswith(f"{name}:")]
+        if processes in ([], [None]):
+            return False
+        try:
+            signal.pidfd_send_signal(processes[0], signal.SIGKILL)
+        except OSError:  # the hub has just replaced it
+            return False
+        return True
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -513,8 +520,7 @@ def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
             assert member.process.is_alive(), (member.name, member.counts)
             if member.counts["cut me"] > handled[member.name]:
                 handled[member.name] = member.counts["cut me"]
-                if pid := learner.sender_of(member.name):
-                    os.kill(pid, signal.SIGKILL)
+                if learner.kill_sender(member.name):
                     cut["sender killed"] += 1
     before = sum(member.counts["applied"] for member in members)
     for member in members:
