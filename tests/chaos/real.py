@@ -210,6 +210,7 @@ class RealRun:
             "steps_per_minute": round(60.0 * len(lasting) / (ended - began), 1),
             "share_of_steps_calm": round(sum(calm.values()) / (began - calm_from), 3),
             "share_of_lasting_steps": round(sum(lasting.values()) / (ended - began), 3),
+            "share_of_waiting": round(sum(lasting_steps(rows, began, "time/wait_groups").values()) / (ended - began), 3),
         }
 
     def run_until(self, at: float) -> None:
@@ -290,12 +291,12 @@ def within(rows: list[dict[str, Any]], since: float, until: float) -> list[dict[
     return [row for row in rows if since < row["time"] <= until]
 
 
-def lasting_steps(rows: list[dict[str, Any]], began: float) -> dict[int, float]:
-    """Seconds of each step since `began` (Unix time) that was not made again."""
+def lasting_steps(rows: list[dict[str, Any]], began: float, part: str = "time/step") -> dict[int, float]:
+    """Seconds of each step since `began` (Unix time) that was not made again, or of a part of it."""
     lasting: dict[int, float] = {}
     for row in rows:
         if row["time"] > began:
-            lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {row["step"]: row["time/step"]}
+            lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {row["step"]: row[part]}
     return lasting
 
 

@@ -117,7 +117,9 @@ def pace(run: Run) -> Iterator[str]:
         f"Kills: {killed}, in {run['seconds'] / 60:.0f} minutes. Steps that lasted took "
         f"{100 * run['share_of_lasting_steps']:.1f} % of that time (F13: at least 90 %; steps took "
         f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), {run['steps_per_minute']:.0f} of "
-        f"them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before. {_account(run)}"
+        f"them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before; "
+        f"{100 * run['share_of_waiting']:.1f} % of the time they waited for groups, as when both generators were down. "
+        f"Longest pause without a step after the learner's death: {_seconds(run['pauses_for_the_learner_s'])} s (F11: at most 6 s). {_account(run)}"
     )
 
 
