@@ -119,7 +119,8 @@ def pace(run: Run) -> Iterator[str]:
         f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), {run['steps_per_minute']:.0f} of "
         f"them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before; "
         f"{100 * run['share_of_waiting']:.1f} % of the time they waited for groups, as when both generators were down. "
-        f"Longest pause without a step after the learner's death: {_seconds(run['pauses_for_the_learner_s'])} s (F11: at most 6 s). {_account(run)}"
+        "Longest pause without a step after the learner's death: "
+        f"{_seconds(run['pauses_for_the_learner_s'])} s (F11: at most 6 s). {_account(run)}"
     )
 
 
