@@ -1,6 +1,5 @@
 """The learner's process, one per rank: `python -m asyncrl.launch.learner --config FILE --store URL`."""
 
-import argparse
 import json
 import logging
 import os
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -25,7 +23,7 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.standby import FLAG, wait_until_needed
+from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.starts import record_start
 from asyncrl.launch.wiring import join_store, train_lane, wire_key
 from asyncrl.learner import Step, run_learner
@@ -172,11 +170,7 @@ def weights_layout(config: Config, trainer: DeepSpeedTrainer) -> Layout:
 
 def main() -> None:
     """Parse arguments, wait when this is a standby, and train."""
-    parser = argparse.ArgumentParser(prog="asyncrl-learner")
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(FLAG, action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments("asyncrl-learner")
 
     def role() -> None:
         if arguments.standby:

@@ -3,7 +3,6 @@
 This process holds the run's lock and imports nothing of what the ranks need.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -12,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.standby import FLAG, wait_until_needed
+from asyncrl.launch.standby import FLAG, parse_arguments, wait_until_needed
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.trainer.files import RunLock
@@ -87,11 +85,7 @@ def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 def main() -> None:
     """Start the ranks, have them train when it is this process's turn, and end with their status."""
-    parser = argparse.ArgumentParser(prog="asyncrl-ranks")
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(FLAG, action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments("asyncrl-ranks")
 
     def role() -> None:
         config = load_config(arguments.config)

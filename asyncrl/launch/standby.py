@@ -4,10 +4,21 @@ Most of what a learner needs to come back is the time until torch and DeepSpeed 
 nothing else: no lock, no connection, nothing on a GPU.
 """
 
+import argparse
 import sys
+from pathlib import Path
 
 FLAG = "--standby"
 """The argument of a process that begins as one."""
+
+
+def parse_arguments(prog: str) -> argparse.Namespace:
+    """Of the learner, and of who starts its ranks: `store`, `config`, `standby`."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument(FLAG, action="store_true")
+    return parser.parse_args()
 
 
 def wait_until_needed() -> str:
