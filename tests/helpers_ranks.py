@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,16 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from helpers_ports import free_ports
 from safetensors.torch import load_file
 from torch import Tensor
 
 WORKER = Path(__file__).parent / "integration" / "trainer_worker.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(
@@ -28,7 +22,7 @@ def run_ranks(
 ) -> dict[str, tuple[dict[str, Tensor], Any]]:
     """Run `scenarios` on `ranks` processes; what rank 0 saw, by scenario name. Fails with the output of a rank that failed."""
     out.mkdir(parents=True, exist_ok=True)
-    scenarios = [scenario | {"port": free_port()} for scenario in scenarios]
+    scenarios = [scenario | {"port": port} for scenario, port in zip(scenarios, free_ports(len(scenarios)), strict=True)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2]), "DS_ACCELERATOR": "cpu"}
     with ExitStack() as stack:
         processes, logs = [], []

@@ -43,7 +43,7 @@ from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.decoder import GroupDecoder
 from asyncrl.wire.schema import encode_group
 
-from .soak import SURVIVORS, soak
+from .soak import SURVIVORS, bytes_per_group, soak
 
 RUN, KEY = "bounds", b"key"
 HOUR_S = 3600
@@ -338,8 +338,8 @@ def leak(directory: Path, seconds: float) -> dict[str, Any]:
             "groups": int(groups[-1]),
             "groups_measured": int(groups[-1] - groups[0]),
             "rss_mib": [round(float(value) / 2**20, 2) for value in (rss[0], rss[-1])],
-            "rss_growth_bytes_per_group": round(float(np.polyfit(groups, rss, 1)[0]), 3),
-            "decoder_rss_growth_bytes_per_group": round(float(np.polyfit(groups, decoder_rss, 1)[0]), 3),
+            "rss_growth_bytes_per_group": bytes_per_group(groups, rss),
+            "decoder_rss_growth_bytes_per_group": bytes_per_group(groups, decoder_rss),
             "files": sorted({int(count) for count in fds}),
             "lost": run.intake.buffer.audit().missing,
             "twice": run.twice,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
 from .faults import (
@@ -102,7 +103,12 @@ def growth(groups: Sequence[int], rss: Sequence[int], files: Sequence[int]) -> d
     return {
         "groups_measured": groups[-1] - groups[start],
         "rss_mib": [round(value / 2**20, 2) for value in (rss[start], rss[-1])],
-        "rss_growth_bytes_per_group": round(float(np.polyfit(groups[start:], rss[start:], 1)[0]), 3),
+        "rss_growth_bytes_per_group": bytes_per_group(groups[start:], rss[start:]),
         "files": [min(files[start:]), max(files[start:])],
         "files_at_end": files[-1],
     }
+
+
+def bytes_per_group(groups: npt.ArrayLike, rss: npt.ArrayLike) -> float:
+    """The slope of memory over groups."""
+    return round(float(np.polyfit(groups, rss, 1)[0]), 3)

@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 import yaml
 from helpers_compose import DEPLOY, compose, env_file
 from helpers_models import tiny_qwen2
+from helpers_ports import free_ports
 
 from asyncrl.buffer.server import find_server
 from asyncrl.launch.down import processes_of
@@ -53,12 +53,6 @@ def project(tmp_path: Path) -> Path:
     }
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(config))
     return tmp_path
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 class Box:
@@ -126,9 +120,7 @@ def box(project: Path) -> Iterator[Box]:
     variables = env_file() | {
         "ASYNCRL_CONFIG": "task.yaml",
         "ASYNCRL_STORE_PASSWORD": secrets.token_hex(32),
-        "STORE_PORT": free_port(),
-        "CONTROL_PORT": free_port(),
-        "METRICS_PORT": free_port(),
+        **dict(zip(("STORE_PORT", "CONTROL_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True)),
         "GRAFANA_PASSWORD": "unused",
         "GENERATORS": "2",
     }
