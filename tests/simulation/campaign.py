@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
+from asyncrl.processes import die_with_parent
+
 from .world import simulate
 
 SEEDS_AT_ONCE = 20
@@ -71,7 +73,8 @@ def campaign(first: int, count: int) -> Iterator[Tally]:
     """The same on all cores: a tally of some seeds whenever it is there."""
     starts = range(first, first + count, SEEDS_AT_ONCE)
     # Not forked: the parent may have threads.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), spawn, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
         parts = [pool.submit(simulate_all, start, min(SEEDS_AT_ONCE, first + count - start)) for start in starts]
         for part in as_completed(parts):
             yield part.result()
