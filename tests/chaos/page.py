@@ -1,10 +1,12 @@
-"""Rewrites the tables of docs/reliability.md from bench/results/faults*.json: `python -m tests.chaos.page`."""
+"""Rewrites the tables of docs/reliability.md from bench/results: `python -m tests.chaos.page`."""
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.simulation import tables as simulation
 
 from . import designs, outcome, tables
 
@@ -20,13 +22,16 @@ TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "bounds": tables.bounds,
     "frames": tables.frames,
     "checkpoint": tables.crash_points,
+    "simulation": simulation.campaigns,
+    "mutants": simulation.mutants,
 }
 
 
 def results() -> dict[str, Any]:
-    """By name of a table: the parts of faults.json, and faults_NAME.json as a whole."""
+    """By name of a table: the parts of faults.json; faults_NAME.json, and what was simulated, as a whole."""
     parts: dict[str, Any] = json.loads((RESULTS / "faults.json").read_text())
-    return parts | {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in RESULTS.glob("faults_*.json")}
+    whole = [*RESULTS.glob("faults_*.json"), RESULTS / "simulation.json", RESULTS / "mutants.json"]
+    return parts | {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in whole}
 
 
 def rewritten(page: str, found: Mapping[str, Any]) -> str:
