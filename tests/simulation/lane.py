@@ -22,8 +22,8 @@ def keys_of(lane: str) -> dict[str, bytes]:
     return {place: f"{{{RUN}:{lane}}}:{place}".encode() for place in PLACES}
 
 
-def _values(data: Data, lane: str) -> dict[str, Any]:
-    return {place: data.keys.get(key) for place, key in keys_of(lane).items()}
+def _values(data: Data, lane: str) -> list[Any]:
+    return list(map(data.keys.get, keys_of(lane).values()))
 
 
 def _texts(value: dict[bytes, bytes]) -> dict[str, str]:
@@ -73,14 +73,13 @@ class Lane:
     def __init__(self, data: Data, name: str, like: "Lane | None" = None) -> None:
         """Only what another Lane does not have already is read: a value of the store that is the same object is unchanged."""
         self._name, keys = name, keys_of(name)
-        self._values = _values(data, name)
-        self._read: dict[str, Any] = {}
+        self._values = dict(zip(keys, _values(data, name), strict=True))
+        found = self._read = dict[str, Any]()
         for place, (kind, read) in READERS.items():
             if like is not None and like._values[place] is self._values[place]:
-                self._read[place] = like._read[place]
+                found[place] = like._read[place]
             else:
-                self._read[place] = read(data.look(keys[place], kind))
-        found = self._read
+                found[place] = read(data.look(keys[place], kind))
         self.meta: dict[str, str] = found["meta"] | found["totals"]
         self.leased: set[int] = found["leased"]
         self.reissue: set[int] = found["reissue"]
@@ -98,7 +97,7 @@ class Lane:
 
     def is_still(self, data: Data) -> bool:
         """Whether nothing has happened since."""
-        return _values(data, self._name) == self._values
+        return _values(data, self._name) == list(self._values.values())
 
     def number(self, name: str) -> int:
         """A number that the lane keeps, 0 before it is written."""
