@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.buffer.ledger import next_chain
 from asyncrl.buffer.shards import join
 
 from .calls import Call, check_call
@@ -84,8 +85,9 @@ class LaneWatch:
 
     def consumed(self, owner: str, number: int, chain: str, ids: tuple[int, ...]) -> None:
         """The same take again, after a crash, has the same ids, unless the store lost something."""
-        if self.look().meta.get("owner") != owner:  # replaced while it was stopped, and about to hear of it
-            return
+        lane = self.look()
+        if lane.meta.get("owner") != owner or lane.takes.get(number) != (chain, next_chain(chain, ids), ids):
+            return  # replaced, or the store has forgotten this take, while the learner was stopped; it is about to hear of it
         before = self._seen.setdefault((number, chain), ids)
         require(before == ids, "a replayed take has other ids", number, before, ids)
 
