@@ -185,19 +185,16 @@ class RealRun:
         self.longest_pause_s[kind].append(round(longest_pause(self.rows(), at), 2))
 
     def pace(self, minutes: float, draw: random.Random) -> dict[str, Any]:
-        """A generator killed every minute, the learner once in ten, at least once; first a minute without faults."""
+        """A generator killed in the middle of every minute, the learner once in ten; first a minute without faults."""
         calm_from = time.time()
         self.run_until(calm_from + 60.0)
         began = time.time()
-        learner_at = began + 60.0 * min(5.0, minutes / 2)
         learner_killed_at = []
         for minute in range(round(minutes)):
+            if minute % 10 == min(5, round(minutes) // 2):
+                learner_killed_at.append(self.kill("learner rank", draw))
             self.run_until(began + 60.0 * minute + 30.0)
             self.kill("generator", draw)
-            if 0.0 <= learner_at - began - 60.0 * minute < 60.0:
-                self.run_until(learner_at)
-                learner_killed_at.append(self.kill("learner rank", draw))
-                learner_at += 600.0
             self.run_until(began + 60.0 * (minute + 1))
         ended, rows = time.time(), self.rows()
         calm = {row["step"]: row["time/step"] for row in within(rows, calm_from, began)}
