@@ -33,6 +33,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from asyncrl.buffer.bounded import bounded, bounded_kind
 from asyncrl.errors import StoreError, StoreRefused
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ _PASSING = (
     BusyLoadingError,
     ClusterDownError,
     ConnectionError,
+    InvalidResponse,  # of a proxy whose store is away, or cut short
     MasterDownError,
     ReadOnlyError,
     TimeoutError,
@@ -71,10 +73,9 @@ _REFUSALS = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
-    InvalidResponse,
     NoPermissionError,
 )
-"""What a wrong password or address gives."""
+"""What a wrong password gives."""
 MINIMUM_VERSION = (7, 0)
 
 
@@ -96,7 +97,7 @@ class StoreConnection:
             raise StoreRefused(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
 
     def _connect(self, url: str) -> redis.Redis:
-        return redis.Redis.from_url(
+        client: redis.Redis = redis.Redis.from_url(
             url,
             **({"password": self._password} if self._password else {}),
             retry=Retry(NoBackoff(), 0),
@@ -105,6 +106,9 @@ class StoreConnection:
             **PLAIN,
             **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
         )
+        pool = client.connection_pool
+        pool.connection_class = bounded_kind(pool.connection_class)
+        return client
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
         """With this connection, or to a cluster with one for each node that serves keys."""
@@ -138,12 +142,16 @@ class StoreConnection:
             self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
-        """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away."""
+        """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away.
+
+        Whatever the peer does, it ends `SOCKET_TIMEOUT_S` later at the latest, unless a large answer is arriving.
+        """
         deadline, pause_s = time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             client = self._by_tag.get(tag, self.client)
             try:
-                return request(client)
+                with bounded(deadline):
+                    return request(client)
             except RedisError as error:
                 if tag and isinstance(error, MovedError):
                     self._follow(tag, error)
