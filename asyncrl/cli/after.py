@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.arguments import ConfigOption, MaybeWords, config_and_overrides
 from asyncrl.cli.options import RunArgument
 
 app = typer.Typer()
@@ -13,13 +14,13 @@ app = typer.Typer()
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run (its newest checkpoint) or a model directory.")],
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Needed with a model directory.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value")] = None,
+    words: MaybeWords = None,
+    config: ConfigOption = None,
 ) -> None:
-    """Evaluate a checkpoint or model on the held-out prompts of a config."""
+    """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model directory has not."""
     from asyncrl.results.evaluate import evaluate_model
 
-    evaluate_model(model, config, overrides or [])
+    evaluate_model(model, *config_and_overrides(words, config))
 
 
 @app.command()

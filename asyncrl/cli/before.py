@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import Overrides
+from asyncrl.cli.arguments import ConfigOption, MaybeWords, Words, config_and_overrides, required_config
+from asyncrl.cli.options import Json
 
 app = typer.Typer()
 reward = typer.Typer(help="Try out reward functions.")
@@ -13,43 +14,36 @@ app.add_typer(reward, name="reward")
 
 
 @app.command()
-def validate(config: Annotated[Path, typer.Argument()], overrides: Overrides = None) -> None:
+def validate(words: Words = None, config: ConfigOption = None) -> None:
     """Check a config: all mistakes at once, without loading a model."""
     from asyncrl.preflight.validate import validated_config
 
-    validated_config(config, overrides or [])
-    typer.echo(f"{config}: fine")
+    file, overrides = required_config(words, config)
+    validated_config(file, overrides)
+    typer.echo(f"{file}: fine")
 
 
 @app.command()
-def doctor(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Check what this run needs, too.")] = None,
-    overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-) -> None:
-    """Try out this machine: every check is executed, every failure comes with its fix. Exit status 1 when one failed."""
+def doctor(words: MaybeWords = None, config: ConfigOption = None, json: Json = False) -> None:
+    """Try out this machine, and what a run needs of it: every failure comes with its fix. Exit status 1 when a check failed."""
     from asyncrl.preflight.doctor import examine
 
-    if not examine(config, overrides or [], as_json=json):
+    if not examine(*config_and_overrides(words, config), as_json=json):
         raise typer.Exit(1)
 
 
 @app.command()
-def plan(
-    config: Annotated[Path, typer.Argument()],
-    overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-) -> None:
+def plan(words: Words = None, config: ConfigOption = None, json: Json = False) -> None:
     """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
     from asyncrl.preflight.plan import show_plan
 
-    show_plan(config, overrides or [], as_json=json)
+    show_plan(*required_config(words, config), as_json=json)
 
 
 @reward.command("test")
 def reward_test(
-    config: Annotated[Path, typer.Argument()],
-    overrides: Overrides = None,
+    words: Words = None,
+    config: ConfigOption = None,
     count: Annotated[int, typer.Option("--n", min=1, help="Prompts of the data, or samples.")] = 8,
     samples: Annotated[
         Path | None, typer.Option(help="Run directory, or JSONL with `response` and a row's columns; default: wrong answers.")
@@ -58,7 +52,7 @@ def reward_test(
     """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
     from asyncrl.preflight.reward_trial import try_rewards
 
-    if not try_rewards(config, overrides or [], count=count, samples=samples):
+    if not try_rewards(*required_config(words, config), count=count, samples=samples):
         raise typer.Exit(1)
 
 

@@ -1,50 +1,88 @@
-"""The command line: argv, environment, exit codes. Every command imports what it needs when it runs."""
+"""Entry point: how a command ends, in an exit status and a message. docs/troubleshooting.md has the table.
+
+Nothing heavy is imported before somebody catches Ctrl-C.
+"""
 
 import os
+import select
+import signal
 import sys
 
-import click
-import typer
-
-from asyncrl import __version__
-from asyncrl.cli import after, before, running
-from asyncrl.errors import AsyncRLError
-
-app = typer.Typer(
-    name="asyncrl",
-    help="Reinforcement learning of language models that never waits.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for commands in (running, before, after):
-    app.add_typer(commands.app)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+DONE, FAULT, MISTAKE = 0, 1, 2
+"""FAULT too where a command's own answer is no: `doctor`, `reward test`."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Of Ctrl-C. `up` ends so by other signals too: 143 SIGTERM, 129 a closed terminal."""
 
 
 def main() -> None:
-    """Entry point: a mistake of the user's is a message and exit status 2, never a traceback."""
+    """Run the command that was typed and exit; a mistake of the user's is a message, never a traceback."""
     # To find plugins, pydantic reads the metadata of every installed package: a third of the time until `validate` answers.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
+    sys.unraisablehook = _unraisable
+    status = INTERRUPTED
     try:
-        if status := app(standalone_mode=False):  # of `typer.Exit`; commands return nothing
-            sys.exit(status)
-    except AsyncRLError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
-        sys.exit(2)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except BrokenPipeError:
-        # `asyncrl samples | head`: the reader has left.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _status(sys.argv[1:])
+    except KeyboardInterrupt:  # anywhere, also within an import
+        pass
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted but the exit
+        _give_up_output_that_fails()
+    sys.exit(status)
+
+
+def _status(arguments: list[str]) -> int:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # a terminal that knows no `±` shows `?`
+    output = _output()
+    try:
+        from asyncrl.cli.app import run
+
+        status = run(arguments)
+        if sys.stdout:
+            sys.stdout.flush()
+    except Exception as error:  # noqa: BLE001 - all that is left is to say it
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return DONE
+        from asyncrl.cli.mistakes import explain
+
+        status = explain(error, arguments)
+    except SystemExit:
+        if output == _output():
+            raise
+        return DONE  # rich found that the reader has left, and took its output away
+    return status
+
+
+def _output() -> tuple[int, int] | None:
+    """Which file or pipe standard output is."""
+    try:
+        found = os.fstat(1)
+    except OSError:  # closed
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _unraisable(found: "sys.UnraisableHookArgs") -> None:
+    """A Ctrl-C that a library in another language has swallowed still ends the command."""
+    if found.exc_type is KeyboardInterrupt:
+        os._exit(INTERRUPTED)
+    sys.__unraisablehook__(found)
+
+
+def _reader_left() -> bool:
+    """Whether it is our own output that nobody reads: after `asyncrl samples | head` there is nothing more to say."""
+    pipes = select.poll()
+    pipes.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in pipes.poll(0))
+
+
+def _give_up_output_that_fails() -> None:
+    """Python would try to write the rest once more, and complain."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

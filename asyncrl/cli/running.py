@@ -5,15 +5,16 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import ConfigOption, Overrides, RunArgument, StoreOption
+from asyncrl.cli.arguments import ConfigOption, Words, required_config
+from asyncrl.cli.options import Json, RunArgument, StoreOption
 
 app = typer.Typer()
 
 
 @app.command()
 def up(
-    config: ConfigOption,
-    overrides: Overrides = None,
+    words: Words = None,
+    config: ConfigOption = None,
     fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
     plain: Annotated[bool, typer.Option(help="Lines instead of the dashboard.")] = False,
 ) -> None:
@@ -21,38 +22,42 @@ def up(
     from asyncrl.launch.up import run_here
     from asyncrl.preflight.validate import validated_config
 
-    run_here(validated_config(config, overrides or []), fresh=fresh, generators=True, plain=plain)
+    checked = validated_config(*required_config(words, config))
+    raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
 
 
 @app.command()
 def learner(
-    config: ConfigOption,
-    overrides: Overrides = None,
+    words: Words = None,
+    config: ConfigOption = None,
     fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
     from asyncrl.launch.up import run_here
     from asyncrl.preflight.validate import validated_config
 
-    run_here(validated_config(config, overrides or []), fresh=fresh, generators=False, plain=True)
+    checked = validated_config(*required_config(words, config))
+    raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True))
 
 
 @app.command()
 def generator(
     count: Annotated[int, typer.Option(min=1, help="Generators to start on this host.")] = 1,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Default: the run's own config, from the store.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Default: the run's own config, from the store.")
+    ] = None,
     store: StoreOption = None,
 ) -> None:
     """Run generators that join a run. With neither option, the newest run on this host."""
     from asyncrl.launch.join import run_generators
 
-    run_generators(count=count, config_path=config, store_url=store)
+    raise typer.Exit(run_generators(count=count, config_path=config, store_url=store))
 
 
 @app.command()
 def status(
     run: RunArgument = None,
-    json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    json: Json = False,
     watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
 ) -> None:
     """Show how a run is doing."""

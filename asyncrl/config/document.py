@@ -4,6 +4,7 @@ Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are tex
 Files merge left to right: sections key by key, everything else whole.
 """
 
+import difflib
 import functools
 import re
 from collections.abc import Iterator
@@ -104,6 +105,8 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
+    except RecursionError as error:
+        raise ConfigError(f"{file}  is nested too deeply to be a config; allowed are a few levels; remove brackets") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and line_numbers else ""
@@ -257,9 +260,14 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
     if path.resolve() in above:
         raise ConfigError(f"{where}{path} extends itself; remove one `extends`")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}cannot read {path}: {error}; give the path of a YAML file") from error
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{where}{path}:{line}  found bytes that are not UTF-8 text; allowed is YAML in UTF-8; save the file as UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}cannot read {path}: {_reason(path, error)}") from error
     node, problems = parse(text, file=str(path))
     if not isinstance(node.value, dict):
         found = "nothing" if node.value is None else "no section"
@@ -271,6 +279,18 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
         base, more = _read(path.parent / base_path, asked_by=extends.place if extends else "", above=(*above, path.resolve()))
         layers, problems = [base, *layers], more + problems
     return functools.reduce(merge, layers), problems
+
+
+def _reason(path: Path, error: OSError | ValueError) -> str:
+    """Why a config cannot be read, and what to do."""
+    if path.is_dir():
+        inside = path / "config.yaml"
+        return f"it is a directory; give {f'its config, {inside}' if inside.is_file() else 'the path of a YAML file'}"
+    near = {other.stem: other for other in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+    close = difflib.get_close_matches(path.stem, near, n=1)
+    hint = f"; did you mean `{near[close[0]]}`?" if close else "; give the path of a YAML file"
+    expanded = "; write ~ and variables out" if str(path).startswith("~") or "$" in str(path) else ""
+    return f"{error.strerror if isinstance(error, OSError) else error}{expanded}{hint}"
 
 
 def _paths(extends: Node | None) -> list[str]:

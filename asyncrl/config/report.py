@@ -75,12 +75,18 @@ def suggest_key(keys: Keys) -> str:
     """The keys known at a place, and the one that was probably meant, there or elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    meant = meant or ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
-    elsewhere = [path for path in all_paths() if path.rsplit(".", 1)[-1] == key]
-    meant = meant or [path for path in elsewhere if path.startswith(f"{keys[0]}.")][:2] or elsewhere[:2]
-    meant = meant or difflib.get_close_matches(key, known, n=1)
+    meant = meant or meant_keys(key, section=str(keys[0])) or difflib.get_close_matches(key, known, n=1)
     text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
     return f"{text}; did you mean `{'` or `'.join(meant)}`?" if meant else f"{text}; delete it"
+
+
+def meant_keys(name: str, *, section: str = "") -> list[str]:
+    """At most two keys of the config that somebody may have meant by a name alone; those of `section` first."""
+    name = name.lower().replace("-", "_")
+    if name in OTHER_NAMES:
+        return [OTHER_NAMES[name]]
+    elsewhere = [path for path in all_paths() if path.rsplit(".", 1)[-1] == name]
+    return [path for path in elsewhere if path.startswith(f"{section}.")][:2] or elsewhere[:2]
 
 
 OTHER_NAMES = {

@@ -22,9 +22,11 @@ from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
 
-def run_generators(*, count: int, config_path: Path | None, store_url: str | None) -> None:
-    """Start `count` generators, keep them alive, and leave when the run is over. Raises RunError."""
+def run_generators(*, count: int, config_path: Path | None, store_url: str | None) -> int:
+    """Start `count` generators, keep them alive, and leave when the run is over; the exit status. Raises RunError."""
     url = store_url or os.environ.get(STORE_VARIABLE) or _newest_store()
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise RunError(f"--store is {url}; allowed is redis://, rediss:// or unix://, such as redis://{url.split('://')[-1]}/0")
     own = load_config(config_path) if config_path else None
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
@@ -43,8 +45,9 @@ def run_generators(*, count: int, config_path: Path | None, store_url: str | Non
     here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
     prefix = f"{socket.gethostname()}.{os.getpid()}."
     specs = generator_specs(here, directory, url, keys, learner_ranks=0, prefix=prefix)
-    with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor):
+    with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor) as stopped:
         supervisor.run()
+    return stopped.status
 
 
 def _newest_store() -> str:

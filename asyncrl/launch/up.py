@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,8 +35,8 @@ LEAVE_S = 20.0
 STORE_AGAIN_S = 1.0
 
 
-def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> None:
-    """Run until the training is done or somebody stops it. Raises RunError."""
+def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> int:
+    """Run until the training is done or somebody stops it; the exit status says which. Raises RunError."""
     directory = RunDirectory(config.run.directory)
     refuse_second_run(directory)
     directory.create(fresh=fresh)
@@ -66,10 +67,11 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> N
             scaled.tend()
             view()
 
-        with stop_on_signals(supervisor):
+        with stop_on_signals(supervisor) as stopped:
             supervisor.run(on_tick)
             supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
     show_result(directory, finished=supervisor.is_over)
+    return 0 if supervisor.is_over else stopped.status
 
 
 def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
@@ -191,16 +193,28 @@ def generator_spec(
     )
 
 
+@dataclass(slots=True)
+class Stopped:
+    """How a supervisor was told to stop."""
+
+    status: int = 0
+    """Exit status of a command that a signal ended: 128 and its number, as shells have it."""
+
+
 @contextmanager
-def stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run in good order; a second Ctrl-C does not shorten it."""
+def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
+    """Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal end the run in good order; a second one changes nothing."""
+    stopped = Stopped()
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        stopped.status = stopped.status or 128 + signum
         supervisor.request_stop(signal.Signals(signum).name)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = [signal.SIGINT, signal.SIGTERM]
+    heeded += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    previous = {number: signal.signal(number, stop) for number in heeded}
     try:
-        yield
+        yield stopped
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

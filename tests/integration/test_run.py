@@ -176,7 +176,7 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
         wait(lambda: len(steps(run)) > written + 2, up, config)
         assert steps(run)[written] <= steps(run)[written - 1] + 1  # from the checkpoint: steps may be repeated, never skipped
         call("down", str(run))
-        assert up.wait(timeout=60) == 0
+        assert up.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         up.kill()
     assert processes_of(run) == []
@@ -205,7 +205,7 @@ def _train_from_four_shards(config: Path, url: str) -> None:
         at = len(steps(run))
         wait(lambda: len(versions := member_versions(run)) == 2 and min(versions) > at, up, config)
         call("down", str(run))
-        assert up.wait(timeout=60) == 0
+        assert up.wait(timeout=60) == 128 + signal.SIGTERM
         assert joined.wait(timeout=60) == 0
     finally:
         up.kill()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from asyncrl.cli.main import app
+from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 
 pytestmark = pytest.mark.integration

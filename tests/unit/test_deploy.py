@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from asyncrl import __version__
-from asyncrl.cli.main import app
+from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch import gpus

@@ -4,12 +4,11 @@ import ast
 import re
 from pathlib import Path
 
-import click
 import pytest
 import typer
 from helpers_docs import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
-from asyncrl.cli.main import app
+from asyncrl.cli.app import app
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
@@ -25,9 +24,9 @@ NOT_IN_THE_README = {"warmup", "version"}
 
 
 def parse(words: list[str]) -> None:
-    """As the command line does, without running it. Raises click's error, or KeyError for a command that is none."""
+    """As the command line does, without running it. Raises the error of a wrong command line, or KeyError for a command that is none."""
     group, rest = GROUP, list(words)
-    while isinstance(group, click.Group):
+    while hasattr(group, "commands"):
         group = group.commands[rest.pop(0)]
     group.make_context("asyncrl", rest)
 

@@ -1,0 +1,54 @@
+"""All commands. Every command imports what it needs when it runs."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from asyncrl import __version__
+from asyncrl.cli import after, before, running
+from asyncrl.cli.arguments import plain_overrides
+
+app = typer.Typer(
+    name="asyncrl",
+    help="Reinforcement learning of language models that never waits.",
+    epilog="A config is named as FILE or --config FILE, and changed by KEY=VALUE: asyncrl up task.yaml learner.steps=200",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for commands in (running, before, after):
+    app.add_typer(commands.app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models that never waits."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what a command line says; the exit status that the command chose. Raises what goes wrong."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("asyncrl", plain_overrides(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as chosen:
+        return int(chosen.exit_code)
+    return 0

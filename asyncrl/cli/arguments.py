@@ -1,0 +1,72 @@
+"""How every command that reads a config is told the file, and what to change in it.
+
+asyncrl up task.yaml learner.steps=5      FILE, or --config FILE, and KEY=VALUE
+asyncrl up task.yaml --learner.steps=5    as TRL and prime-rl write it, also with a space for the =
+asyncrl up task.yaml +learner.steps=5     as Hydra does
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.errors import ConfigError
+
+PREFIXED = re.compile(r"(--|\+{1,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+"""An override as other trainers write it: a dotted key behind a prefix. No option of ours has a dot."""
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option.")
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE [KEY=VALUE]...", help="The YAML file of the run, and what to change in it.", show_default=False),
+]
+MaybeWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="The YAML file of a run, and what to change in it.", show_default=False),
+]
+
+
+def plain_overrides(arguments: Sequence[str]) -> list[str]:
+    """The same command line with every override as KEY=VALUE."""
+    rest, plain = list(arguments), []
+    while rest:
+        word = rest.pop(0)
+        found = PREFIXED.fullmatch(word)
+        if found is None:
+            plain.append(word)
+            continue
+        prefix, key, value = found.groups()
+        if value is None and prefix == "--" and rest and not re.match(r"-(?![\d.])", rest[0]) and "=" not in rest[0]:
+            value = rest.pop(0)
+        if value is None:
+            raise ConfigError(f"override `{word}`  found no value; write for example `{key}=VALUE`")
+        plain.append(f"{key}={value}")
+    return plain
+
+
+def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tuple[Path | None, list[str]]:
+    """The file and the overrides. Raises ConfigError for two files."""
+    given = list(words or ())
+    files = [word for word in given if "=" not in word or Path(word).is_file()]
+    overrides = [word for word in given if word not in files]
+    if config is None and files:
+        config = Path(files.pop(0))
+    if files:
+        raise ConfigError(
+            f"found `{files[0]}` beside the config {config}; allowed are one YAML file and overrides KEY=VALUE, "
+            f"such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
+        )
+    return config, overrides
+
+
+def required_config(words: Sequence[str] | None, config: Path | None) -> tuple[Path, list[str]]:
+    """`config_and_overrides` of a command that cannot do without a file."""
+    file, overrides = config_and_overrides(words, config)
+    if file is None:
+        here = sorted(str(path) for path in [*Path().glob("*.y*ml"), *Path("configs").glob("*.yaml")])[:5]
+        hint = f"here are {', '.join(here)}" if here else "docs/own-task.md shows how to write one"
+        raise ConfigError(f"found no config; needed is the YAML file of a run, before or after its overrides; {hint}")
+    return file, overrides

@@ -1,0 +1,81 @@
+"""From what a command raised to what the user reads, and to the exit status: a mistake of theirs, or a fault of ours."""
+
+import difflib
+import errno
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from asyncrl.cli.main import FAULT, MISTAKE
+from asyncrl.errors import AsyncRLError
+
+USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What typer raises for a wrong command line: click's own, or that of the click which newer releases bring along."""
+CURES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
+    errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
+    errno.EROFS: "give a place that can be written (for a run: run.root=DIRECTORY)",
+    errno.EACCES: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EEXIST: "something else has that name: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EISDIR: "give a file, not a directory",
+    errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow more open files: ulimit -n 65536",
+    errno.EIO: "look at the disk: dmesg says more",
+}
+
+
+def explain(error: Exception, arguments: Sequence[str]) -> int:
+    """Say what went wrong on standard error; the exit status."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(str(error).strip(), err=True, nl=False)  # with rich, typer has shown the help already
+        return MISTAKE
+    if isinstance(error, USAGE):
+        text = usage_text(error, arguments)
+    elif isinstance(error, AsyncRLError):
+        text = f"{type(error).__name__}: {error}"
+    elif isinstance(error, OSError) and error.errno and error.errno in CURES:
+        text = f"{error.filename or 'the system'}: {error.strerror}; {CURES[error.errno]}"
+    elif isinstance(error, typer.Abort):
+        return MISTAKE
+    else:
+        traceback.print_exception(error)
+        text = f"asyncrl is at fault, not you: {type(error).__name__}. Please report it with the lines above"
+        typer.echo(text, err=True)
+        return FAULT
+    typer.secho(text, fg="red" if sys.stderr.isatty() else None, err=True)
+    return MISTAKE
+
+
+def usage_text(error: Any, arguments: Sequence[str]) -> str:
+    """A wrong command line: what was found, what is allowed, what to do."""
+    context, found = error.ctx, str(error.format_message()).rstrip(".")
+    command = context.command_path if context else " ".join(["asyncrl", *arguments[:1]])
+    allowed = f"`{' '.join(context.get_usage().removeprefix('Usage: ').split())}`" if context else "what its help shows"
+    name = getattr(error, "option_name", None)
+    known = [option for one in context.command.params for option in one.opts if option[0] == "-"] if context else []
+    if context and name and name not in known:
+        found, allowed = f"found no option `{name}`", f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}"
+    elif context and (unknown := re.search(r"No such command '([^']*)'", found)):
+        commands = list(context.command.commands)
+        found, allowed = f"found no command `{unknown[1]}`", f"{', '.join(commands)}{_meant(unknown[1], commands)}"
+    return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def _key(option: str) -> str:
+    """For `--learning_rate`: keys of the config are given as KEY=VALUE."""
+    from asyncrl.config.report import meant_keys
+
+    keys = meant_keys(option.lstrip("-"))
+    return f"; did you mean `{keys[0]}=VALUE`, which overrides the config?" if keys else ""
