@@ -24,7 +24,7 @@ NOT_IN_THE_README = {"warmup", "version"}
 
 
 def parse(words: list[str]) -> None:
-    """As the command line does, without running it. Raises the error of a wrong command line, or KeyError for a command that is none."""
+    """As the command line does, without running it. Raises typer's error, or KeyError for a command that is none."""
     group, rest = GROUP, list(words)
     while hasattr(group, "commands"):
         group = group.commands[rest.pop(0)]
