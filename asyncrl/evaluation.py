@@ -20,7 +20,7 @@ from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.intake import decode_take
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap
-from asyncrl.types import Group
+from asyncrl.types import INITIAL, Group, History
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class Evaluation:
     """N; 0 when there is no held-out data: then no round is ever due."""
     every: int
     steps: int
+    history: History = INITIAL
+    """Of the weights that may answer."""
     _opened: int = field(default=0, init=False)
     """Rounds that may be answered, from the first of the run on."""
     _round: list[Group] = field(default_factory=list, init=False)
@@ -135,7 +137,8 @@ class Evaluation:
         self._recover()
 
     def _recover(self) -> None:
-        self.buffer.recover(self.ledger, version=max(self._opened - 1, 0), limit=self._opened * self.prompts)
+        version, limit = max(self._opened - 1, 0), self._opened * self.prompts
+        self.buffer.recover(self.ledger, version=version, limit=limit, history=self.history)
 
     @contextmanager
     def _healing(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, RewardError, TransferError
 from asyncrl.telemetry.base import Tracker
-from asyncrl.types import Group, GroupTimes, Prompt, Ticket, time_of_day
+from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
 from asyncrl.wire.schema import encode_group
 
@@ -96,7 +96,7 @@ class Generator:
         self._adopted = asyncio.Condition()
         self._verified = asyncio.Event()
         self._verified.set()
-        self._newest = 0  # version of the last weights that sampled
+        self._newest = Weights(0)  # the last that sampled
         self._spoiled = 0  # how often weights turned out wrong after they had sampled
         self._updating = False
         self._groups = 0
@@ -107,7 +107,7 @@ class Generator:
         """Generate until the learner says that the run is over."""
         self._id, self._incarnation = hello.generator_id, hello.incarnation
         await self._control.join(hello)
-        self._on_version(self._engine.version)
+        self._on_version(self._version)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -120,6 +120,10 @@ class Generator:
         finally:
             await self._return_tickets()
             await self._control.leave()
+
+    @property
+    def _version(self) -> int:
+        return self._engine.weights.version
 
     # --- tickets ---------------------------------------------------------------------------------------------------
 
@@ -139,22 +143,23 @@ class Generator:
     async def _lease(self, lane: Lane) -> int:
         room = self._settings.max_running - sum(sum(held.values()) for held in self._held.values())
         count = min(room // lane.sequences, _LEASE_AT_ONCE)
-        if self._engine.version < 0 or (count < 1 and self._holds_anything):
+        if self._version < 0 or (count < 1 and self._holds_anything):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
-        if lane is self._lanes[-1] and lease.tickets and lease.version < self._engine.version:
-            # The learner went back to a checkpoint, and our weights are none of its future: its order will come.
-            await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id for ticket in lease.tickets])
-            return 0
+        # Of a learner that went back to a checkpoint: its order is on the way, and who has its weights may sample them now.
+        useless = [ticket.id for ticket in lease.tickets if self._newest not in ticket.history]
+        if useless:
+            await asyncio.to_thread(lane.buffer.give_back, self._holder, useless)
         held = self._held[lane.name]
         for ticket in lease.tickets:
-            if ticket.id in held:  # a store that was rolled back issues again what is being sampled here
+            # A store that was rolled back issues again what is being sampled here.
+            if ticket.id in useless or ticket.id in held:
                 continue
             held[ticket.id] = lane.sequences
             self._tasks.create_task(self._produce(lane, ticket))
         if lease.closed and lane is self._lanes[-1]:
             raise _RunIsOver
-        return len(lease.tickets)
+        return len(lease.tickets) - len(useless)
 
     @property
     def _holds_anything(self) -> bool:
@@ -164,7 +169,7 @@ class Generator:
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
             # With dirty weights nothing is renewed: what this generator cannot sample, another one shall.
-            for lane in self._lanes if self._engine.version >= 0 else ():
+            for lane in self._lanes if self._version >= 0 else ():
                 if held := list(self._held[lane.name]):
                     await asyncio.to_thread(lane.buffer.renew, self._holder, held)
 
@@ -179,7 +184,7 @@ class Generator:
         """Hand over, give back, or fail. When cancelled, the ticket is still held: leaving gives it back."""
         spoiled, leased_at = self._spoiled, time_of_day()
         try:
-            if not await self._reaches(lane.minimum_version(ticket)):
+            if not await self._reaches(lane.minimum_version(ticket), ticket.history):
                 await self._give_back(lane, ticket)
                 return
             spoiled, sampling_at = self._spoiled, time_of_day()
@@ -197,11 +202,11 @@ class Generator:
                 raise
             await self._give_back(lane, ticket)
 
-    async def _reaches(self, minimum: int) -> bool:
-        """Wait for weights of at least version `minimum`; False when they do not come within the time of a lease."""
+    async def _reaches(self, minimum: int, history: History) -> bool:
+        """Wait for weights of `history`, at least version `minimum`; False when they do not come within the time of a lease."""
         try:
             async with asyncio.timeout(self._settings.lease_s), self._adopted:
-                await self._adopted.wait_for(lambda: self._engine.version >= minimum)
+                await self._adopted.wait_for(lambda: self._version >= minimum and self._engine.weights in history)
         except TimeoutError:
             log.warning("version %d has not arrived within %.0f s; its tickets are given back", minimum, self._settings.lease_s)
             return False
@@ -227,7 +232,7 @@ class Generator:
         self._rewards_failed += 1
         where = {"ticket_id": ticket.id, "lane": lane.name}
         log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason, extra=where)
-        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._engine.version, 0))
+        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._version, 0))
         tombstone = encode_group(dead, self._settings.wire_key)
         self._held[lane.name].pop(ticket.id)  # first, as above
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):
@@ -246,21 +251,22 @@ class Generator:
     async def _adopt(self, order: UpdateOrder) -> UpdateReport:
         """stage, pause, load, finish, probe. Groups that end between pause and verdict wait for it."""
         paused_before_s, started_s = self._engine.stats().paused_s, time.monotonic()
+        weights = order.weights
         try:
             order = await asyncio.to_thread(self._staging.stage, order)  # requests run on
             self._updating = True
             self._verified.clear()
-            if order.version < self._newest:  # of a learner that went back to a checkpoint: what runs is of no use to it
+            if self._newest not in History.parse(order.history):  # of a learner that went back: what runs is of no use to it
                 await self._discard_running()
             await self._engine.begin_update()
             await self._engine.receive(order)
-            await self._engine.finish_update(order.version)
-            self._newest = order.version
+            await self._engine.finish_update(weights)
+            self._newest = weights
             self._on_version(order.version)
             probe_max = await self._probe(order)
         except TransferError as error:
             log.warning("version %d was not received: %s", order.version, error)
-            return UpdateReport(version=order.version, applied=False, reason=str(error))
+            return UpdateReport(version=order.version, lineage=weights.lineage, applied=False, reason=str(error))
         finally:
             self._updating = False
             self._verified.set()
@@ -268,6 +274,7 @@ class Generator:
             self._adopted.notify_all()
         return UpdateReport(
             version=order.version,
+            lineage=weights.lineage,
             applied=True,
             probe_max=probe_max,
             paused_s=self._engine.stats().paused_s - paused_before_s,
@@ -304,7 +311,7 @@ class Generator:
                 Heartbeat(
                     generator_id=self._id,
                     incarnation=self._incarnation,
-                    version=self._engine.version,
+                    version=self._version,
                     state=self._state(),
                     metrics=metrics,
                 )
@@ -326,13 +333,13 @@ class Generator:
             "alive_s": alive_s,
             "groups": self._groups,
             "rewards_failed": self._rewards_failed,
-            "version": self._engine.version,
+            "version": self._version,
         }
 
     def _state(self) -> str:
         if self._updating:
             return "updating"
-        if self._engine.version < 0:
+        if self._version < 0:
             return "dirty"
         if self._sampler.busy.running:
             return "sampling"

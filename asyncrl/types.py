@@ -5,6 +5,8 @@ ticket       leave to sample one prompt `group_size` times; a dense integer id, 
 rollout      one sampled response with the behaviour log-probability and policy version of every token
 group        the rollouts of one ticket; the atom of the buffer: it arrives whole or not at all
 version      how many optimizer steps made the weights; owned by the learner
+lineage      which start of the learner made them: after a return to a checkpoint the same version comes again, as other weights
+history      the lineages that led to the weights being trained, each up to a version
 lag          version being trained minus version of the token, in optimizer steps
 
 Arrays are numpy, because they cross processes: torch begins in the learner.
@@ -20,11 +22,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class Weights(NamedTuple):
+    """Names the weights of the policy: no two different ones have the same name in a run."""
+
+    version: int
+    lineage: int = 0
+    """0: the initial model, whoever loaded it."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Whose weights led to those that a learner trains: all of its own, and of earlier learners those it has continued."""
+
+    lineage: int = 0
+    """Of the versions that this learner makes."""
+    before: tuple[Weights, ...] = ()
+    """The last version of each earlier lineage that belongs to this history, ascending."""
+
+    def __contains__(self, weights: Weights) -> bool:
+        return weights.lineage == self.lineage or any(
+            weights.lineage == last.lineage and weights.version <= last.version for last in self.before
+        )
+
+    def weights(self, version: int) -> Weights:
+        """The name of a version: of the earlier lineage that made it, or of this one."""
+        return Weights(version, next((last.lineage for last in self.before if version <= last.version), self.lineage))
+
+    def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
+        """Of a learner that goes on from `version` of this history; what is too old to be trained on is left out."""
+        recent = (last for last in self.before if version - longest_lag <= last.version < version)
+        return History(lineage, (*recent, self.weights(version)))
+
+    def __str__(self) -> str:
+        """For the store, orders and checkpoints; see `parse`."""
+        return " ".join(map(str, (self.lineage, *(number for last in self.before for number in last))))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`."""
+        lineage, *numbers = map(int, text.split())
+        return cls(lineage, tuple(map(Weights, numbers[::2], numbers[1::2])))
+
+
+INITIAL = History()
+"""Before any learner came."""
+
+
 class VersionSpan(NamedTuple):
-    """`tokens` consecutive response tokens that belong to one policy version."""
+    """`tokens` consecutive response tokens that were sampled by the same weights."""
 
     version: int
     tokens: int
+    lineage: int = 0
+
+    @property
+    def weights(self) -> Weights:
+        """Those that sampled them."""
+        return Weights(self.version, self.lineage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +89,8 @@ class Ticket:
     """Dense, from 1: the position in the sample plan."""
     minimum_version: int
     """The oldest weights that may start it: older ones would break the staleness bound."""
+    history: History = INITIAL
+    """Of the learner that issued it: other weights must not start it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +114,7 @@ class Rollout:
     behaviour_logprobs: NDArray[np.float32]
     """ln pi_behaviour of each response token, in nats, temperature included; 0 where it is no action."""
     version_spans: tuple[VersionSpan, ...]
-    """Run-length encoded policy version of each response token; the lengths add up to the response."""
+    """Run-length encoded weights of each response token; the lengths add up to the response."""
     finish_reason: str
     """`stop` or `length`."""
     reward: float = 0.0
@@ -129,6 +185,6 @@ class Group:
         )
 
 
-def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
-    """Run-length encoding of per-token versions."""
-    return tuple(VersionSpan(version, sum(1 for _ in run)) for version, run in groupby(versions))
+def version_spans(weights: Iterable[Weights]) -> tuple[VersionSpan, ...]:
+    """Run-length encoding of per-token weights."""
+    return tuple(VersionSpan(one.version, sum(1 for _ in run), one.lineage) for one, run in groupby(weights))

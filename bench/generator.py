@@ -20,6 +20,7 @@ from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm import VLLMEngine
 from asyncrl.engine.vllm_args import engine_args, set_environment
+from asyncrl.types import Weights
 from asyncrl.weights.base import UpdateOrder
 from bench.environment import describe
 
@@ -93,7 +94,7 @@ async def stalls(engine, arguments):
         )
         await engine.begin_update()
         await engine.receive(order)
-        await engine.finish_update(version)
+        await engine.finish_update(Weights(version))
         found.append(engine.stats().paused_s - before_s)
     await sampling
     return found

@@ -67,7 +67,7 @@ async def update(engine, staging, order, sender):
     marks_s.append(time.monotonic())
     await engine.receive(ready)
     marks_s.append(time.monotonic())
-    await engine.finish_update(order.version)
+    await engine.finish_update(order.weights)
     marks_s.append(time.monotonic())
     await engine.score(PROBE)
     marks_s.append(time.monotonic())

@@ -10,6 +10,7 @@ import pytest
 from asyncrl.buffer.base import Buffer, BufferRules, PutOutcome, Take
 from asyncrl.buffer.ledger import Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
+from asyncrl.types import INITIAL, History, Weights
 
 RULES = BufferRules(groups=4, lease_s=1000.0, max_attempts=2, max_bytes=1000)
 FRAME = b"frame-%d"
@@ -75,7 +76,7 @@ class BufferContract:
 
     def test_nothing_is_leased_before_a_learner_came(self, lane):
         lease = lane.handle().lease("g", 5)
-        assert (lease.tickets, lease.closed, lease.version) == ((), False, 0)
+        assert (lease.tickets, lease.closed) == ((), False)
 
     def test_leases_are_dense_and_stop_at_the_credit_limit(self, buffer):
         assert ids(buffer.lease("a", 5)) == [1, 2, 3, 4, 5]
@@ -86,8 +87,15 @@ class BufferContract:
     def test_tickets_carry_the_oldest_weights_that_may_start_them(self, buffer):
         buffer.set_version(3, limit=12)  # so ids 9..12 are the newest: they are trained at 3 + 0
         lease = buffer.lease("g", 12)
-        assert lease.version == 3
         assert [ticket.minimum_version for ticket in lease.tickets] == [1] * 4 + [2] * 4 + [3] * 4
+
+    def test_tickets_carry_the_history_of_the_learner_that_recovered_last(self, lane, buffer, ledger):
+        before, after = History(7, (Weights(0),)), History(9, (Weights(0), Weights(3, 7)))
+        assert {ticket.history for ticket in buffer.lease("g", 2).tickets} == {INITIAL}
+        for history in (before, after):
+            lane.handle().recover(ledger, version=3, limit=20, history=history)
+            buffer.revoke("g")
+            assert [ticket.history for ticket in buffer.lease("g", 9).tickets] == [history] * 9
 
     def test_an_expired_lease_is_issued_again_lowest_first(self, lane, buffer):
         buffer.lease("a", 3)
@@ -371,11 +379,13 @@ class BufferContract:
         buffer.set_version(5, limit=20)
         buffer.set_version(4, limit=10)
         lease = buffer.lease("g", 18)
-        assert (lease.version, len(lease.tickets)) == (5, 18)
+        assert (lease.tickets[-1].minimum_version, len(lease.tickets)) == (5 - 2 // 4, 18)
         buffer.recover(ledger, version=2, limit=6)
         buffer.revoke("g")
         lease = buffer.lease("g", 18)
-        assert (lease.version, ids(lease)) == (2, [1, 2, 3, 4, 5, 6]), "ids beyond the credit wait, also when issued before"
+        assert (lease.tickets[-1].minimum_version, ids(lease)) == (2, [1, 2, 3, 4, 5, 6]), (
+            "ids beyond the credit wait, also when issued before"
+        )
 
     def test_the_newer_learner_fences_the_older(self, lane, buffer, ledger):
         fill(buffer, 4)
@@ -392,7 +402,7 @@ class BufferContract:
             with pytest.raises(BufferFenced):
                 call()
         lease = newer.lease("g", 9)
-        assert (ids(lease), lease.version, lease.closed) == ([5, 6, 7, 8], 0, False)
+        assert (ids(lease), lease.closed) == ([5, 6, 7, 8], False)
 
     def test_a_resumed_learner_gets_the_same_takes_again(self, lane, buffer, ledger):
         fill(buffer, 8)

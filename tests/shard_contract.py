@@ -13,7 +13,7 @@ from asyncrl.buffer.intake import DISCARDED_LINEAGE, Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
 from asyncrl.errors import BufferGap
-from asyncrl.types import Group
+from asyncrl.types import Group, History
 
 SHARDS = (1, 4)
 
@@ -64,11 +64,13 @@ class ShardContract:
         firsts = [split(ids(buffer.lease("a", 1))[0], shards)[0] for _ in range(8)]
         assert firsts == list(range(shards)) * (8 // shards)
 
-    def test_a_lease_tells_the_oldest_version_that_one_of_its_tickets_came_with(self, buffer):
-        for shard in buffer.shards[1:]:
-            shard.set_version(3, limit=1)
-        assert buffer.lease("a", 8).version == 0, "the learner went back to 0, and has told one shard so far"
-        assert buffer.lease("a", 8).tickets == ()
+    def test_a_ticket_carries_the_history_that_its_shard_was_told(self, buffer):
+        told = History(7)
+        buffer.shards[0].recover(Ledger(), version=0, limit=8 // len(buffer.shards), history=told)
+        for ticket in buffer.lease("a", 8).tickets:
+            assert (ticket.history == told) == (split(ticket.id, len(buffer.shards))[0] == 0), (
+                "a learner tells one after the other"
+            )
 
     def test_the_end_of_the_run_reaches_everybody(self, buffer):
         assert not buffer.lease("a", 1).closed

@@ -19,15 +19,13 @@ from enum import StrEnum
 from typing import Protocol
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.types import Ticket
+from asyncrl.types import INITIAL, History, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """Tickets handed to one generator."""
 
-    version: int
-    """The learner's version at the time of the lease."""
     tickets: tuple[Ticket, ...]
     closed: bool
     """True when the run is over: stop leasing and leave."""
@@ -118,8 +116,10 @@ class GeneratorBuffer(Protocol):
 class LearnerBuffer(Protocol):
     """The side that the learner may see. Raises BufferFenced and BufferGap."""
 
-    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+    def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Fence older learners and make the store agree with `ledger`, which wins; reopens a closed lane.
+
+        From now on tickets carry `history`.
 
         After BufferGap a live learner may recover with the ledger it holds in memory: if it dies before the next
         checkpoint, the ids that only this ledger had are issued again by the recovery from the checkpoint.

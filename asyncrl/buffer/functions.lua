@@ -8,7 +8,7 @@
 --   takes      hash  number -> "previous chain unshortened id id ...", the frames of its ids are kept until the commit
 --   done       set   ids above meta.watermark
 -- and beside them
---   meta          hash  epoch owner version limit closed starving last chain committed watermark; the learner's alone
+--   meta          hash  epoch owner version limit history closed starving last chain committed watermark; the learner's alone
 --   totals        hash  issued bytes
 --   requests      hash  holder -> "request id id ..." of its last lease, so that a lost reply can be asked for again
 --   attempts      hash  id -> failures so far
@@ -161,13 +161,14 @@ local function repeated(k, holder, request)
   return held(k, holder, ids)
 end
 
--- lease holder count lease_ms request -> version, limit, closed, ids
+-- lease holder count lease_ms request -> version, limit, closed, ids, history
 register('lease', {}, function(k, args)
   local holder, wanted, request = args[1], tonumber(args[2]), args[4]
   local version, limit, closed, issued = meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed'), total(k, 'issued')
+  local history = call('HGET', k.meta, 'history') or ''
   expire(k)
   local again = repeated(k, holder, request)
-  if again or closed == 1 then return {version, limit, closed, again or {}} end
+  if again or closed == 1 then return {version, limit, closed, again or {}, history} end
   local ids = call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted)
   while #ids < wanted and issued < limit do
     issued = issued + 1
@@ -182,7 +183,7 @@ register('lease', {}, function(k, args)
   end
   call('HSET', k.totals, 'issued', issued)
   call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' '))
-  return {version, limit, closed, ids}
+  return {version, limit, closed, ids, history}
 end)
 
 -- renew holder lease_ms ids
@@ -369,13 +370,13 @@ local function rebuild(k, kept, watermark, issued)
   call('HSET', k.totals, 'bytes', bytes)
 end
 
--- recover known_epoch owner takes chain version limit watermark "id id ..." -> OK epoch
+-- recover known_epoch owner takes chain version limit watermark "id id ..." history -> OK epoch
 register_privileged('recover', function(k, args)
   local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
   if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
   local above = ids_in(args[8])
   call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0,
-       'watermark', watermark, 'committed', args[3])
+       'history', args[9], 'watermark', watermark, 'committed', args[3])
   call('DEL', k.done)
   local issued = math.max(total(k, 'issued'), watermark)
   for _, id in ipairs(above) do

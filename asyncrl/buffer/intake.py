@@ -12,7 +12,7 @@ from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError, WireError
-from asyncrl.types import Group, time_of_day
+from asyncrl.types import INITIAL, Group, History, time_of_day
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Intake:
     max_lag: int
     max_refills: int
     stall_s: float
+    history: History = INITIAL
+    """Of the weights that are trained."""
     name_of: Callable[[int], int] = int
     """The id of a group by which everybody else knows the id that `buffer` gives it."""
     _accepted: list[Group] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Intake:
 
     def recover(self, version: int) -> None:
         """Make the store agree with the ledger and open the credit for `version`."""
-        self.buffer.recover(self.ledger, version=version, limit=self._limit(version))
+        self.buffer.recover(self.ledger, version=version, limit=self._limit(version), history=self.history)
 
     def open(self, version: int, *, waiting: bool = False) -> None:
         """Announce the version being trained, and with it the credit; `waiting` as in `set_version`."""
@@ -206,19 +208,24 @@ def _undecodable(ticket_id: int) -> Group:
 
 
 def make_judge(
-    filters: Sequence[Callable[[GroupOutcome], str | None]], *, drop_older_than: int | None, needs_greedy: bool = False
+    filters: Sequence[Callable[[GroupOutcome], str | None]],
+    *,
+    drop_older_than: int | None,
+    needs_greedy: bool = False,
+    history: History = INITIAL,
 ) -> Judge:
     """Rejects what cannot be trained on, and what the group filters reject.
 
-    Never trained: tokens newer than the version being trained (their weights were lost when the learner went back to a
-    checkpoint), groups with a token older than `drop_older_than` (under `staleness.policy: mask` only those can be that were
-    sampled for a history that the learner lost), and, where the advantage needs a greedy reward, groups without one (of an
-    earlier algorithm).
+    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the learner lost them
+    when it went back to a checkpoint), groups with a token older than `drop_older_than` (under `staleness.policy: mask` only
+    those can be whose ticket was issued for steps that the learner lost), and, where the advantage needs a greedy reward,
+    groups without one (of an earlier algorithm).
     """
 
     def judge(group: Group, version: int) -> str | None:
-        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans] or [version]
-        if max(versions) > version:
+        sampled_by = {span.weights for rollout in group.rollouts for span in rollout.version_spans}
+        versions = [weights.version for weights in sampled_by] or [version]
+        if max(versions) > version or not all(weights in history for weights in sampled_by):
             return DISCARDED_LINEAGE
         if drop_older_than is not None and version - min(versions) > drop_older_than:
             return "stale"

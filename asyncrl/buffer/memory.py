@@ -10,7 +10,7 @@ from asyncrl.algo.staleness import choose, minimum_version
 from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
 from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
-from asyncrl.types import Ticket
+from asyncrl.types import INITIAL, History, Ticket
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class _Store:
     """The handle that recovered last."""
     version: int = 0
     limit: int = 0
+    history: History = INITIAL
     closed: bool = False
     starving: bool = False
     issued: int = 0
@@ -132,8 +133,8 @@ class MemoryBuffer:
             for ticket_id in ids:
                 store.reissue.discard(ticket_id)
                 store.leases[ticket_id] = _Lease(holder, self._clock() + self._rules.lease_s)
-            tickets = tuple(Ticket(id=i, minimum_version=self._minimum_version(i)) for i in ids)
-            return Lease(version=store.version, tickets=tickets, closed=store.closed)
+            tickets = tuple(Ticket(id=i, minimum_version=self._minimum_version(i), history=store.history) for i in ids)
+            return Lease(tickets=tickets, closed=store.closed)
 
     def _minimum_version(self, ticket_id: int) -> int:
         return minimum_version(ticket_id, version=self._store.version, limit=self._store.limit, groups=self._rules.groups)
@@ -193,7 +194,7 @@ class MemoryBuffer:
 
     # -- the learner
 
-    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+    def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Rebuild every place from the ledger, the takes that continue it, and the frames that exist."""
         store = self._store
         with store.lock:
@@ -212,7 +213,8 @@ class MemoryBuffer:
             store.takes, store.committed = kept, ledger.takes
             store.last = ledger.takes + len(kept)
             store.chain = kept[store.last].chain if kept else ledger.chain
-            store.version, store.limit, store.closed, store.starving = version, limit, False, False
+            store.version, store.limit, store.history = version, limit, history
+            store.closed, store.starving = False, False
 
     def _continued(self, ledger: Ledger) -> dict[int, _Assignment]:
         """The takes that go on from the ledger without a break and whose groups are all there."""

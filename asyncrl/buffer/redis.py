@@ -14,7 +14,7 @@ from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
-from asyncrl.types import Ticket
+from asyncrl.types import INITIAL, History, Ticket
 
 _SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
 _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
@@ -57,14 +57,18 @@ class RedisBuffer:
     def lease(self, holder: str, count: int) -> Lease:
         """Up to `count` tickets, lowest id first; none while the server is out of memory."""
         try:
-            version, limit, closed, ids = self._call("lease", holder, count, self._lease_ms, uuid.uuid4().int)
+            version, limit, closed, ids, history = self._call("lease", holder, count, self._lease_ms, uuid.uuid4().int)
         except StoreFullError:
-            return Lease(version=0, tickets=(), closed=False)
+            return Lease(tickets=(), closed=False)
         tickets = tuple(
-            Ticket(id=i, minimum_version=minimum_version(i, version=version, limit=limit, groups=self._rules.groups))
+            Ticket(
+                id=i,
+                minimum_version=minimum_version(i, version=version, limit=limit, groups=self._rules.groups),
+                history=History.parse(history.decode()),
+            )
             for i in map(int, ids)
         )
-        return Lease(version=version, tickets=tickets, closed=bool(closed))
+        return Lease(tickets=tickets, closed=bool(closed))
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
         """Extend the leases that `holder` still has."""
@@ -95,10 +99,10 @@ class RedisBuffer:
 
     # -- the learner
 
-    def recover(self, ledger: Ledger, *, version: int, limit: int) -> None:
+    def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Become the lane's learner and make it agree with `ledger`."""
         above = _text(sorted(ledger.above))
-        arguments = (self._owner, ledger.takes, ledger.chain, version, limit, ledger.watermark, above)
+        arguments = (self._owner, ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
         self._epoch = self._checked("recover", self._epoch, *arguments)[0]
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:

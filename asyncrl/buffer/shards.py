@@ -10,7 +10,7 @@ One shard is the lane itself.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from asyncrl.buffer.base import Audit, Buffer, Lease, PutOutcome
@@ -82,20 +82,18 @@ class ShardedBuffer:
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """Up to `count` tickets, from one shard after the other; the version is the oldest that came with one."""
+        """Up to `count` tickets, from one shard after the other."""
         tickets: list[Ticket] = []
         leases: list[Lease] = []
         for shard in (*range(self._next, len(self.shards)), *range(self._next)):
             leases.append(self.shards[shard].lease(holder, count - len(tickets)))
             for ticket in leases[-1].tickets:
                 ticket_id = join(shard, ticket.id, len(self.shards))
-                tickets.append(Ticket(id=ticket_id, minimum_version=ticket.minimum_version))
+                tickets.append(replace(ticket, id=ticket_id))
             if len(tickets) == count:
                 break
         self._next = (shard + 1) % len(self.shards)
-        # A learner that goes back tells one shard after the other; weights that one has left behind would sample in vain.
-        version = min((lease.version for lease in leases if lease.tickets), default=leases[-1].version)
-        return Lease(version=version, tickets=tuple(tickets), closed=any(lease.closed for lease in leases))
+        return Lease(tickets=tuple(tickets), closed=any(lease.closed for lease in leases))
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
         """Extend the leases that `holder` still has."""

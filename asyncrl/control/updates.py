@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from asyncrl.types import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
@@ -71,7 +72,7 @@ class _Member:
     version: int
     """What it said to have applied; -1: unknown, so the newest must go there whatever its number."""
     phase: Phase = Phase.IDLE
-    target: int = _UNKNOWN
+    target: Weights | None = None
     until_s: float = 0.0
     """End of the current phase, or of the back-off."""
     failures: int = 0
@@ -144,7 +145,7 @@ class UpdateSchedule:
         member = self._members.get(holder)
         if member is None or member.phase is not Phase.PREPARING:
             return []
-        member.phase, member.target, member.until_s = Phase.UPDATING, order.version, now_s + self.deadline_s
+        member.phase, member.target, member.until_s = Phase.UPDATING, order.weights, now_s + self.deadline_s
         return [Deliver(holder, order)]
 
     def sent(self, holder: str, now_s: float) -> list[Action]:
@@ -161,7 +162,9 @@ class UpdateSchedule:
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's word; reports on anything but the current update are late and mean nothing."""
         member = self._members.get(holder)
-        if member is None or member.phase is not Phase.UPDATING or report.version != member.target:
+        if member is None or member.phase is not Phase.UPDATING:
+            return []
+        if Weights(report.version, report.lineage) != member.target:
             return []
         if not report.applied:
             return self._fail(holder, now_s)

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.types import Rollout
+from asyncrl.types import Rollout, Weights
 from asyncrl.weights.base import UpdateOrder
 
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
@@ -37,12 +37,12 @@ class Engine(Protocol):
     """One inference engine in this process's care. All methods run on one asyncio loop."""
 
     @property
-    def version(self) -> int:
-        """Policy version of the weights in use; -1 while they are dirty."""
+    def weights(self) -> Weights:
+        """Those in use; version -1 while they are dirty."""
         ...
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        """`count` unscored rollouts; each token carries its behaviour log-probability and exact version.
+        """`count` unscored rollouts; each token carries its behaviour log-probability and exact weights.
 
         Survives weight updates; cancelling the task aborts the requests. Raises EngineError when the engine is dead.
         """
@@ -63,8 +63,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def finish_update(self, version: int) -> None:
-        """Make the received weights current as `version` and resume sampling."""
+    async def finish_update(self, weights: Weights) -> None:
+        """Make what was received current as `weights` and resume sampling."""
         ...
 
     async def abort_requests(self) -> None:

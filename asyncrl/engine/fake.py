@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.types import Rollout, version_spans
+from asyncrl.types import Rollout, Weights, version_spans
 from asyncrl.weights.base import UpdateOrder
 
 EOS = 0
@@ -42,7 +42,7 @@ class FakeEngine:
         self._random = np.random.default_rng(seed)
         self._logits = logits_of(0, vocabulary)
         self._received: NDArray[np.float32] | None = None
-        self._version = 0
+        self._weights = Weights(0)
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
@@ -52,9 +52,9 @@ class FakeEngine:
         self._dead = False
 
     @property
-    def version(self) -> int:
-        """Policy version of the weights in use; -1 while they are dirty."""
-        return self._version
+    def weights(self) -> Weights:
+        """Those in use; version -1 while they are dirty."""
+        return self._weights
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
         """`count` unscored rollouts; see `Engine.sample`."""
@@ -77,21 +77,21 @@ class FakeEngine:
     async def _respond(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
         tokens: list[int] = []
         logprobs: list[float] = []
-        versions: list[int] = []
+        sampled_by: list[Weights] = []
         while len(tokens) < spec.max_response_tokens and EOS not in tokens[-1:]:
             await asyncio.sleep(self._token_s)
             await self._resumed.wait()
             token, logprob = self._draw(spec.temperature)
             tokens.append(token)
             logprobs.append(logprob)
-            versions.append(self._version)
+            sampled_by.append(self._weights)
             self._sampled_tokens += 1
         return Rollout(
             prompt_ids=np.array(prompt_ids, dtype=np.int32),
             response_ids=np.array(tokens, dtype=np.int32),
             action_mask=np.ones(len(tokens), dtype=np.bool_),
             behaviour_logprobs=np.array(logprobs, dtype=np.float32),
-            version_spans=version_spans(versions),
+            version_spans=version_spans(sampled_by),
             finish_reason="stop" if tokens[-1:] == [EOS] else "length",
         )
 
@@ -113,7 +113,7 @@ class FakeEngine:
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests."""
         self._require_alive()
-        self._version = -1
+        self._weights = Weights(-1)
         self._received = None
         self._resumed.clear()
         if self._paused_since_s is None:
@@ -132,12 +132,12 @@ class FakeEngine:
             )
         self._received = logits
 
-    async def finish_update(self, version: int) -> None:
-        """Make the received weights current as `version` and resume sampling."""
+    async def finish_update(self, weights: Weights) -> None:
+        """Make what was received current as `weights` and resume sampling."""
         self._require_alive()
         if self._paused_since_s is None or self._received is None:
-            raise EngineError(f"finish_update({version}): no weights were received")
-        self._logits, self._version = self._received, version
+            raise EngineError(f"finish_update({weights}): no weights were received")
+        self._logits, self._weights = self._received, weights
         self._paused_s += time.monotonic() - self._paused_since_s
         self._paused_since_s = None
         self._resumed.set()

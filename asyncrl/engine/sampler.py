@@ -62,7 +62,7 @@ class Sampler:
             rollouts=scored[:size],
             generator_id=self._generator_id,
             # The engine may be dirty by now; then the newest token tells.
-            finished_version=max(self._engine.version, *(span.version for r in rollouts for span in r.version_spans)),
+            finished_version=max(self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)),
             sampling_s=sampled_s - started_s,
             reward_s=time.monotonic() - sampled_s,
             greedy_reward=scored[size].reward if greedy else None,

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.engine.vllm_args import Device, engine_args, set_environment
-from asyncrl.engine.vllm_outputs import to_rollout, token_logprobs
+from asyncrl.engine.vllm_outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.types import Rollout
+from asyncrl.types import Rollout, Weights
 from asyncrl.weights.base import UpdateOrder
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class VLLMEngine:
         self._llm = llm
         self._deadline_s = deadline_s
         self._recompute_kv = recompute_kv
-        self._version = 0
+        self._weights = Weights(0)
         self._updates = 0  # begun so far: the cache salt
         self._received = False
         self._request_ids = itertools.count()
@@ -78,13 +78,13 @@ class VLLMEngine:
             engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
-        await engine._call(engine._llm.update_weight_version("0"), "label the first weights")
+        await engine._call(engine._llm.update_weight_version(label(engine._weights)), "label the first weights")
         return engine
 
     @property
-    def version(self) -> int:
-        """Policy version of the weights in use; -1 while they are dirty."""
-        return self._version
+    def weights(self) -> Weights:
+        """Those in use; version -1 while they are dirty."""
+        return self._weights
 
     # --- sampling --------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class VLLMEngine:
 
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests; see `Engine.begin_update`."""
-        self._version = -1
+        self._weights = Weights(-1)
         self._received = False
         self._updates += 1
         if self._paused_since_s is not None:
@@ -198,12 +198,12 @@ class VLLMEngine:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update()
 
-    async def finish_update(self, version: int) -> None:
-        """Make the received weights current as `version` and resume sampling."""
+    async def finish_update(self, weights: Weights) -> None:
+        """Make what was received current as `weights` and resume sampling."""
         if self._paused_since_s is None or not self._received:
-            raise EngineError(f"finish_update({version}): no weights were received")
-        await self._call(self._llm.update_weight_version(str(version)), f"label its weights {version}")
-        self._version = version
+            raise EngineError(f"finish_update({weights}): no weights were received")
+        await self._call(self._llm.update_weight_version(label(weights)), f"label its weights {weights}")
+        self._weights = weights
         await self._call(self._llm.resume_generation(), "resume its requests")
         self._paused_s += time.monotonic() - self._paused_since_s
         self._paused_since_s = None

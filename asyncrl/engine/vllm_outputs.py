@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import EngineError
-from asyncrl.types import Rollout, VersionSpan
+from asyncrl.types import Rollout, VersionSpan, Weights
 
 
 def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
@@ -45,7 +45,17 @@ def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
     return logprobs
 
 
+def label(weights: Weights) -> str:
+    """What vLLM calls these weights, and so every token that they sample."""
+    return f"{weights.version} {weights.lineage}"
+
+
 def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
     if sum(span.end - span.start for span in spans or ()) != tokens:
         raise EngineError(f"vLLM gave no weight version for some of {tokens} tokens: {spans}")
-    return tuple(VersionSpan(int(span.version), span.end - span.start) for span in spans or () if span.end > span.start)
+    found = []
+    for span in spans or ():
+        if span.end > span.start:
+            version, lineage = map(int, span.version.split())
+            found.append(VersionSpan(version, span.end - span.start, lineage))
+    return tuple(found)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,8 @@ from asyncrl.wire.decoder import GroupDecoder
 
 log = logging.getLogger(__name__)
 
+MAX_LINEAGE = (1 << 32) - 1
+"""They are drawn: a learner cannot know how many died before it without a checkpoint."""
 LAST_EVAL_S = 300.0
 """Longest wait for the evaluation of the final weights."""
 
@@ -72,6 +75,9 @@ class Head:
         self._phase = "starting"
         self._message = ""
         self._started_at = time.time()
+        self._history = state.history.resumed(
+            state.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
+        )
         self._is_recovered = False
         self._collected: Collected | None = None
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
@@ -86,6 +92,7 @@ class Head:
             directory=directory.weights,
             deadline_s=config.weights.deadline_s,
             interface=interface_of(config.control.bind),
+            history=self._history,
         )
         self._trackers = open_trackers(
             config.telemetry,
@@ -169,6 +176,7 @@ class Head:
             filters,
             drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
             needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
+            history=self._history,
         )
         return ShardedIntake(
             tuple(
@@ -182,6 +190,7 @@ class Head:
                     max_lag=config.staleness.max_lag,
                     max_refills=config.algorithm.max_refills * len(shards),  # luck is not even between small shares
                     stall_s=config.control.stall_s,
+                    history=self._history,
                     name_of=partial(join, shard, shards=len(shards)),
                 )
                 for shard, (buffer, ledger) in enumerate(zip(shards, ledgers.shards, strict=True))
@@ -199,6 +208,7 @@ class Head:
             prompts=prompts,
             every=every,
             steps=steps,
+            history=self._history,
         )
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
@@ -248,6 +258,7 @@ class Head:
         return LearnerState(
             version=version,
             ledgers=self._intake.settled,
+            history=self._history,
             evaluation=self._evaluation.state(),
             coefficients=coefficients,
         )

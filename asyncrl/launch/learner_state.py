@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from asyncrl.buffer.shards import Ledgers
+from asyncrl.types import INITIAL, History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,8 @@ class LearnerState:
     version: int = 0
     ledgers: Ledgers = field(default_factory=Ledgers)
     """Of the training lane."""
+    history: History = INITIAL
+    """Of the weights."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
     """Of KL and entropy, where they are steered."""
@@ -22,6 +25,7 @@ class LearnerState:
         return {
             "version": self.version,
             "ledger": self.ledgers.to_dict(),
+            "history": str(self.history),
             "evaluation": self.evaluation,
             "coefficients": self.coefficients,
         }
@@ -34,6 +38,7 @@ class LearnerState:
         return cls(
             version=values["version"],
             ledgers=Ledgers.from_dict(values["ledger"]),
+            history=History.parse(values["history"]),
             evaluation=values["evaluation"],
             coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
         )

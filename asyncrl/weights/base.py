@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncrl.types import INITIAL, History, Weights
+
 if TYPE_CHECKING:  # the control plane imports the orders from here, and status commands must start without torch
     import torch
 
@@ -56,6 +58,13 @@ class UpdateOrder:
     probe_ids: tuple[int, ...]
     probe_logprobs: tuple[float, ...]
     """The learner's own log-probabilities of probe_ids[1:] at `version`."""
+    history: str = str(INITIAL)
+    """Of the learner that made it."""
+
+    @property
+    def weights(self) -> Weights:
+        """What it brings."""
+        return History.parse(self.history).weights(self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +79,8 @@ class UpdateReport:
     """Largest difference of log-probabilities on the probe, generator against learner."""
     paused_s: float = 0.0
     transfer_s: float = 0.0
+    lineage: int = 0
+    """Of the version: an earlier learner may have ordered the same number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

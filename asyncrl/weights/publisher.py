@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import TransferError
+from asyncrl.types import INITIAL, History
 from asyncrl.weights.fork_server import ForkServer
 from asyncrl.weights.layout import Layout, checksum
 from asyncrl.weights.sender_process import Published, SenderProcess
@@ -29,6 +30,7 @@ class SharedMemoryPublisher:
         probe_ids: the fixed token sequence of the probe.
         directory: owned by this object; holds rendezvous files and, for the disk transport, versions.
         deadline_s: bound on one transfer.
+        history: of the weights that are published.
         interface: address of this host for generators elsewhere; None when all are on this host.
     """
 
@@ -40,6 +42,7 @@ class SharedMemoryPublisher:
         directory: Path,
         deadline_s: float,
         interface: str | None = None,
+        history: History = INITIAL,
     ) -> None:
         # What an earlier learner left may carry the same version numbers on other weights, hence also a name of our own.
         shutil.rmtree(directory, ignore_errors=True)
@@ -51,6 +54,7 @@ class SharedMemoryPublisher:
         self._versions = directory / f"versions-{secrets.token_hex(4)}"
         self._deadline_s = deadline_s
         self._interface = interface
+        self._history = str(history)
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes)
         self._newest: Published | None = None
@@ -83,7 +87,12 @@ class SharedMemoryPublisher:
             version_directory=str(self._versions),
         )
         sender = SenderProcess(
-            setup, self._fork_server.fork, probe_ids=self._probe_ids, take=self._take, give_back=self._give_back
+            setup,
+            self._fork_server.fork,
+            probe_ids=self._probe_ids,
+            history=self._history,
+            take=self._take,
+            give_back=self._give_back,
         )
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]

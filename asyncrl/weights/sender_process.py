@@ -41,12 +41,14 @@ class SenderProcess:
         fork: Callable[[], socket.socket],
         *,
         probe_ids: tuple[int, ...],
+        history: str,
         take: Callable[[], Published | None],
         give_back: Callable[[Published], None],
     ) -> None:
         self._setup = setup
         self._fork = fork
         self._probe_ids = probe_ids
+        self._history = history
         self._take = take
         self._give_back = give_back
         self._held: Published | None = None
@@ -179,6 +181,7 @@ class SenderProcess:
                 details=message["details"],
                 probe_ids=self._probe_ids,
                 probe_logprobs=self._held.probe_logprobs,
+                history=self._history,
             )
         self._release()
         if message["op"] == "sent":

@@ -32,6 +32,7 @@ _COLUMNS = {
     "action_mask": "uint8",
     "behaviour_logprobs": "float32",
     "span_versions": "int64",
+    "span_lineages": "int64",
     "span_tokens": "int32",
     "finish": "uint8",
     "rewards": "float64",
@@ -49,6 +50,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
         "spans": [len(rollout.version_spans) for rollout in rollouts],
         "span_versions": [span.version for rollout in rollouts for span in rollout.version_spans],
+        "span_lineages": [span.lineage for rollout in rollouts for span in rollout.version_spans],
         "span_tokens": [span.tokens for rollout in rollouts for span in rollout.version_spans],
         "finish": [finish_reasons.index(rollout.finish_reason) for rollout in rollouts],
         "rewards": [rollout.reward for rollout in rollouts],
@@ -147,6 +149,7 @@ def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], par
     logprobs = _split(arrays["behaviour_logprobs"], arrays["response_tokens"], count)
     span_versions = _split(arrays["span_versions"], arrays["spans"], count)
     span_tokens = _split(arrays["span_tokens"], arrays["spans"], count)
+    span_lineages = _split(arrays["span_lineages"], arrays["spans"], count)
     part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
     rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
     if len(finish) != count:
@@ -157,7 +160,9 @@ def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], par
             response_ids=response_ids[r],
             action_mask=masks[r],
             behaviour_logprobs=logprobs[r],
-            version_spans=tuple(map(VersionSpan, span_versions[r].tolist(), span_tokens[r].tolist())),
+            version_spans=tuple(
+                map(VersionSpan, *(column[r].tolist() for column in (span_versions, span_tokens, span_lineages)))
+            ),
             finish_reason=finish_reasons[finish[r]],
             reward=rewards[r],
             reward_parts={part: value for part, value in zip(parts, part_values[r], strict=True) if value == value},

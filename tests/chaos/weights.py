@@ -160,7 +160,7 @@ class Endless:
     def lease(self, holder: str, count: int) -> Lease:
         self._next += count
         tickets = tuple(Ticket(id=i, minimum_version=0) for i in range(self._next - count + 1, self._next + 1))
-        return Lease(version=1 << 40, tickets=() if self.closed else tickets, closed=self.closed)
+        return Lease(tickets=() if self.closed else tickets, closed=self.closed)
 
     def renew(self, holder: str, ids: object) -> None: ...
     def give_back(self, holder: str, ids: object) -> None: ...

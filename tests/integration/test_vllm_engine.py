@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from vllm_helpers import (
+    LINEAGE,
     STORIES,
     apply,
     disk_order,
@@ -20,6 +21,7 @@ from vllm_helpers import (
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError
+from asyncrl.types import Weights
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -66,9 +68,10 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(recompute_kv, 
         np.testing.assert_array_equal(rollout.response_ids - FIRST_TOKEN, rollout.versions)
         np.testing.assert_allclose(rollout.behaviour_logprobs, 0.0, atol=1e-4)
         assert rollout.action_mask.all() and len(rollout.response_ids) == 250 and rollout.finish_reason == "length"
+        assert all(span.lineage == (LINEAGE if span.version else 0) for span in rollout.version_spans)
     spans = [len(rollout.version_spans) for rollout in rollouts]
     assert max(spans) >= 4, "the updates must fall within the requests"
-    assert len({version for rollout in rollouts for version, _ in rollout.version_spans}) >= 10
+    assert len({version for rollout in rollouts for version, *_ in rollout.version_spans}) >= 10
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -120,7 +123,7 @@ def test_prompts_cached_under_old_weights_are_not_used_by_new_requests(stories, 
         queued = asyncio.create_task(engine.sample(prompt, 2, spec()))
         await asyncio.sleep(0.1)
         await engine.receive(disk_order(1, sent, tmp_path))
-        await engine.finish_update(1)
+        await engine.finish_update(Weights(1))
         late = await engine.sample(prompt, 2, spec())
         await running
         return sent, [*await queued, *late]
@@ -163,7 +166,7 @@ def test_cancelled_and_dropped_requests_leave_the_engine(stories, tmp_path):
         with pytest.raises(EngineError, match="dropped"):
             await dropped
         with pytest.raises(EngineError, match="no weights were received"):
-            await engine.finish_update(0)
+            await engine.finish_update(Weights(0))
         await apply(engine, disk_order(0, model, tmp_path))
         for _ in range(100):
             if not engine._llm.output_processor.has_unfinished_requests():

@@ -23,6 +23,7 @@ from vllm_helpers import (
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError, TransferError
+from asyncrl.types import Weights
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -55,7 +56,7 @@ def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_pa
             update = sender.order(version, sent)
         before = runner.run(engine.score(PROBE))
         runner.run(apply(engine, update))
-        assert engine.version == version
+        assert engine.weights.version == version
         assert np.abs(runner.run(engine.score(PROBE)) - before).max() > 0.01  # the update is visible at all
         assert_same_weights(runner, engine, sent)
 
@@ -71,7 +72,7 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         update = Sender(tmp_path, deadline_s=60.0).order(2, new, after=leave)
         arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, update))
         during = await engine.sample([1, 300], 4, SPEC)
-        assert not arriving.done() and engine.version == 1 and engine.stats().paused_s == paused_before_s
+        assert not arriving.done() and engine.weights.version == 1 and engine.stats().paused_s == paused_before_s
         leave.set()
         ready = await arriving
         np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)  # nothing is loaded yet
@@ -79,12 +80,12 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         await asyncio.sleep(0.05)
         await engine.begin_update()
         await engine.receive(ready)
-        await engine.finish_update(2)
+        await engine.finish_update(Weights(2))
         return during, await across
 
     during, across = runner.run(scenario())
-    assert {version for rollout in during for version, _ in rollout.version_spans} == {1}
-    assert {version for rollout in across for version, _ in rollout.version_spans} == {1, 2}
+    assert {version for rollout in during for version, *_ in rollout.version_spans} == {1}
+    assert {version for rollout in across for version, *_ in rollout.version_spans} == {1, 2}
     for rollout in during + across:  # up to the update, all was computed by the old weights
         of_old = rollout.versions == 1
         ids = [1, 300, *rollout.response_ids.tolist()]
@@ -107,13 +108,13 @@ def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
         for update, reason in zip([stalled, nobody, spoilt], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
                 await apply(engine, update)
-            assert engine.version == 1
+            assert engine.weights.version == 1
             np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(model, PROBE), atol=1e-4)
         rollouts = await running
         await apply(engine, Sender(tmp_path).order(5, scrambled(model, 5)))
         return rollouts
 
-    assert {version for rollout in runner.run(scenario()) for version, _ in rollout.version_spans} == {1}
+    assert {version for rollout in runner.run(scenario()) for version, *_ in rollout.version_spans} == {1}
     assert_same_weights(runner, engine, scrambled(model, 5))
 
 
@@ -130,7 +131,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         for update, reason in zip([incomplete, nowhere], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
                 await apply(engine, update)
-            assert engine.version == -1
+            assert engine.weights.version == -1
             with pytest.raises(EngineError, match="paused"):
                 await engine.score(PROBE)
         waiting = asyncio.create_task(engine.sample([1, 301], 1, SPEC))
@@ -139,8 +140,8 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         return await running, await waiting
 
     running, waiting = runner.run(scenario())
-    assert {version for rollout in running for version, _ in rollout.version_spans} == {1, 6}
-    assert {version for version, _ in waiting[0].version_spans} == {6}
+    assert {version for rollout in running for version, *_ in rollout.version_spans} == {1, 6}
+    assert {version for version, *_ in waiting[0].version_spans} == {6}
     assert_same_weights(runner, engine, scrambled(model, 6))
 
 

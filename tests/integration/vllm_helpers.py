@@ -120,9 +120,19 @@ def logprobs_of(model, token_ids, temperature=1.0):
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1).numpy()
 
 
+LINEAGE = 4_000_000_000
+"""Of every version but 0."""
+
+
 def order(version, transport, details, deadline_s=20.0):
     return UpdateOrder(
-        version=version, transport=transport, deadline_s=deadline_s, details=details, probe_ids=(), probe_logprobs=()
+        version=version,
+        transport=transport,
+        deadline_s=deadline_s,
+        details=details,
+        probe_ids=(),
+        probe_logprobs=(),
+        history=f"{LINEAGE} 0 0",
     )
 
 
@@ -138,7 +148,7 @@ async def apply(engine, update):
     ready = await asyncio.to_thread(STAGING.stage, update)
     await engine.begin_update()
     await engine.receive(ready)
-    await engine.finish_update(update.version)
+    await engine.finish_update(update.weights)
 
 
 class Sender:

@@ -155,6 +155,7 @@ def _check_frames(call: Call) -> None:
 def _lease_call(call: Call) -> None:
     holder, wanted, lease_ms = call.arguments[0], int(call.arguments[1]), int(call.arguments[2])
     ids, limit = {int(i) for i in call.reply[3]}, call.before.number("limit")
+    require(call.reply[4].decode() == call.before.meta.get("history", ""), "the history is another", call.reply)
     require(limit <= call.credit, "the limit is beyond the credit", limit, call.credit)
     for ticket_id in ids:
         require(call.after.holders.get(ticket_id) == holder, "leased to somebody else", ticket_id, holder)
@@ -291,12 +292,20 @@ def _version_call(call: Call) -> None:
 
 
 def _recover_call(call: Call) -> None:
-    known_epoch, owner, takes, chain, version, limit, watermark, above = call.arguments
+    known_epoch, owner, takes, chain, version, limit, watermark, above, history = call.arguments
     before, after = call.before, call.after
     require(
         (after.watermark, after.done) == (int(watermark), call.ids(above)), "the store disagrees with the ledger", call.arguments
     )
-    told = {"owner": owner, "version": version, "limit": limit, "closed": "0", "starving": "0", "committed": takes}
+    told = {
+        "owner": owner,
+        "version": version,
+        "limit": limit,
+        "history": history,
+        "closed": "0",
+        "starving": "0",
+        "committed": takes,
+    }
     require(after.learners | told == after.learners, "the store disagrees with the learner", after.learners, told)
     is_new = before.meta.get("owner") != owner
     newest = max(before.number("epoch"), int(known_epoch)) + 1 if is_new else before.number("epoch")

@@ -9,6 +9,7 @@ import pytest
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.errors import EngineError, TransferError
+from asyncrl.types import Weights
 from asyncrl.weights.base import UpdateOrder
 
 
@@ -19,7 +20,7 @@ def order(version, **details):
 async def apply(engine, update):
     await engine.begin_update()
     await engine.receive(update)
-    await engine.finish_update(update.version)
+    await engine.finish_update(update.weights)
 
 
 def spec(tokens=50, temperature=1.0):
@@ -86,9 +87,9 @@ def test_dirty_weights_do_not_sample():
         await engine.begin_update()
         with pytest.raises(TransferError, match="shape"):
             await engine.receive(order(1, tensors={"logits": [1.0]}))
-        assert engine.version == -1
+        assert engine.weights.version == -1
         with pytest.raises(EngineError, match="no weights were received"):
-            await engine.finish_update(1)
+            await engine.finish_update(Weights(1))
         with pytest.raises(EngineError, match="paused"):
             await engine.score([1, 2])
         waiting = asyncio.create_task(engine.sample([3], 2, spec()))
@@ -98,7 +99,7 @@ def test_dirty_weights_do_not_sample():
         return rollouts, engine.stats()
 
     rollouts, stats = run(scenario())
-    assert {version for rollout in rollouts for version, _ in rollout.version_spans} == {2}
+    assert {span.version for rollout in rollouts for span in rollout.version_spans} == {2}
     assert stats.paused_s >= 0.02 and stats.running_requests == 0
     assert stats.sampled_tokens == sum(len(rollout.response_ids) for rollout in rollouts)
 

@@ -22,7 +22,7 @@ from asyncrl.errors import RewardError, TransferError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.types import Prompt, Rollout
+from asyncrl.types import INITIAL, History, Prompt, Rollout, Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.schema import decode_group
 
@@ -131,7 +131,7 @@ class World:
             on_version=on_version,
         )
 
-    def order(self, version: int, *, probe_error: float = 0.0) -> UpdateOrder:
+    def order(self, version: int, *, probe_error: float = 0.0, history: History = INITIAL) -> UpdateOrder:
         truth = logprobs_of(logits_of(version))[list(PROBE[1:])] + probe_error
         return UpdateOrder(
             version=version,
@@ -140,6 +140,7 @@ class World:
             details={},
             probe_ids=PROBE,
             probe_logprobs=tuple(float(value) for value in truth),
+            history=str(history),
         )
 
     async def until(self, condition: Callable[[], bool], wait_s: float = 5.0) -> None:
@@ -262,17 +263,17 @@ def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
         world.staging.error = "the peer is gone"
         await world.control.orders.put(world.order(1))
         await world.until(lambda: world.learner.audit().ready == 4)
-        assert (world.engine.version, world.engine.stats().paused_s, world.control.reports.qsize()) == (0, 0.0, 0)
+        assert (world.engine.weights.version, world.engine.stats().paused_s, world.control.reports.qsize()) == (0, 0.0, 0)
         world.staging.arrived.set()
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert (report.applied, report.reason) == (False, "the peer is gone")
-        assert (world.engine.version, world.engine.stats().paused_s) == (0, 0.0)
+        assert (world.engine.weights.version, world.engine.stats().paused_s) == (0, 0.0)
         (rollout,) = await world.engine.sample((1,), 1, world.generator._lanes[0].spec)
         assert {span.version for span in rollout.version_spans} == {0}
         world.staging.error = ""
         await world.control.orders.put(world.order(1))
         assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        assert world.engine.version == 1
+        assert world.engine.weights.version == 1
 
     world.run(script)
     take = world.learner.take(Ledger(), 4, window=4)
@@ -290,7 +291,7 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
         assert not report.applied
         assert "probe differs" in report.reason
         await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
-        assert world.engine.version == -1
+        assert world.engine.weights.version == -1
         await world.until(lambda: world.control.beats[-1].state == "dirty")
         assert world.learner.audit().ready == 0
         world.learner.set_version(2, limit=0)
@@ -376,11 +377,16 @@ def test_a_failed_probe_drops_the_greedy_response_too():
         assert group.greedy_reward == len(greedy_response(2))
 
 
-def test_weights_of_a_discarded_lineage_start_no_ticket():
+BACK_AT_2 = History(9, (Weights(0), Weights(2)))
+"""Of a learner that went back to version 2."""
+
+
+@pytest.mark.parametrize("version", [2, 5, 7], ids=["when it went back", "at the same number", "at a higher number"])
+def test_weights_of_a_discarded_lineage_start_no_ticket(version):
     """The learner went back from version 5 to 2; this generator still has version 5, and hears of it from the store first."""
     world = World()
     back = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
-    back.recover(Ledger(), version=2, limit=8)
+    back.recover(Ledger(), version=version, limit=2 * version + 4, history=BACK_AT_2)
 
     async def script(world: World) -> None:
         world.learner.set_version(5, limit=0)
@@ -390,15 +396,38 @@ def test_weights_of_a_discarded_lineage_start_no_ticket():
         world.generator._lanes[0].buffer._store = back._store  # type: ignore[attr-defined]
         await world.until(lambda: back.audit().counters.get("returned", 0) >= 8)
         assert back.audit().ready == 0
-        await world.control.orders.put(world.order(2))
-        await world.until(lambda: back.audit().ready == 8)
+        await world.control.orders.put(world.order(version, history=BACK_AT_2))
+        await world.until(lambda: back.audit().ready == 2 * version + 4)
 
     world.run(script)
-    for group in map(decode_group, back.frames(range(1, 9))):
-        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+    assert sampled_by(back, 2 * version + 4) == {BACK_AT_2.weights(version)}
 
 
-def test_an_order_of_an_older_version_gives_back_what_runs_even_after_a_failed_update():
+def test_a_ticket_waits_for_weights_of_its_history_though_others_are_new_enough():
+    world = World()
+    world.learner.recover(Ledger(), version=3, limit=4, history=BACK_AT_2)  # its tickets wait for version 2 or newer
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().leased == 4)
+        await world.control.orders.put(world.order(5))  # of the learner that has died
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        await asyncio.sleep(0.1)
+        assert (world.learner.audit().leased, world.engine.stats().sampled_tokens) == (4, 0)
+        await world.control.orders.put(world.order(3, history=BACK_AT_2))
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    assert sampled_by(world.learner, 4) == {Weights(3, 9)}
+
+
+def sampled_by(learner: MemoryBuffer, groups: int) -> set[Weights]:
+    """What sampled the first groups, all together."""
+    decoded = map(decode_group, learner.frames(range(1, groups + 1)))
+    return {span.weights for group in decoded for rollout in group.rollouts for span in rollout.version_spans}
+
+
+@pytest.mark.parametrize("version", [3, 5, 6])
+def test_an_order_of_another_history_gives_back_what_runs_even_after_a_failed_update(version):
     world = World(token_s=0.05)
 
     async def script(world: World) -> None:
@@ -409,14 +438,32 @@ def test_an_order_of_an_older_version_gives_back_what_runs_even_after_a_failed_u
         broken.details["tensors"] = {"logits": [0.0]}  # type: ignore[index]
         await world.control.orders.put(broken)
         assert not (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        world.learner.set_version(3, limit=0)
-        await world.control.orders.put(world.order(3))
+        world.learner.recover(Ledger(), version=version, limit=4, history=BACK_AT_2)
+        await world.control.orders.put(world.order(version, history=BACK_AT_2))
+        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        assert (report.applied, report.version, report.lineage) == (True, version, 9)
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    assert sampled_by(world.learner, 4) == {Weights(version, 9)}
+
+
+def test_what_runs_goes_on_under_a_learner_that_continues_its_history():
+    """Weights that the next learner has loaded itself are not lost: nothing is given back when it takes over."""
+    world = World(token_s=0.05)
+
+    async def script(world: World) -> None:
+        await world.control.orders.put(world.order(2))
+        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        sampled = world.engine.stats().sampled_tokens
+        await world.until(lambda: world.engine.stats().sampled_tokens >= sampled + 4 * G)
+        await world.control.orders.put(world.order(3, history=BACK_AT_2))
         assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
         await world.until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
-    for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
-        assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {3}
+    assert sampled_by(world.learner, 4) >= {Weights(2), Weights(3, 9)}
+    assert world.learner.audit().counters.get("returned", 0) == 0
 
 
 def test_log_lines_carry_the_version_that_samples(tmp_path):

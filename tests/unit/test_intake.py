@@ -1,6 +1,7 @@
 """One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is healed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
-from asyncrl.types import Group, Rollout, VersionSpan, version_spans
+from asyncrl.types import Group, History, Rollout, VersionSpan, Weights, version_spans
 from asyncrl.wire.schema import decode_group, encode_group
 
 B = 4
@@ -123,6 +124,13 @@ def test_a_ticket_whose_frames_never_decode_is_dead_after_its_attempts():
     assert (buffer.audit().counters["dead"], buffer.audit().missing) == (1, 0)
 
 
+def sampled_by(*weights: tuple[int, int]) -> Group:
+    """One token by each (version, lineage)."""
+    group = sampled_at(*(version for version, _ in weights))
+    spans = tuple(VersionSpan(version, 1, lineage) for version, lineage in weights)
+    return replace(group, rollouts=(replace(group.rollouts[0], version_spans=spans),))
+
+
 def sampled_at(*versions: int, greedy_reward: float | None = None) -> Group:
     """A group of one rollout with a token of each version."""
     rollout = Rollout(
@@ -130,7 +138,7 @@ def sampled_at(*versions: int, greedy_reward: float | None = None) -> Group:
         response_ids=np.arange(len(versions), dtype=np.int32),
         action_mask=np.ones(len(versions), dtype=np.bool_),
         behaviour_logprobs=np.full(len(versions), -0.5, dtype=np.float32),
-        version_spans=version_spans(versions),
+        version_spans=version_spans(map(Weights, versions)),
         finish_reason="stop",
     )
     return Group(ticket_id=1, rollouts=(rollout,), generator_id="g", finished_version=max(versions), greedy_reward=greedy_reward)
@@ -142,6 +150,25 @@ def test_no_token_newer_than_the_version_being_trained_passes_the_judge():
         assert judge(sampled_at(*versions), 5) is None
     for versions in [(6,), (0, 6), (5, 9, 5)]:
         assert judge(sampled_at(*versions), 5) == "discarded_lineage"
+
+
+def test_no_token_of_a_lost_history_passes_the_judge_whatever_its_number():
+    history = History(9, (Weights(0), Weights(4, 7)))
+    judge = make_judge((), drop_older_than=None, history=history)
+    for weights in [(0, 0), (4, 7), (1, 7), (5, 9), (6, 9)]:
+        assert judge(sampled_by((0, 0), weights), 6) is None, weights
+    for weights in [(1, 0), (5, 7), (6, 7), (4, 8), (0, 8), (7, 9)]:
+        assert judge(sampled_by((0, 0), weights), 6) == "discarded_lineage", weights
+        assert judge(sampled_by(weights, (6, 9)), 6) == "discarded_lineage", weights
+
+
+def test_the_judge_looks_at_every_span_of_every_rollout():
+    good, bad = sampled_by((5, 0)).rollouts[0], sampled_by((5, 0), (9, 0)).rollouts[0]
+    judge = make_judge((), drop_older_than=5)
+    for rollouts in [(good, good, bad), (bad, good), (good, bad, good)]:
+        group = replace(sampled_at(5), rollouts=rollouts)
+        assert judge(group, 5) == "discarded_lineage"
+        assert judge(group, 9) is None and judge(group, 11) == "stale"
 
 
 def test_groups_of_a_discarded_lineage_are_refilled_however_many_there_are(buffer):

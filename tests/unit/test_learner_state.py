@@ -8,11 +8,16 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers
 from asyncrl.errors import ConfigError
 from asyncrl.launch.learner_state import LearnerState
+from asyncrl.types import History, Weights
 
 
 def test_the_state_survives_its_checkpoint():
     state = LearnerState(
-        version=3, ledgers=ledgers(1), evaluation={"round": 1}, coefficients={"kl": 0.1, "measured_entropy": 1.5}
+        version=3,
+        ledgers=ledgers(1),
+        history=History(7, (Weights(0), Weights(2, 5))),
+        evaluation={"round": 1},
+        coefficients={"kl": 0.1, "measured_entropy": 1.5},
     )
     again = LearnerState.from_dict(json.loads(json.dumps(state.to_dict())))
     assert again == state

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,16 @@ def make(transport="gloo", *, one_host=True):
     return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host)
 
 
-def order(version, transport="gloo"):
-    return UpdateOrder(version=version, transport=transport, deadline_s=DEADLINE_S, details={}, probe_ids=(), probe_logprobs=())
+def order(version, transport="gloo", history="0"):
+    return UpdateOrder(
+        version=version,
+        transport=transport,
+        deadline_s=DEADLINE_S,
+        details={},
+        probe_ids=(),
+        probe_logprobs=(),
+        history=history,
+    )
 
 
 def applied(version):
@@ -48,6 +57,17 @@ def test_weights_of_an_unknown_learner_are_replaced_whatever_their_number():
     schedule = make()
     schedule.announce(12, 0.0)
     assert joined(schedule, "a", version=12) == [Prepare("a", "gloo")]
+
+
+def test_a_report_on_an_earlier_learners_order_means_nothing_though_the_number_is_the_same():
+    schedule = make()
+    joined(schedule, "a")
+    schedule.announce(3, 0.0)
+    schedule.prepared("a", order(3, history="9 0 0 2 7"), 0.0)
+    for report in (applied(3), replace(applied(3), lineage=7), replace(applied(2), lineage=9)):
+        assert schedule.reported("a", report, 1.0) == [] and schedule.phase("a") is Phase.UPDATING
+    schedule.reported("a", replace(applied(3), lineage=9), 1.0)
+    assert schedule.version("a") == 3
 
 
 def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():

@@ -17,7 +17,7 @@ from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_
 from asyncrl.config.schema import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
-from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, version_spans
+from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, Weights, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec, schema
 from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
@@ -40,7 +40,7 @@ def rollouts(draw):
         response_ids=draw(hnp.arrays(np.int32, length, elements=ids)),
         action_mask=draw(hnp.arrays(np.bool_, length)),
         behaviour_logprobs=draw(hnp.arrays(np.float32, length, elements=finite)),
-        version_spans=version_spans(versions),
+        version_spans=version_spans(Weights(version, draw(st.integers(0, 2**32 - 1))) for version in versions),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(names, finite, max_size=3)),
@@ -90,7 +90,7 @@ def group_of(rng, rollouts_count=3, tokens=20):
                 response_ids=rng.integers(0, 1000, tokens, dtype=np.int32),
                 action_mask=rng.random(tokens) < 0.8,
                 behaviour_logprobs=-rng.random(tokens, dtype=np.float32),
-                version_spans=(VersionSpan(6, tokens - 3), VersionSpan(7, 3)),
+                version_spans=(VersionSpan(6, tokens - 3, 4_000_000_000), VersionSpan(7, 3, 12345)),
                 finish_reason=("stop", "length")[r % 2],
                 reward=r / 2,
                 reward_parts={"exact": float(r), f"only_{r}": 0.25},
@@ -115,6 +115,7 @@ ORDER = UpdateOrder(
     details={"address": "127.0.0.1:29500", "buckets": [[0, 4], [4, 9]], "checksums": [1, 2**63], "more": {"keep": True}},
     probe_ids=(1, 2, 3),
     probe_logprobs=(-0.5, -1.25),
+    history="12345 0 0 4000000000 2",
 )
 FRAMES = {
     "group.v1": (encode_group(GROUP, KEY), lambda data: assert_same_group(decode_group(data, KEY), GROUP)),
