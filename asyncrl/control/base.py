@@ -5,11 +5,29 @@ orders: adopt a version, stop. The learner's side is a thread that owns the memb
 generator's side is an asyncio task.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.weights.base import UpdateOrder, UpdateReport
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_LONGEST_TEXT, _MOST_ENTRIES = 300, 64
+STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updating", "dirty", "leaving")
+
+
+def _check_names(*names: str) -> None:
+    """Names stand in leases, logs, file names and on screens."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"the name {name[:40]!r} is not 1 to 200 letters, digits, dots, dashes and underscores")
+
+
+def _check_texts(*texts: str) -> None:
+    for text in texts:
+        if len(text) > _LONGEST_TEXT or not text.isprintable():
+            raise ValueError(f"the text {text[:40]!r} is not printable or longer than {_LONGEST_TEXT} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +47,13 @@ class Hello:
     transports: tuple[str, ...] = ("gloo", "disk")
     """What its engine can receive, best first: `weights.base.receivable`."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_names(self.generator_id, self.incarnation)
+        _check_texts(self.release, self.config_hash, self.host, *self.transports)
+        if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
@@ -38,9 +63,18 @@ class Heartbeat:
     incarnation: str
     version: int
     state: str
-    """starting | sampling | waiting_tickets | waiting_weights | updating | dirty | leaving"""
+    """One of `STATES`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s, groups, ..."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_names(self.generator_id, self.incarnation)
+        if self.state not in STATES:
+            raise ValueError(f"the state is {self.state[:40]!r}; known are {', '.join(STATES)}")
+        if len(self.metrics) > _MOST_ENTRIES:
+            raise ValueError(f"{len(self.metrics)} metrics; at most {_MOST_ENTRIES} are allowed")
+        _check_texts(*self.metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +83,10 @@ class Leave:
 
     generator_id: str
     incarnation: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_names(self.generator_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

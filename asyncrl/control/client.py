@@ -8,6 +8,8 @@ generator with a `Stop`. Losing the learner is neither: the generator goes on wi
 
 import asyncio
 import logging
+import math
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,8 +19,7 @@ import zmq.asyncio
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import GeneratorKeys, introduce
-from asyncrl.control.membership import holder_name
-from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REASON_CHARACTERS, UnknownMember, set_options
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 _SILENT_BEATS = 3
 """Heartbeats without an answer after which the learner counts as lost."""
 _RETRY_S = 0.05
+_IDENTITY_BYTES = 16
 _FLUSH_MS = 500
 
 
@@ -69,7 +71,8 @@ class ControlClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt_string(zmq.IDENTITY, holder_name(hello.generator_id, hello.incarnation))
+        # By it the learner knows this connection again. Known to nobody else, so that nobody else can speak for this generator.
+        self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
         self._socket.connect(self._endpoint)
         self._answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve(), name="asyncrl-control")
@@ -99,6 +102,7 @@ class ControlClient:
 
     async def report(self, report: UpdateReport) -> None:
         """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner sends the version again."""
+        report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
         give_up_at_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
             if time.monotonic() > give_up_at_s:
@@ -107,8 +111,9 @@ class ControlClient:
             await asyncio.sleep(_RETRY_S)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """See `GeneratorControl`."""
-        self._beat = heartbeat
+        """See `GeneratorControl`. A metric that is no finite number stays here: the learner would refuse the message."""
+        finite = {name: value for name, value in heartbeat.metrics.items() if math.isfinite(value)}
+        self._beat = replace(heartbeat, metrics=finite)
 
     async def leave(self) -> None:
         """See `GeneratorControl`."""
@@ -138,7 +143,7 @@ class ControlClient:
             if self._is_member and time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
                 log.warning("the learner is silent; going on with the weights at hand, and calling it")
                 self._is_member = False
-            await self._send(self._beat if self._is_member and self._beat is not None else self._current_hello())
+            await self._send_sign_of_life()
             await self._listen_until(time.monotonic() + self._heartbeat_s)
 
     async def _listen_until(self, until_s: float) -> None:
@@ -154,9 +159,11 @@ class ControlClient:
         self._heard_at_s = time.monotonic()
         match message:
             case Welcome():
-                self._is_member = True
+                is_new, self._is_member = not self._is_member, True
                 if not self._answer.done():
                     self._answer.set_result(message)
+                if is_new:  # only who speaks a second time gets a sender
+                    await self._send_sign_of_life()
             case Refused(reason=reason):
                 self._refuse(reason)
             case UnknownMember():
@@ -178,6 +185,9 @@ class ControlClient:
         if not isinstance(self._order, Stop):
             self._order = order
         self._arrived.set()
+
+    async def _send_sign_of_life(self) -> None:
+        await self._send(self._beat if self._is_member and self._beat is not None else self._current_hello())
 
     def _current_hello(self) -> Hello:
         assert self._hello is not None

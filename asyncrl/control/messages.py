@@ -19,10 +19,12 @@ CODEC = MessageCodec((Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, U
 
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
 """What a generator accepts: orders carry the layout of the model, about 75 bytes per tensor."""
-MAX_REPORT_BYTES = 1 << 18
-"""What the learner accepts, from each of many: everything that generators say is below 64 KiB."""
+MAX_REPORT_BYTES = 1 << 15
+"""What the learner accepts, from each of many: what generators say takes a few KiB."""
+MAX_REASON_CHARACTERS = 4000
+"""Of a report: longer ones are cut off before they are sent."""
 _QUEUED_MESSAGES = 64
-_HANDSHAKE_MS = 10_000
+_HANDSHAKE_MS = 5_000
 
 
 def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:

@@ -21,7 +21,6 @@ One update: the sender prepares -> order to the generator, and the sender starts
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -30,13 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
-from asyncrl.control.curve import LearnerKeys, guard
+from asyncrl.control.curve import LearnerKeys
+from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
-from asyncrl.control.messages import CODEC, MAX_REPORT_BYTES, UnknownMember, set_options
+from asyncrl.control.messages import CODEC, UnknownMember
+from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, WireError
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
@@ -50,7 +50,10 @@ _SENDER_START_S = 60.0
 """On top of the transfer deadline, for a sender to start and to prepare: the generator samples on meanwhile."""
 _STOP_S = 10.0
 _FLUSH_MS = 1000
-_MAX_SOCKET_PATH_BYTES = 107
+MAX_MEMBERS = 1024
+MAX_GREETED = 64
+"""Newcomers at a time that have been welcomed and have not spoken again: only who does gets a sender, which is a process."""
+_COMPLAINTS_EVERY_S = 1.0
 
 
 class ControlHub:
@@ -85,9 +88,12 @@ class ControlHub:
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )
+        self._peers = Peers(heartbeat_s=config.heartbeat_s)
+        self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
         self._killed = 0
         self._rejected = 0
+        self._complained: tuple[float, int] = (-_COMPLAINTS_EVERY_S, 0)
         self._announced: int | None = None
         self._stop_reason: str | None = None
         self._farewell = True
@@ -97,8 +103,11 @@ class ControlHub:
         self._woken.setblocking(False)
         self._revoker = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-revoke")
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate: ThreadAuthenticator | None = None
-        self._router = self._bind(endpoint, keys)
+        try:
+            self._router, self._gate = listen(self._context, endpoint, keys)
+        except ControlError:
+            self._context.term()
+            raise
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """What generators connect to."""
         self._take_snapshot()
@@ -155,12 +164,9 @@ class ControlHub:
             for sender in self._senders.values():
                 sender.close()
             self._router.close(linger=_FLUSH_MS)
-            self._close_context()
-
-    def _close_context(self) -> None:
-        if self._gate is not None:
-            self._gate.stop()
-        self._context.term()
+            if self._gate is not None:
+                self._gate.stop()
+            self._context.term()
 
     def _round(self) -> None:
         self._wait()
@@ -199,44 +205,67 @@ class ControlHub:
                 return
             try:
                 self._handle(*frames)
-            except (WireError, TypeError) as error:
-                self._rejected += 1
-                log.warning("control plane: a message was rejected: %s", error)
+            except Exception as error:  # noqa: BLE001 - whatever one message does, the others are heard
+                self._complain(error)
 
-    def _handle(self, identity: bytes, data: bytes) -> None:
-        message = CODEC.decode(data, self._wire_key)
-        holder, now_s = identity.decode(errors="replace"), time.monotonic()
+    def _complain(self, error: Exception) -> None:
+        self._rejected += 1
+        (told_at_s, told), now_s = self._complained, time.monotonic()
+        if now_s - told_at_s >= _COMPLAINTS_EVERY_S:
+            self._complained = now_s, self._rejected
+            log.warning(
+                "control plane: a message was rejected (the %d. since the last such line): %s",
+                *(self._rejected - told, error),
+                exc_info=None if isinstance(error, WireError | TypeError) else error,
+            )
+
+    def _handle(self, peer: bytes, data: bytes) -> None:
+        now_s = time.monotonic()
+        if not self._peers.admit(peer, now_s):
+            raise WireError(f"{self._peers.holder(peer) or 'those who are no members'} said too much at once")
+        message, member = CODEC.decode(data, self._wire_key), self._peers.holder(peer)
         if isinstance(message, UpdateReport):
-            self._hear_report(holder, message, now_s)
+            if member is None:
+                raise WireError(f"a report on version {message.version} of somebody who is no member")
+            self._hear_report(member, message, now_s)
             return
         if not isinstance(message, Hello | Heartbeat | Leave):
-            raise WireError(f"{type(message).__name__} is for generators, {holder} sent it to the learner")
-        if holder != holder_name(message.generator_id, message.incarnation):
-            raise WireError(f"{holder} speaks for {message.generator_id}:{message.incarnation}; everybody speaks for himself")
+            raise WireError(f"{type(message).__name__} is for generators, {member} sent it to the learner")
+        holder = holder_name(message.generator_id, message.incarnation)
+        if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:
+            raise WireError(f"{member or 'somebody'} speaks for {holder}; every generator speaks for itself")
         if isinstance(message, Hello):
-            self._welcome(holder, message, now_s)
+            self._welcome(peer, message, now_s)
+        elif member is None:
+            self._answer(peer, UnknownMember())
         elif isinstance(message, Leave):
-            if self._membership.leave(message) is not None:
-                log.info("generator %s left", holder)
-                self._obey(self._schedule.remove(holder))
-        elif self._membership.heartbeat(message, now_s):
-            self._send(holder, Welcome(version=self._schedule.newest))
+            self._membership.leave(message)
+            log.info("generator %s left", holder)
+            self._remove(holder)
         else:
-            self._send(holder, UnknownMember())
+            self._membership.heartbeat(message, now_s)
+            self._send(holder, Welcome(version=self._schedule.newest))
+            self._begin_to_serve(holder, now_s)
 
-    def _welcome(self, holder: str, hello: Hello, now_s: float) -> None:
+    def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
+        holder = holder_name(hello.generator_id, hello.incarnation)
+        if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
+            raise WireError(f"{MAX_GREETED} newcomers have been welcomed and said nothing since; {holder} has to call again")
         transport = self._schedule.common_transport(hello.transports)
-        answer = self._membership.hello(hello, now_s) if transport else self._no_transport(hello)
+        answer = self._objection(hello, transport) or self._membership.hello(hello, now_s)
         if isinstance(answer, Refused):
             log.warning("generator %s was refused: %s", holder, answer.reason)
-            self._send(holder, answer)
+            self._answer(peer, answer)
         elif isinstance(answer, AlreadyMember):
             self._send(holder, Welcome(version=self._schedule.newest))
+            self._begin_to_serve(holder, now_s)
         elif isinstance(answer, Joined):
             log.info("generator %s joined with version %d", holder, hello.version)
             if answer.replaced is not None:
                 log.warning("generator %s has been replaced by %s and is counted dead", answer.replaced, holder)
                 self._bury(answer.replaced)
+            self._peers.bind(peer, holder, now_s)
+            self._greeted[holder] = hello
             self._send(holder, Welcome(version=self._schedule.newest))
             if transport != self._schedule.transport:
                 log.warning(
@@ -244,20 +273,40 @@ class ControlHub:
                     "the learner's weights.transport, on a device that has it",
                     *(holder, ", ".join(hello.transports), self._schedule.transport, transport),
                 )
-            self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
-            self._obey(self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s))
 
-    def _no_transport(self, hello: Hello) -> Refused:
-        return Refused(
-            reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the learner sends over "
-            f"{self._schedule.transport}; set the same weights.transport for both"
-        )
+    def _begin_to_serve(self, holder: str, now_s: float) -> None:
+        """It has heard the welcome and speaks again: from now on it has a sender."""
+        hello = self._greeted.pop(holder, None)
+        if hello is None:
+            return
+        try:
+            self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
+        except OSError as error:
+            self._greeted[holder] = hello  # its next sign of life tries again
+            log.warning("generator %s has no sender yet: %s", holder, error)
+            return
+        self._obey(self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s))
+
+    def _objection(self, hello: Hello, transport: str | None) -> Refused | None:
+        if transport is None:
+            return Refused(
+                reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the learner sends over "
+                f"{self._schedule.transport}; set the same weights.transport for both"
+            )
+        members = self._membership.members
+        if len(members) >= MAX_MEMBERS and hello.generator_id not in members:
+            return Refused(
+                reason=f"the run has {MAX_MEMBERS} generators, each with a process that sends to it; no more are let in"
+            )
+        return None
 
     def _hear_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         if not report.applied:
             log.warning("generator %s did not apply version %d: %s", holder, report.version, report.reason)
-        self._on_report(holder.rpartition(":")[0], report)
-        self._obey(self._schedule.reported(holder, report, now_s))
+        try:
+            self._on_report(holder.rpartition(":")[0], report)
+        finally:
+            self._obey(self._schedule.reported(holder, report, now_s))
 
     def _hear_sender(self, holder: str, reply: UpdateOrder | Sent | Failed, now_s: float) -> None:
         if isinstance(reply, UpdateOrder):
@@ -287,8 +336,13 @@ class ControlHub:
                     sender.close()
                     del self._senders[holder]
 
-    def _bury(self, holder: str) -> None:
+    def _remove(self, holder: str) -> None:
+        self._peers.release(holder)
+        self._greeted.pop(holder, None)
         self._obey(self._schedule.remove(holder))
+
+    def _bury(self, holder: str) -> None:
+        self._remove(holder)
         self._revoker.submit(self._revoke, holder)
 
     def _revoke(self, holder: str) -> None:
@@ -298,9 +352,15 @@ class ControlHub:
             log.exception("the leases of %s could not be revoked; they run out by themselves", holder)
 
     def _send(self, holder: str, message: Any) -> bool:
-        """False when the generator cannot be reached at this moment."""
+        """To a member. False when it cannot be reached at this moment."""
+        peer = self._peers.peer(holder)
+        return peer is not None and self._answer(peer, message, holder)
+
+    def _answer(self, peer: bytes, message: Any, holder: str = "that is no member") -> bool:
         try:
-            self._router.send_multipart([holder.encode(), CODEC.encode(message, self._wire_key)], zmq.NOBLOCK)
+            self._router.send_multipart([peer, CODEC.encode(message, self._wire_key)], zmq.NOBLOCK)
+        except WireError as error:  # such as an order with a probe that is not finite
+            reason = str(error)
         except zmq.Again:
             reason = "its queue is full"
         except zmq.ZMQError as error:
@@ -324,40 +384,3 @@ class ControlHub:
             "probe_max": self._schedule.probe_max,
             "messages_rejected": self._rejected,
         }
-
-    def _bind(self, endpoint: str, keys: LearnerKeys | None) -> "zmq.Socket[bytes]":
-        _require_private(endpoint, keys)
-        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        set_options(router, max_bytes=MAX_REPORT_BYTES)
-        if endpoint.startswith("tcp://") and keys is not None:
-            self._gate = guard(router, keys)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
-            router.close()
-            self._close_context()
-            raise ControlError(
-                f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address"
-            ) from error
-        if endpoint.startswith("ipc://"):
-            os.chmod(endpoint.removeprefix("ipc://"), 0o600)
-        return router
-
-
-def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
-    """Raises ControlError for an address that everybody can reach, or that the system cannot have."""
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc" and len(os.fsencode(address)) > _MAX_SOCKET_PATH_BYTES:
-        raise ControlError(
-            f"control plane: socket path {address} has {len(os.fsencode(address))} bytes, the system allows "
-            f"{_MAX_SOCKET_PATH_BYTES}; use a shorter run directory or control.bind"
-        )
-    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and address.rpartition(":")[0] in ("*", "0.0.0.0", "[::]", "")):
-        raise ControlError(
-            f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or tcp://ADDRESS:PORT with this "
-            "host's address in the network of the generators"
-        )
-    if scheme == "tcp" and keys is None:
-        raise ControlError(f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed")

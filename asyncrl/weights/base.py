@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the control plane imports the orders from here, and status 
 
 _EVERYWHERE = ("gloo", "disk")
 """What every receiver takes, the better one first."""
+_LARGEST_MEASUREMENT = 1e9
 
 
 def choose_transport(wanted: str, *, device: str) -> str:
@@ -81,6 +82,13 @@ class UpdateReport:
     transfer_s: float = 0.0
     lineage: int = 0
     """Of the version: an earlier learner may have ordered the same number."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: every measurement is finite, not negative, and below the age of any run."""
+        measured = {"probe_max": self.probe_max, "paused_s": self.paused_s, "transfer_s": self.transfer_s}
+        for name, value in measured.items():
+            if not 0.0 <= value <= _LARGEST_MEASUREMENT:
+                raise ValueError(f"{name} is {value}; a number from 0 to {_LARGEST_MEASUREMENT:g} is needed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Frozen dataclasses of plain values as frames: the control plane's messages, whoever defines them."""
 
+import math
 import reprlib
 import types
 from collections.abc import Mapping
@@ -13,13 +14,16 @@ MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16,
 """Lists are long enough for one entry per parameter of a large model."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 MAX_DEPTH = 16
+LARGEST_INT = 2**53
+"""Up to there a number is the same in Python, MessagePack, JSON and Lua."""
 
 
 class MessageCodec:
     """Turns the given dataclass types into frames and back; every field is checked against its annotation.
 
     Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or dict[str, X],
-    Any (plain values) and registered dataclasses. A peer of the same wire version may lack a field that has a default.
+    Any (plain values) and registered dataclasses; floats are finite. A peer of the same wire version may lack a field that has
+    a default.
     """
 
     def __init__(self, types: tuple[type, ...]) -> None:
@@ -84,9 +88,11 @@ class MessageCodec:
             return [self._lift(item, arguments[0], where) for item in value]
         if origin in (dict, Mapping) and isinstance(value, dict):
             return {self._lift(name, str, where): self._lift(item, arguments[1], where) for name, item in value.items()}
-        if hint is float and type(value) is int:
-            return float(value)
+        if hint is float and type(value) in (int, float):
+            return self._finite(float(value), hint, where)
         if hint in _PLAIN and type(value) is hint:
+            if hint is int and abs(value) > LARGEST_INT:
+                raise WireError(f"{where} is {value}; an integer of at most {LARGEST_INT} either way is needed")
             return value
         return self._refuse(value, hint, where)
 
@@ -105,8 +111,14 @@ class MessageCodec:
             return [self._plain(item, where, depth + 1) for item in value]
         if isinstance(value, dict):
             return {self._lift(name, str, where): self._plain(item, where, depth + 1) for name, item in value.items()}
+        if type(value) is float:
+            return self._finite(value, float, where)
         return value if type(value) in _PLAIN else self._refuse(value, Any, where)
+
+    def _finite(self, value: float, hint: Any, where: str) -> float:
+        return value if math.isfinite(value) else self._refuse(value, hint, where)
 
     def _refuse(self, value: Any, hint: Any, where: str) -> Any:
         wanted = getattr(hint, "__name__", None) if not get_args(hint) else str(hint)
-        raise WireError(f"{where} is {reprlib.repr(value)} ({type(value).__name__}); a {wanted or hint} is needed")
+        finite = "finite " if hint is float else ""
+        raise WireError(f"{where} is {reprlib.repr(value)} ({type(value).__name__}); a {finite}{wanted or hint} is needed")

@@ -1,0 +1,66 @@
+"""Where the learner's control plane listens: a private socket file, or one address of this host behind CURVE."""
+
+import os
+import resource
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from asyncrl.config.addresses import is_everywhere
+from asyncrl.control.curve import LearnerKeys, guard
+from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
+from asyncrl.errors import ControlError
+
+_MAX_SOCKET_PATH_BYTES = 107
+_WANTED_DESCRIPTORS = 1 << 16
+
+
+def listen(
+    context: "zmq.Context[Any]", endpoint: str, keys: LearnerKeys | None
+) -> "tuple[zmq.Socket[bytes], ThreadAuthenticator | None]":
+    """A bound ROUTER, and who guards it: to be stopped before the context ends. Raises ControlError, with all closed."""
+    _require_private(endpoint, keys)
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    set_options(router, max_bytes=MAX_REPORT_BYTES)
+    gate = None
+    if endpoint.startswith("tcp://") and keys is not None:
+        gate = guard(router, keys)
+        _raise_descriptor_limit()
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # to a generator that connects again; nobody else knows its identity
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as error:
+        router.close()
+        if gate is not None:
+            gate.stop()
+        raise ControlError(f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address") from error
+    if endpoint.startswith("ipc://"):
+        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+    return router, gate
+
+
+def _raise_descriptor_limit() -> None:
+    """Idle connections of strangers take one each until their handshake is late; the learner's own files need some too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
+    """Raises ControlError for an address that everybody can reach, or that the system cannot have."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and len(os.fsencode(address)) > _MAX_SOCKET_PATH_BYTES:
+        raise ControlError(
+            f"control plane: socket path {address} has {len(os.fsencode(address))} bytes, the system allows "
+            f"{_MAX_SOCKET_PATH_BYTES}; use a shorter run directory or control.bind"
+        )
+    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and is_everywhere(address.rpartition(":")[0])):
+        raise ControlError(
+            f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or tcp://ADDRESS:PORT with this "
+            "host's address in the network of the generators"
+        )
+    if scheme == "tcp" and keys is None:
+        raise ControlError(f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed")
