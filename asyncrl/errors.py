@@ -71,3 +71,7 @@ class CheckpointError(AsyncRLError):
 
 class RunError(AsyncRLError):
     """The run cannot start or go on: lock held, port taken, process died too often."""
+
+
+class CheckpointsRefused(RunError):
+    """Something was saved, nothing of it can be loaded, and a run does not begin again by itself."""

@@ -1,11 +1,69 @@
-"""Small text files that others read while they are written. What must survive a loss of power is `trainer.files`."""
+"""Small files that others read while they are written. Checkpoints are `trainer.checkpoint`'s."""
 
+import contextlib
+import json
+import logging
 import os
 from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_told: set[tuple[str, str]] = set()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file at once: whoever opens it sees the old content or the new."""
+def replace_text(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
+    """Write a file at once: whoever opens it sees the old content or the new.
+
+    With `durable` so does whoever opens it after a loss of power; without, an empty file may be what is left. With `private`
+    nobody but the owner can read it, at no moment.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file that a run writes anew all the time; None when there is none.
+
+    One that cannot be read counts as none, which is told once for each reason: nothing rests on it.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        tell_unreadable(path, error)
+        return None
+    if isinstance(record, dict):
+        return record
+    tell_unreadable(path, f"it holds {type(record).__name__}, not an object")
+    return None
+
+
+def tell_unreadable(path: Path, reason: object) -> None:
+    """Say once that a file is left out."""
+    if (str(path), str(reason)) not in _told:
+        _told.add((str(path), str(reason)))
+        log.warning("%s cannot be read and counts as not there (%s); the run writes it anew", path, reason)

@@ -1,11 +1,15 @@
 """Child processes on Linux: nothing outlives its parent, nothing is waited for without a bound."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -78,3 +82,25 @@ def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait(timeout=10.0)
+
+
+def find_holder(path: Path) -> psutil.Process | None:
+    """The process that holds the lock in the file at `path`, as far as one can be seen: of this host, container and user.
+
+    The kernel says so: it does not matter what the file holds, whether it was deleted meanwhile, or what clocks do.
+    """
+    names = {str(path.resolve()), f"{path.resolve()} (deleted)"}
+    for pid in psutil.pids():
+        if _holds_lock(Path(f"/proc/{pid}"), names):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return psutil.Process(pid)
+    return None
+
+
+def _holds_lock(process: Path, names: set[str]) -> bool:
+    try:
+        numbers = [entry.name for entry in os.scandir(process / "fd") if os.readlink(entry.path) in names]
+        infos = [(process / "fdinfo" / number).read_text() for number in numbers]
+    except OSError:  # it is gone, or somebody else's
+        return False
+    return any(line.startswith("lock:") and " WRITE " in line for info in infos for line in info.splitlines())

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from asyncrl.errors import RunError
 from asyncrl.processes import stop_process
@@ -251,15 +252,16 @@ class Supervisor:
 
 def last_words(path: Path, lines: int = 15) -> str:
     """The end of a log file, for a message to the user."""
-    if not path.exists():
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
         return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def _launch(spec: ProcessSpec, argv: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
-    with spec.log_path.open("ab") as output:
+    with _output(spec.log_path) as output:
         return subprocess.Popen(
             list(argv),
             env=dict(spec.env),
@@ -270,6 +272,15 @@ def _launch(spec: ProcessSpec, argv: Sequence[str], stdin: int) -> subprocess.Po
             # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
             start_new_session=True,
         )
+
+
+def _output(path: Path) -> IO[bytes]:
+    """Where a process prints to: our own standard error when its log cannot be opened, for which no run need end."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        log.warning("%s cannot be written (%s); what would stand there goes to standard error", path, error)
+        return os.fdopen(os.dup(2), "wb")
 
 
 def _called(standby: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:

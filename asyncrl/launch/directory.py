@@ -6,15 +6,19 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from asyncrl.errors import RunError
-from asyncrl.files import replace_text
-from asyncrl.launch.keys import JoinKeys, RunKeys, check_private, parse_keys
+from asyncrl.files import read_record, replace_text, tell_unreadable
+from asyncrl.launch.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
+from asyncrl.processes import find_holder
+from asyncrl.trainer.checkpoint import UNFINISHED
+from asyncrl.trainer.files import holder_of, is_locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,64 +99,124 @@ class RunDirectory:
         """Held by the learner."""
         return self.path / "learner.lock"
 
+    @property
+    def supervisor_lock(self) -> Path:
+        """Held by the supervisor as long as it lives, which proves that it does: clocks step, and process ids come again."""
+        return self.path / "supervisor.lock"
+
+    def require_run(self) -> None:
+        """Before something is deleted: raises RunError where another directory than a run's has this name."""
+        if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
+            raise RunError(f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself")
+
     def create(self, *, fresh: bool) -> None:
         """Make the directories; with `fresh`, after removing what an earlier run of this name left."""
-        if fresh and self.path.exists():
-            if any(self.path.iterdir()) and not self.config.exists():
-                raise RunError(
-                    f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself"
-                )
-            shutil.rmtree(self.path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds secrets and sockets
+        if fresh:
+            for entry in self.path.iterdir():
+                if entry != self.supervisor_lock:  # this process's, if anybody's
+                    _remove(entry)
+        elif os.path.lexists(self.config) and not self.checkpoints.exists():
+            raise RunError(
+                f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or begin again with "
+                "--fresh"
+            )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
 
+    def forget_targets(self) -> None:
+        """Remove what processes that were killed left for Prometheus."""
+        targets = self.target("*")
+        for target in targets.parent.glob(targets.name):
+            target.unlink()
+
+    @property
+    def was_up(self) -> bool:
+        """Whether a supervisor ever was here."""
+        return os.path.lexists(self.supervisor_lock) or os.path.lexists(self.processes)
+
     def write_processes(self, pids: Mapping[str, int]) -> None:
         """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""
-        me = psutil.Process()
-        record = {"supervisor": me.pid, "started_at": me.create_time(), "children": dict(pids)}
-        replace_text(self.processes, json.dumps(record))
+        replace_text(self.processes, json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
+
+    def children(self) -> dict[str, int]:
+        """Process ids by name, as the supervisor wrote them last."""
+        children = (read_record(self.processes) or {}).get("children")
+        return children if isinstance(children, dict) else {}
 
     def supervisor(self) -> psutil.Process | None:
-        """The process that looks after the run, if it is alive. Raises RunError when there never was one."""
-        if not self.processes.exists():
+        """The process that looks after the run, if it is alive: whoever holds its lock.
+
+        Raises RunError when there never was one, and when it cannot be seen from here.
+        """
+        if not self.was_up:
             raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
-        record = json.loads(self.processes.read_text())
-        try:
-            process = psutil.Process(record["supervisor"])
-            # the kernel uses process ids again
-            return process if abs(process.create_time() - record["started_at"]) < 1.0 else None
-        except psutil.NoSuchProcess:
-            return None
+        found = find_holder(self.supervisor_lock)
+        if found is None and is_locked(self.supervisor_lock):
+            raise RunError(
+                f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen from here: it is of "
+                "another user, container or host; give the command there"
+            )
+        return found
+
+    def draw_secret(self) -> None:
+        """Make the run's secret unless it has one. Raises RunError where something was saved with one that is gone."""
+        if os.path.lexists(self.secret_path):
+            return
+        if saved := [name for name in os.listdir(self.checkpoints) if not name.startswith(UNFINISHED)]:
+            raise RunError(
+                f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({', '.join(sorted(saved)[:3])}, ...) can be "
+                "loaded without it; restore it from a copy, or begin again with --fresh"
+            )
+        replace_text(self.secret_path, secrets.token_hex(32), durable=True, private=True)
+
+    @property
+    def secret_path(self) -> Path:
+        """run.key."""
+        return self.path / "run.key"
 
     def secret(self) -> str:
-        """The run's secret, made once and readable by its owner only: everything in `launch.keys` follows from it."""
-        path = self.path / "run.key"
-        if not path.exists():
-            _write_private(path, secrets.token_hex(32))
-        check_private(path)
-        return path.read_text()
+        """The run's secret, readable by its owner only: everything in `launch.keys` follows from it. Raises RunError."""
+        return read_secret(self.secret_path)
 
     def keys(self) -> RunKeys:
         """Made of the secret."""
-        keys = parse_keys(self.secret())
-        if not isinstance(keys, RunKeys):
-            raise RunError(f"{self.path / 'run.key'} holds a join.key; 64 hexadecimal digits are needed: restore or remove it")
-        return keys
+        text = self.secret()
+        try:
+            keys: RunKeys | JoinKeys | None = parse_keys(text)
+        except MalformedSecret:
+            keys = None
+        if isinstance(keys, RunKeys):
+            return keys
+        found = "no secret" if keys is None else "a join.key"
+        raise RunError(
+            f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: restore it from a copy, or begin again with "
+            "--fresh"
+        )
+
+    def checkpoint_key(self) -> bytes:
+        """With which checkpoints are signed."""
+        return self.keys().secret.hex().encode()
 
     def write_join_key(self, keys: JoinKeys) -> Path:
         """For people who start generators on other hosts."""
-        _write_private(self.path / "join.key", keys.text())
+        replace_text(self.path / "join.key", keys.text(), durable=True, private=True)
         return self.path / "join.key"
 
     def write_store_url(self, url: str) -> None:
         """Where this run's store listens for generators on this machine."""
-        (self.path / "store.url").write_text(url)
+        replace_text(self.path / "store.url", url, durable=True)
 
     def store_url(self) -> str | None:
         """None when the run has never been up here."""
         path = self.path / "store.url"
-        return path.read_text() if path.exists() else None
+        try:
+            return path.read_text() or None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            tell_unreadable(path, error)
+            return None
 
     def socket_path(self, name: str) -> Path:
         """A path for a unix socket: below the run directory, or in a private directory when that is too long."""
@@ -167,13 +231,23 @@ class RunDirectory:
         return private / name
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, and never readable by others."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    temporary.replace(path)
+@contextmanager
+def needing(path: Path) -> Iterator[None]:
+    """What a run cannot begin without. Raises RunError when the disk does not give it."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path}: {error.strerror or error} ({error.filename or path}); a run needs a directory here that you may write in, "
+            "with room on its disk: mend that, or choose another run.root"
+        ) from error
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def find_run(run: Path | None) -> RunDirectory:

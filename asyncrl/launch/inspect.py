@@ -20,6 +20,7 @@ from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.live import watch
 from asyncrl.telemetry.state import read_state
 from asyncrl.telemetry.status import read_status, status_json
+from asyncrl.trainer.files import is_locked
 
 
 def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
@@ -36,8 +37,8 @@ def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
 
 def is_up(directory: RunDirectory) -> bool:
     """Whether its supervisor is alive; of a run that is looked after elsewhere, whether its learner has spoken lately."""
-    if directory.processes.exists():
-        return directory.supervisor() is not None
+    if directory.supervisor_lock.exists():
+        return is_locked(directory.supervisor_lock)
     status = read_status(directory.status)
     return status is not None and not status.is_final and time.time() - status.updated_at < SILENT_S
 
@@ -46,12 +47,11 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
     """The learner's own status (`state` is null before its first), and what follows from metrics and processes."""
     state = read_state(directory.path)
     status = status_json(state.status) if state.status else {"run": directory.path.name, "state": None, "members": []}
-    pids = json.loads(directory.processes.read_text())["children"] if directory.processes.exists() else {}
     up = is_up(directory)
     derived = {
         "directory": str(directory.path),
         "up": up,
-        "processes": pids if up else {},
+        "processes": directory.children() if up else {},
         "silent_s": state.silent_s,
         "eta_s": state.eta_s,
         "idle": {"learner": state.idle_learner, "generators": state.idle_generators, "update": state.paused_generators},

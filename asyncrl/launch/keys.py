@@ -24,6 +24,10 @@ SECRET_FILE_VARIABLE = "ASYNCRL_SECRET_FILE"
 _KEY_BYTES = 32
 
 
+class MalformedSecret(RunError):
+    """What is there is no secret of a run."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class JoinKeys:
     """What every generator of a run knows, and the learner too."""
@@ -95,16 +99,22 @@ def parse_keys(text: str) -> RunKeys | JoinKeys:
         return RunKeys(values)
     if len(values) == 2 * _KEY_BYTES:
         return JoinKeys(values[:_KEY_BYTES], values[_KEY_BYTES:])
-    raise RunError(
+    raise MalformedSecret(
         f"the run's secret is {'malformed' if text.strip() else 'not known'}; copy join.key from the learner's run directory and "
         f"name the copy in {SECRET_FILE_VARIABLE}, or set {SECRET_VARIABLE} to what it holds (128 hexadecimal digits)"
     )
 
 
-def check_private(path: Path) -> None:
-    """Raises RunError for a secret that others can read, because it is none."""
-    if path.stat().st_mode & 0o077:
-        raise RunError(f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did read it")
+def read_secret(path: Path) -> str:
+    """A file that holds a secret. Raises RunError: unreadable, or readable by others, because then it is none."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise RunError(f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did read it")
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise RunError(
+            f"{path} holds a secret and cannot be read ({error.strerror}); restore it from a copy, or give it back to its owner"
+        ) from error
 
 
 @cache
@@ -112,8 +122,7 @@ def process_keys() -> RunKeys | JoinKeys:
     """This process's; taken out of the environment, so that neither engines nor rewards inherit them. Raises RunError."""
     text, file = os.environ.pop(SECRET_VARIABLE, ""), os.environ.pop(SECRET_FILE_VARIABLE, "")
     if file and not text:
-        check_private(Path(file))
-        text = Path(file).read_text()
+        text = read_secret(Path(file))
     return parse_keys(text)
 
 

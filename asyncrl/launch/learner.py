@@ -202,7 +202,7 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection, logs:
             critic=config.critic if "values_T" in columns else None,
         )
         stack.callback(trainer.close)
-        checkpoints = CheckpointStore(directory.checkpoints, directory.secret().encode(), config.checkpoint.keep)
+        checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep)
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         algorithm = _algorithm(config, rendezvous, state)

@@ -1,5 +1,6 @@
 """Generators started and drained while a run goes on: `asyncrl scale generators=+2` writes a number, the supervisor follows."""
 
+import contextlib
 import json
 import logging
 import re
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.errors import RunError
-from asyncrl.files import replace_text
+from asyncrl.files import read_record, replace_text
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.supervisor import ProcessSpec, Supervisor
 
@@ -39,7 +40,6 @@ class Scaled:
         """Start `count` generators; with 0 they join by themselves, and there is nothing to scale."""
         if count:
             self._grow(count, is_extra=False)
-            write_wanted(self._path, count)
 
     def tend(self) -> None:
         """Once a tick: follow the number that was written, and leave out who could not be started."""
@@ -48,6 +48,8 @@ class Scaled:
             write_wanted(self._path, len(staying))
             self._wanted = len(staying)
         wanted = read_wanted(self._path)
+        if wanted is None and self._wanted:
+            write_wanted(self._path, self._wanted)
         if wanted is None or wanted == self._wanted:
             return
         log.info("generators: %d -> %d", self._wanted, wanted)
@@ -59,11 +61,15 @@ class Scaled:
             self._wanted = wanted
 
     def __enter__(self) -> Self:
-        self._path.unlink(missing_ok=True)  # of a run that was killed
+        self._forget()  # of a run that was killed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._path.unlink(missing_ok=True)
+        self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
         taken = self._supervisor.names  # also of those that are leaving
@@ -115,8 +121,7 @@ def _follow(directory: RunDirectory, wanted: int) -> set[str]:
 
 
 def _running(directory: RunDirectory) -> set[str]:
-    children = json.loads(directory.processes.read_text())["children"]
-    return {name for name in children if re.fullmatch(rf"{PREFIX}\d+", name)}
+    return {name for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
 
 
 def _index(name: str) -> int:
@@ -125,10 +130,8 @@ def _index(name: str) -> int:
 
 def read_wanted(path: Path) -> int | None:
     """None where there is nothing to scale, or no number."""
-    try:
-        return int(json.loads(path.read_text())["generators"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    wanted = (read_record(path) or {}).get("generators")
+    return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 
 
 def write_wanted(path: Path, count: int) -> None:

@@ -5,21 +5,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StoreError
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.files import replace_text
+from asyncrl.launch.directory import RunDirectory, needing
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
-from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys
+from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.launch.own_store import own_store
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
@@ -27,6 +29,8 @@ from asyncrl.launch.view import show_result, viewer
 from asyncrl.launch.wiring import connect_store
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.trainer.files import RunLock
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +42,25 @@ STORE_AGAIN_S = 1.0
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> int:
     """Run until the training is done or somebody stops it; the exit status says which. Raises RunError."""
     directory = RunDirectory(config.run.directory)
-    refuse_second_run(directory)
-    directory.create(fresh=fresh)
-    directory.config.write_text(dump_config(config))
-    targets = directory.target("*")
-    for target in targets.parent.glob(targets.name):  # of processes that were killed
-        target.unlink()
-    setup_logging("supervisor", directory.logs, console=plain)
-    keys = directory.keys()
-    os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
+    may_fail = BestEffort()
     with ExitStack() as stack:
+        keys = stack.enter_context(_claimed(config, directory, may_fail, fresh=fresh))
+        setup_logging("supervisor", directory.logs, console=plain)
+        os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
         url, tend_store = _store(config, directory, stack)
         learner_url, generator_url = (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
-        directory.write_store_url(generator_url)
         specs = [learner_spec(config, directory, learner_url)]
-        if not generators or config.control.bind is not None:
-            _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
-        supervisor = stack.enter_context(
-            Supervisor(specs, max_restarts=config.control.max_restarts, on_change=directory.write_processes)
-        )
+        with needing(directory.path):
+            directory.write_store_url(generator_url)
+            if not generators or config.control.bind is not None:
+                _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
+        is_recorded = True
+
+        def record(pids: Mapping[str, int]) -> None:
+            nonlocal is_recorded
+            is_recorded = may_fail("the record of processes", lambda: directory.write_processes(pids))
+
+        supervisor = stack.enter_context(Supervisor(specs, max_restarts=config.control.max_restarts, on_change=record))
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
@@ -64,14 +68,34 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
 
         def on_tick() -> None:
             tend_store()
-            scaled.tend()
-            view()
+            may_fail("scaling", scaled.tend)
+            may_fail("the view", view)
+            if not is_recorded:
+                record(supervisor.pids())
 
         with stop_on_signals(supervisor) as stopped:
             supervisor.run(on_tick)
             supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
-    show_result(directory, finished=supervisor.is_over)
+    may_fail("the result", lambda: show_result(directory, finished=supervisor.is_over))
     return 0 if supervisor.is_over else stopped.status
+
+
+@contextmanager
+def _claimed(config: Config, directory: RunDirectory, may_fail: BestEffort, *, fresh: bool) -> Iterator[RunKeys]:
+    """The run directory, this process's alone until the run ends. Raises RunError; then nothing in it has changed."""
+    with needing(directory.path):
+        refuse_second_run(directory)
+        if fresh:
+            directory.require_run()
+        directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with RunLock(directory.supervisor_lock):
+        with needing(directory.path):
+            directory.create(fresh=fresh)
+            directory.draw_secret()
+            CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
+            replace_text(directory.config, dump_config(config), durable=True)
+        may_fail("removal of old Prometheus targets", directory.forget_targets)
+        yield directory.keys()
 
 
 def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
@@ -88,13 +112,11 @@ def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
 
 def refuse_second_run(directory: RunDirectory) -> None:
     """Two supervisors on one run directory would start everything twice."""
-    if directory.processes.exists():
-        supervisor = directory.supervisor()
-        if supervisor is not None:
-            raise RunError(
-                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
-                f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
-            )
+    if directory.was_up and (supervisor := directory.supervisor()) is not None:
+        raise RunError(
+            f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
+            f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
+        )
 
 
 def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
@@ -29,7 +30,7 @@ def viewer(directory: RunDirectory, *, plain: bool) -> Iterator[Callable[[], Non
 
     try:
         yield show
-        view.show(reader.read())
+        BestEffort()("the last view", lambda: view.show(reader.read()))
     finally:
         view.close()
 

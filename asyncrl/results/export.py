@@ -39,7 +39,7 @@ def newest_export(directory: RunDirectory) -> Path:
     """The Hugging Face directory in the newest valid checkpoint."""
     from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
 
-    newest = CheckpointStore(directory.checkpoints, directory.secret().encode(), keep=1).latest()
+    newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()
     if newest is None:
         raise RunError(f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made")
     return newest / EXPORT

@@ -9,8 +9,7 @@ from typing import Any
 
 from asyncrl.buffer.base import Audit
 from asyncrl.control.base import MemberStatus
-from asyncrl.errors import RunError
-from asyncrl.files import replace_text
+from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.telemetry.jsonl import to_json
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
@@ -60,17 +59,10 @@ def write_status(path: Path, snapshot: StatusSnapshot) -> None:
 
 
 def read_status(path: Path) -> StatusSnapshot | None:
-    """The newest status; None when there is none yet.
-
-    Raises:
-        RunError: the file is not one of ours.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The newest status; None when there is none, or none that can be read: the learner writes it anew each second."""
+    values = read_record(path)
+    if values is None:
         return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}; the learner writes it anew each second") from error
     try:
         values["counters"] = _numbers(values["counters"])
         values["members"] = tuple(_member(member) for member in values["members"])
@@ -78,7 +70,8 @@ def read_status(path: Path) -> StatusSnapshot | None:
             values["audit"] = Audit(**_known(Audit, values["audit"]))
         return StatusSnapshot(**_known(StatusSnapshot, values))
     except (TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"{path} was written by another release ({error!r}); read it with that one") from error
+        tell_unreadable(path, f"it was written by another release: {error!r}")
+        return None
 
 
 def _member(values: Mapping[str, Any]) -> MemberStatus:

@@ -7,19 +7,24 @@ nothing is loaded whose manifest does not verify. Order of a save, each line dur
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
     rename to step-000012/        ... and the parent directory
+    NEWEST                        the number of the step, so that a directory that is gone is missed
     removal of the oldest
+
+A run that has saved something never begins again by itself: where nothing of it can be loaded, `load` raises
+CheckpointsRefused with the reason of each directory.
 """
 
 import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, CheckpointsRefused
 from asyncrl.trainer.files import FileOps
 
 log = logging.getLogger(__name__)
@@ -27,6 +32,9 @@ log = logging.getLogger(__name__)
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 EXPORT = "hf"
+NEWEST = "NEWEST"
+REJECTED = "rejected-"
+UNFINISHED = ".writing-"
 
 
 class Saveable(Protocol):
@@ -52,7 +60,7 @@ class CheckpointStore:
         A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when one of
         them cannot write: what was there before is still there, and the space that the attempt took is free again.
         """
-        writing = self._directory / f".writing-{_name(step)}"
+        writing = self._directory / f"{UNFINISHED}{_name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
@@ -61,23 +69,20 @@ class CheckpointStore:
                 if trainer.rank == 0 and writing.exists():
                     self._give_up(writing)
                 raise
-        return self._on_rank_0(trainer, self._prune)
+        return self._on_rank_0(trainer, lambda: self._conclude(step))
 
     def latest(self) -> Path | None:
         """The newest checkpoint that verifies; those that do not are logged with the reason and passed over."""
-        for directory in reversed(self._steps()):
-            try:
-                self.verify(directory)
-            except CheckpointError as error:
-                log.warning("checkpoint passed over: %s", error)
-            else:
-                return directory
-        return None
+        newest, passed_over = self._newest(self.verify)
+        for reason in passed_over.values():
+            log.warning("checkpoint passed over: %s", reason)
+        return newest
 
     def load(self, trainer: Saveable) -> dict[str, Any] | None:
-        """Restore `trainer` from the newest valid checkpoint and return the state saved with it; None when there is none.
+        """Restore `trainer` from the newest valid checkpoint and return the state saved with it; None when nothing was saved.
 
         Newer ones that did not verify are set aside as `rejected-...`, so that they count neither as kept nor as newest.
+        Raises CheckpointsRefused when something was saved and nothing of it verifies.
         """
         step = self._on_rank_0(trainer, self._choose)
         if step < 0:
@@ -90,13 +95,18 @@ class CheckpointStore:
         """The learner's state of a kept step. Raises CheckpointError."""
         return dict(json.loads(_read(self._directory / _name(step) / STATE)))
 
+    def require_signature(self) -> None:
+        """Before anything is started: raises CheckpointsRefused when something was saved, and nothing with this key.
+
+        Reads manifests only, so that it takes no time; `load` looks at everything.
+        """
+        newest, passed_over = self._newest(self._manifest)
+        if newest is None:
+            self._require_beginning(passed_over)
+
     def verify(self, directory: Path) -> None:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
-        manifest = _parse(directory / MANIFEST)
-        if not hmac.compare_digest(self._sign(manifest), str(manifest.get("hmac"))):
-            raise CheckpointError(
-                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it or remove it"
-            )
+        manifest = self._manifest(directory)
         if _name(manifest["step"]) != directory.name:
             raise CheckpointError(f"{directory}: signed as step {manifest['step']}; give the directory its name back")
         expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
@@ -107,8 +117,60 @@ class CheckpointStore:
                 f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or remove it"
             )
         for name, path in found.items():
-            if path.is_symlink() or _sha256(path) != expected[name]:
+            if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
                 raise CheckpointError(f"{directory}: {name} is not what was written; restore the directory or remove it")
+
+    def _manifest(self, directory: Path) -> dict[str, Any]:
+        """What was signed with our key. Raises CheckpointError."""
+        manifest = _parse(directory / MANIFEST)
+        if not hmac.compare_digest(self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()):
+            raise CheckpointError(
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it or remove it"
+            )
+        return manifest
+
+    def _newest(self, check: Callable[[Path], object]) -> tuple[Path | None, dict[Path, CheckpointError]]:
+        """The newest directory that passes, and why newer ones did not."""
+        passed_over: dict[Path, CheckpointError] = {}
+        for directory in reversed(self._steps()):
+            try:
+                check(directory)
+            except CheckpointError as error:
+                passed_over[directory] = error
+            else:
+                return directory, passed_over
+        return None, passed_over
+
+    def _require_beginning(self, passed_over: dict[Path, CheckpointError]) -> None:
+        """Raises CheckpointsRefused unless nothing was ever saved here."""
+        reasons = [str(error) for error in passed_over.values()]
+        reasons += [self._why_rejected(name) for name in self._names() if name.startswith(f"{REJECTED}step-")]
+        if not reasons and (saved := self._newest_saved()):
+            reasons = [f"{self._directory / _name(saved)}: it was saved here, and is gone"]
+        if reasons:
+            lines = "".join(f"\n  {reason}" for reason in reasons)
+            raise CheckpointsRefused(
+                f"{self._directory}: training was saved here, and nothing of it can be loaded:{lines}\n"
+                "restore one of these directories, or run.key, from a copy; --fresh throws away what was trained and starts anew"
+            )
+
+    def _why_rejected(self, name: str) -> str:
+        directory = self._directory / name
+        try:
+            self._manifest(directory)
+        except CheckpointError as error:
+            return str(error)
+        return f"{directory}: set aside earlier; if you have mended it, name it {name.removeprefix(REJECTED)}"
+
+    def _newest_saved(self) -> int:
+        """The step of the last save; 0 when nothing was saved, or nobody knows."""
+        try:
+            return int((self._directory / NEWEST).read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read (%s); the next save writes it anew", self._directory / NEWEST, error)
+            return 0
 
     def _on_rank_0(self, trainer: Saveable, action: Callable[[], int]) -> int:
         """Rank 0's result on every rank; its failure too, so that nobody waits for a rank that has given up."""
@@ -116,6 +178,8 @@ class CheckpointStore:
             return _result(trainer.broadcast(None))
         try:
             outcome: dict[str, Any] = {"value": int(action())}
+        except CheckpointsRefused as error:
+            outcome = {"refused": str(error)}
         except (OSError, CheckpointError) as error:
             outcome = {"error": f"{self._directory}: {error}"}
         return _result(trainer.broadcast(json.dumps(outcome).encode()))
@@ -133,8 +197,9 @@ class CheckpointStore:
                 return False
         self._directory.mkdir(parents=True, exist_ok=True)
         self._files.fsync(self._directory.parent)
-        for leftover in self._directory.glob(".writing-*"):
-            self._files.remove(leftover)
+        for name in self._names():
+            if name.startswith(UNFINISHED):
+                self._files.remove(self._directory / name)
         self._require_space()
         writing.mkdir()
         return True
@@ -169,29 +234,46 @@ class CheckpointStore:
         self._files.fsync(self._directory)
         return True
 
-    def _prune(self) -> int:
+    def _conclude(self, step: int) -> int:
+        """What follows a durable checkpoint; the oldest step that is kept."""
+        if self._newest_saved() != step:
+            self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
+            self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
+            self._files.rename(self._directory / f"{UNFINISHED}{NEWEST}", self._directory / NEWEST)
         steps = self._steps()
         for directory in steps[: -self._keep]:
             self._files.remove(directory)
         return _step(steps[-self._keep :][0])
 
     def _choose(self) -> int:
-        newest = self.latest()
-        for directory in self._steps():
-            if newest is None or _step(directory) > _step(newest):
-                self._set_aside(directory, "did not verify")
-        return -1 if newest is None else _step(newest)
+        newest, passed_over = self._newest(self.verify)
+        if newest is None:
+            self._require_beginning(passed_over)
+            return -1
+        for directory, reason in passed_over.items():
+            log.warning("checkpoint passed over: %s", reason)
+            self._set_aside(directory, reason)
+        if self._newest_saved() > _step(newest) and not passed_over:
+            log.warning("step %d was saved and is gone; the run goes on from %s", self._newest_saved(), newest)
+        return _step(newest)
 
     def _set_aside(self, directory: Path, reason: object) -> None:
-        aside = directory.with_name(f"rejected-{directory.name}")
-        if aside.exists():
+        aside = directory.with_name(f"{REJECTED}{directory.name}")
+        if os.path.lexists(aside):
             self._files.remove(aside)
         log.warning("checkpoint set aside as %s: %s", aside, reason)
         self._files.rename(directory, aside)
 
     def _steps(self) -> list[Path]:
         """Directories of checkpoints, oldest first."""
-        return sorted((p for p in self._directory.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)), key=_step)
+        return sorted((self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)), key=_step)
+
+    def _names(self) -> list[str]:
+        """Of all entries; a directory that cannot be listed is not taken for an empty one."""
+        try:
+            return sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            return []
 
     def _sign(self, manifest: dict[str, Any]) -> str:
         content = {key: value for key, value in manifest.items() if key != "hmac"}
@@ -228,7 +310,7 @@ def _read(path: Path) -> bytes:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it")
@@ -237,6 +319,8 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _result(message: bytes) -> int:
     outcome = json.loads(message)
+    if "refused" in outcome:
+        raise CheckpointsRefused(outcome["refused"])
     if "error" in outcome:
         raise CheckpointError(outcome["error"])
     return int(outcome["value"])

@@ -1,6 +1,5 @@
 """Whom `asyncrl down` finds, and whom it waits for."""
 
-import json
 import os
 import subprocess
 import sys
@@ -24,10 +23,14 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: p
     directory.create(fresh=True)
     directory.config.write_text("run: {name: run}\n")
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
-    supervisor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+    code = "import pathlib, sys, time; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    code += "print(flush=True); time.sleep(600)"
+    argv = [sys.executable, "-c", code, str(directory.supervisor_lock)]
+    supervisor = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE)
     try:
-        started_at = psutil.Process(supervisor.pid).create_time()
-        directory.processes.write_text(json.dumps({"supervisor": supervisor.pid, "started_at": started_at, "children": {}}))
+        assert supervisor.stdout is not None and supervisor.stdout.readline() == b"\n"
+        found = directory.supervisor()
+        assert found is not None and found.pid == supervisor.pid
         begun_s = time.monotonic()
         stop_run(directory.path)
         assert psutil.Process(supervisor.pid).status() == psutil.STATUS_ZOMBIE
@@ -35,6 +38,7 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: p
     finally:
         supervisor.kill()
         supervisor.wait()
+        supervisor.stdout.close()
     assert capsys.readouterr().out.endswith("stopped, no process is left\n")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import CheckpointError, RunError
+from asyncrl.errors import CheckpointError, CheckpointsRefused, RunError
 from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
 from asyncrl.trainer.files import FileOps, RunLock
 
@@ -222,7 +222,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_its_reason_before_it_is
 
 def test_a_checkpoint_of_another_run_or_under_another_name_is_refused(tmp_path: Path) -> None:
     save_three(tmp_path, FileOps())
-    assert CheckpointStore(tmp_path, b"another key", 2).latest() is None
+    another = CheckpointStore(tmp_path, b"another key", 2)
+    assert another.latest() is None
+    for use in (another.require_signature, lambda: another.load(FakeTrainer())):
+        with pytest.raises(CheckpointsRefused, match=r"(?s)step-000003: the signature.*step-000002: the signature.*--fresh"):
+            use()
+    store(tmp_path).require_signature()
     (tmp_path / "step-000002").rename(tmp_path / "step-000009")
     with pytest.raises(CheckpointError, match="signed as step 2"):
         store(tmp_path).verify(tmp_path / "step-000009")
@@ -233,7 +238,7 @@ def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) ->
     checkpoints = store(tmp_path, keep=2)
     oldest = [checkpoints.save(step, FakeTrainer(str(step)), {"version": step}) for step in (5, 10, 999_999, 1_000_000)]
     assert oldest == [5, 5, 10, 999_999]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1000000", "step-999999"]
     assert checkpoints.latest() == tmp_path / "step-1000000"
     assert checkpoints.state(999_999) == {"version": 999_999}
     assert (tmp_path / "step-1000000" / EXPORT / "model.safetensors").exists()

@@ -64,7 +64,9 @@ def test_the_run_directory_keeps_its_secret_to_its_owner(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.create(fresh=False)
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    directory.draw_secret()
     made = directory.keys()
+    directory.draw_secret()
     assert directory.keys() == made, "drawn once"
     assert parse_keys(directory.write_join_key(made.join).read_text()) == made.join
     for name in ("run.key", "join.key"):

@@ -1,17 +1,16 @@
 """What `asyncrl status --json` tells scripts, before, during and after a run."""
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.inspect import is_up, show_status, status_values
 from asyncrl.telemetry.status import write_status
+from asyncrl.trainer.files import RunLock
 from tests.unit.synthetic_run import SyntheticRun
 
 
@@ -33,8 +32,9 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, cap
     run = SyntheticRun(tmp_path, generators=2)
     for _ in range(3):
         run.advance()
-    directory.write_processes({"learner": 11, "g0": 12})  # by this process, which is alive
-    show_status(tmp_path, as_json=True, watch_it=False)
+    directory.write_processes({"learner": 11, "g0": 12})
+    with RunLock(directory.supervisor_lock):
+        show_status(tmp_path, as_json=True, watch_it=False)
     values = json.loads(capsys.readouterr().out)
     assert values["up"] and values["processes"] == {"learner": 11, "g0": 12} and values["step"] == 3
     assert values["idle"] == {"learner": pytest.approx(0.12), "generators": pytest.approx(0.4), "update": pytest.approx(0.02)}
@@ -47,8 +47,8 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, cap
 def test_a_run_whose_supervisor_was_killed_is_not_up(tmp_path: Path) -> None:
     directory = directory_of(tmp_path)
     SyntheticRun(tmp_path).advance()
-    born = psutil.Process(os.getpid()).create_time()
-    directory.processes.write_text(json.dumps({"supervisor": os.getpid(), "started_at": born - 1000, "children": {"learner": 7}}))
+    directory.write_processes({"learner": 7})  # by this process, which is alive: its id may have been used again
+    RunLock(directory.supervisor_lock).release()
     values = status_values(directory)
     assert values["state"] == "training" and values["up"] is False and values["processes"] == {}
 
@@ -68,6 +68,6 @@ def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     directory = directory_of(tmp_path)
     run = SyntheticRun(tmp_path)
     run.advance()
-    directory.processes.write_text(json.dumps({"supervisor": 2**22 + 1, "started_at": 0.0, "children": {}}))
+    RunLock(directory.supervisor_lock).release()
     show_status(tmp_path, as_json=False, watch_it=True)
     assert "step 1/400" in capsys.readouterr().out

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from asyncrl.buffer.base import Audit
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.control.base import MemberStatus
-from asyncrl.errors import RunError
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers, open_trackers
@@ -250,11 +249,12 @@ def test_a_status_is_json_for_others(tmp_path: Path) -> None:
     assert read and math.isnan(read.members[0].metrics["x"]) and math.isnan(read.counters["probe_max"])
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"step": 1}', '{"members": [{"metrics": 3}]}'])
-def test_a_status_that_is_not_ours_is_said(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"step": 1}', '{"members": [{"metrics": 3}]}'])
+def test_a_status_that_is_not_ours_is_none_and_said_once(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "status.json").write_text(content)
-    with pytest.raises(RunError, match=r"status\.json"):
-        read_status(tmp_path / "status.json")
+    assert read_status(tmp_path / "status.json") is None
+    assert read_status(tmp_path / "status.json") is None
+    assert caplog.text.count("status.json cannot be read") == 1
 
 
 def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""What a run directory must hold before a run begins again in it, and who is known to look after it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import RunError
+from asyncrl.launch.directory import RunDirectory, needing
+from asyncrl.trainer.files import RunLock, is_locked
+
+HOLD = (
+    "import pathlib, sys; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    "print(flush=True); sys.stdin.read()"
+)
+
+
+def begun(path: Path) -> RunDirectory:
+    directory = RunDirectory(path / "run")
+    directory.create(fresh=False)
+    directory.config.write_text("run: {name: run}\n")
+    return directory
+
+
+@pytest.mark.parametrize("left", ["step-000003", "rejected-step-000003", "NEWEST"])
+def test_no_key_is_drawn_beside_what_was_saved(tmp_path: Path, left: str) -> None:
+    directory = begun(tmp_path)
+    (directory.checkpoints / ".writing-step-000001").mkdir()
+    directory.draw_secret()
+    before = directory.keys()
+    (directory.checkpoints / left).mkdir()
+    directory.secret_path.unlink()
+    with pytest.raises(RunError, match=rf"(?s)run\.key is missing.*{left}.*restore it.*--fresh"):
+        directory.draw_secret()
+    assert not directory.secret_path.exists()
+    directory.create(fresh=True)
+    directory.draw_secret()
+    assert directory.keys() != before
+
+
+@pytest.mark.parametrize("damage", ["", "ab" * 31, "zz" * 32, "ab" * 64, "\0" * 64, "\xff" * 64])
+def test_a_damaged_key_is_named_with_the_way_out_and_not_replaced(tmp_path: Path, damage: str) -> None:
+    directory = begun(tmp_path)
+    directory.draw_secret()
+    directory.secret_path.write_text(damage, encoding="latin-1")
+    directory.draw_secret()
+    with pytest.raises(RunError, match=r"run\.key holds .* restore it from a copy, or begin again with --fresh"):
+        directory.keys()
+
+
+def test_a_key_that_cannot_be_read_is_not_one_that_is_missing(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    directory.secret_path.mkdir(mode=0o700)
+    directory.draw_secret()
+    with pytest.raises(RunError, match=r"run\.key holds a secret and cannot be read \(Is a directory\)"):
+        directory.keys()
+
+
+def test_a_run_without_its_checkpoints_does_not_begin_again(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    directory.checkpoints.rmdir()
+    with pytest.raises(RunError, match=r"lost its directory checkpoints/.*--fresh"):
+        directory.create(fresh=False)
+    directory.create(fresh=True)
+    assert directory.checkpoints.is_dir() and not directory.config.exists()
+
+
+def test_fresh_deletes_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    directory = RunDirectory(tmp_path)
+    with pytest.raises(RunError, match="no run directory"):
+        directory.require_run()
+    RunDirectory(tmp_path / "new").require_run()
+
+
+def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    directory = RunDirectory(tmp_path / "file" / "run")
+    with pytest.raises(RunError, match=r"file/run: Not a directory .*choose another run\.root"), needing(directory.path):
+        directory.create(fresh=False)
+
+
+@pytest.mark.parametrize("damage", ["none", "emptied", "deleted"])
+def test_the_supervisor_is_whoever_holds_the_lock_whatever_the_file_says(tmp_path: Path, damage: str) -> None:
+    directory = begun(tmp_path)
+    with pytest.raises(RunError, match="no run that was started here"):
+        directory.supervisor()
+    directory.write_processes({})
+    argv = [sys.executable, "-c", HOLD, str(directory.supervisor_lock)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+            if damage == "emptied":
+                os.truncate(directory.supervisor_lock, 0)
+            if damage == "deleted":
+                directory.supervisor_lock.unlink()
+            found = directory.supervisor()
+            assert found is not None and found.pid == holder.pid
+            if damage != "deleted":
+                assert is_locked(directory.supervisor_lock)
+                with pytest.raises(RunError, match="this run is held by"):
+                    RunLock(directory.supervisor_lock)
+        finally:
+            holder.kill()
+    assert directory.supervisor() is None
+
+
+def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    RunLock(lock).release()
+    looking = "import pathlib, sys\nfrom asyncrl.trainer.files import is_locked\nprint(flush=True)\n"
+    looking += "while True: is_locked(pathlib.Path(sys.argv[1]))"
+    with subprocess.Popen([sys.executable, "-c", looking, str(lock)], stdout=subprocess.PIPE) as watcher:
+        try:
+            assert watcher.stdout is not None and watcher.stdout.readline() == b"\n"
+            for _ in range(20):
+                RunLock(lock).release()
+        finally:
+            watcher.kill()
