@@ -1,6 +1,6 @@
 """What four staleness rules do to slow answers: a simulation of the queue, not of the mathematics.
 
-All admit groups by the same credit, (L + version + 1) B + rejected, and differ in what they take when B groups could be
+All admit groups by the same credit, trained + rejected + (L + 1) B, and differ in what they take when B groups could be
 trained:
 
     count     the oldest B finished ones, whatever their age
@@ -66,7 +66,7 @@ class Simulation:
         return lag_bound(self.max_lag, window=self.window, groups=GROUPS) if self.rule.startswith("window") else self.max_lag
 
     def admit(self):
-        limit = credit_limit(self.version, max_lag=self.max_lag, groups=GROUPS, rejected=self.dropped)
+        limit = credit_limit(self.version * GROUPS, max_lag=self.max_lag, groups=GROUPS, rejected=self.dropped)
         while len(self.running) < RUNNING and self.issued < limit:
             self.issued += 1
             heapq.heappush(self.running, (self.now + self.latency(self.rng), self.issued, self.version, self.now))

@@ -12,6 +12,7 @@ class MemoryLane:
         self.first = MemoryBuffer(rules, clock=lambda: self.now_s)
 
     def handle(self):
+        self.first._rules = self.rules
         return self.first.peer()
 
     def expire(self):

@@ -1,6 +1,7 @@
 """What lanes in shards must do together. A subclass provides the fixture `make_lanes`; see `MakeLanes`."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -102,6 +103,26 @@ class ShardContract:
         assert sum(one.ledger.consumed for one in run.intake.intakes) > 0
         assert run.intake.settled == Ledgers().expect(4), "it would be taken again after a restart"
 
+    def test_a_shard_that_has_given_its_part_opens_no_credit_of_the_next_step(self, make_lanes: MakeLanes):
+        run = Run(make_lanes(4, BufferRules(groups=2)), max_lag=1, groups=2, window=1)
+        for ticket in run.buffer.lease("g", 99).tickets:
+            if split(ticket.id, 4)[0] != 2:
+                run.buffer.put("g", ticket.id, frame(ticket.id, 0))
+        assert run.intake.poll(0, wait_s=0.0) is None
+        assert ids(run.buffer.lease("g", 99)) == [], "(L + 1) B are under way, and no step is over"
+
+    @pytest.mark.parametrize("shards", SHARDS)
+    @pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (8, 1), (1, 8)])
+    def test_a_run_goes_on_with_another_batch(self, make_lanes: MakeLanes, shards, before, after):
+        lanes, chance = make_lanes(shards, BufferRules(groups=before)), random.Random(before)
+        run = Run(lanes, max_lag=3, groups=before, window=before)
+        run.check(12, chance)
+        run.resume(max_lag=3, groups=after, window=after)
+        run.check(24, chance)
+        for max_lag, window in [(0, after), (5, 3 * after), (1, 1)]:
+            run.resume(max_lag=max_lag, groups=after, window=window)
+            run.check(run.version + 6, chance)
+
 
 def frame(ticket_id: int, version: int) -> bytes:
     return b"%d %d" % (ticket_id, version)
@@ -125,11 +146,22 @@ class Run:
         """`groups` and `window` are those of one shard."""
         self.lanes, self.max_lag, self.groups, self.window = lanes, max_lag, groups, window
         self.version = 0
+        self.newest = self.newest_before = 0
+        """The highest id that a generator has had, now and before the settings changed."""
+        self.has_changed = False
         self.saved: list[tuple[int, dict[str, Any]]] = [(0, Ledgers().to_dict())]
         """The last two checkpoints."""
         self.trained: list[list[int]] = []
         self.held: dict[int, int] = {}
         """ticket id -> version of the weights that sample it"""
+        self.start_learner()
+
+    def resume(self, *, max_lag: int, groups: int, window: int) -> None:
+        """With other settings: what was promised under those of before may be too old now, and nothing else."""
+        self.max_lag, self.groups, self.window = max_lag, groups, window
+        for lane in self.lanes:
+            lane.rules = replace(lane.rules, groups=groups)
+        self.has_changed = True
         self.start_learner()
 
     def start_learner(self) -> None:
@@ -142,18 +174,31 @@ class Run:
         self.intake = ShardedIntake(
             tuple(
                 Intake(
-                    buffer=one, ledger=ledger, decode=decode, judge=judge, groups=self.groups, window=self.window,
+                    buffer=one, ledger=ledger, decode=decode, judge=self.judge, groups=self.groups, window=self.window,
                     max_lag=self.max_lag, max_refills=99, stall_s=600.0, name_of=partial(join, shard, shards=shards),
                 )
                 for shard, (one, ledger) in enumerate(zip(self.buffer.shards, ledgers.shards, strict=True))
             )
         )  # fmt: skip
         self.intake.recover(self.version)
+        if self.has_changed:  # a learner that goes back may find young enough what was too old, and the credit of that was used
+            self.newest_before = self.newest
+        self.under_way = [one.buffer.audit().issued - one.ledger.consumed for one in self.intake.intakes]
+
+    def judge(self, group: Group, version: int) -> str | None:
+        if version - group.finished_version > self.bound:
+            assert group.ticket_id <= self.newest_before, "a ticket that was issued under these settings is too old"
+            return "stale"
+        return judge(group, version)
 
     def generate(self, chance: random.Random) -> None:
         for ticket in self.buffer.lease("g", chance.randint(1, 5)).tickets:
             assert ticket.minimum_version <= self.version
+            self.newest = max(self.newest, ticket.id)
             self.held.setdefault(ticket.id, chance.choice([ticket.minimum_version, self.version]))
+        for intake, before in zip(self.intake.intakes, self.under_way, strict=True):
+            under_way = intake.buffer.audit().issued - intake.ledger.consumed
+            assert under_way <= max(before, (self.max_lag + 1) * self.groups)
         for ticket_id in chance.sample(sorted(self.held), min(len(self.held), chance.randint(0, 4))):
             if ticket_id % 5 or chance.random() < 0.3:
                 self.buffer.put("g", ticket_id, frame(ticket_id, self.held.pop(ticket_id)))
@@ -204,6 +249,7 @@ class Run:
                 assert lane.audit().missing == 0
         assert self.version >= steps, "a deadlock"
         once = {ticket_id for step in self.trained for ticket_id in step}
-        assert len(once) == steps * self.groups * len(self.lanes)
+        assert len(once) == sum(map(len, self.trained)) and len(self.trained) == steps
         settled = self.intake.settled.shards
+        assert [ledger.trained for ledger in settled] == [len(once) // len(self.lanes)] * len(self.lanes)
         assert sum(ledger.consumed for ledger in settled) == len(once) + sum(ledger.total_rejected for ledger in settled)

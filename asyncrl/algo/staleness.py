@@ -4,30 +4,38 @@
     W  window     in groups; 1 is strict order           R  rejected  groups consumed so far and not trained
     S  shards     each with B / S and W / S of these; below, B, W, R and id are those of one shard
 
-Step t trains weights of version t, so the group that is the p-th accepted one (from 0) is trained at t = p // B.
+Every step trains B groups. T is the number of groups trained before the step of `version`: with one B for the whole run it is
+version * B, after a change of B it is not, so T is counted (the ledger has it) and never computed from the version.
 
-Why no group is older than L + ceil((W - 1) / B) when it is trained: when ticket `id` is started, R groups have been
-rejected, so at most id - 1 - R older groups and, by the window, W - 1 younger ones are accepted before it; hence
-t <= (id - 1 - R) // B + ceil((W - 1) / B), and `minimum_version` is (id - 1 - R) // B - L.
+Why no group is older than L + ceil((W - 1) / B) when it is trained: say that T and R are counted when ticket `id` is started. By
+the window, at most id - 1 older groups and W - 1 younger ones are consumed before it, and T + R of these are consumed already,
+so at most id - 1 - T - R + W - 1 are trained from then on and before it. Hence it is trained at
+t <= version + floor((id - 1 - T - R) / B) + ceil((W - 1) / B), and `minimum_version` is L less than the first two terms.
 
-Why nothing waits for ever: a step that still needs n groups finds at least n ids issuable and not consumed, because
-every rejection raises the limit by one; and the oldest unfinished id is always eligible.
+A run that is resumed with another B, L or W has the bound of the new ones for every ticket that is started from then on (with
+the larger W, until the tickets of before are consumed). Tickets that were started under the old credit were promised the old
+bound, in steps of the old B. Those that turn out older than the new one are rejected as stale, counted, and give their credit
+back; there are at most as many as were under way.
+
+Why nothing waits for ever: of the ids up to the limit, at most T + R and what the step has accepted so far are consumed. So a
+step that still needs n groups finds at least L B + n ids issuable and not consumed, however many were issued under another
+credit; and the oldest unfinished id is always eligible.
 """
 
 from collections.abc import Sequence
 
 
-def credit_limit(version: int, *, max_lag: int, groups: int, rejected: int) -> int:
-    """The highest id that may be issued while `version` is being trained: (L + version + 1) B + R.
+def credit_limit(trained: int, *, max_lag: int, groups: int, rejected: int) -> int:
+    """The highest id that may be issued while the step after `trained` groups is under way: T + R + (L + 1) B.
 
     So at most (L + 1) B groups are under way or waiting. It must be raised at every rejection, not only at every
     step: the step that refills needs the credit.
     """
-    return (max_lag + version + 1) * groups + rejected
+    return trained + rejected + (max_lag + 1) * groups
 
 
 def minimum_version(ticket_id: int, *, version: int, limit: int, groups: int) -> int:
-    """The oldest weights that may start the ticket: (id - 1 - R) // B - L, written with what the store knows.
+    """The oldest weights that may start the ticket: version + (id - 1 - T - R) // B - L, written with what the store knows.
 
     `limit` is the credit limit at `version`. Never below 0, and never above `version` for an id within the limit.
     """

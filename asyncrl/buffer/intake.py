@@ -63,6 +63,14 @@ class Intake:
     _settled: dict[str, Any] = field(init=False)
     _arrived: int = 0
     _waiting_for: int = -1
+    _version: int = -1
+    """That `_trained` belongs to."""
+    _trained: int = 0
+    """Groups in the weights of `_version`; the ledger counts those of a step as soon as the step has them."""
+    _issued_before: int = 0
+    """The last id that was issued before this learner came."""
+    _unfit: Counter[str] = field(default_factory=Counter)
+    """Rejections of this step that count against `max_refills`."""
     _last_progress_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -76,6 +84,7 @@ class Intake:
     def recover(self, version: int) -> None:
         """Make the store agree with the ledger and open the credit for `version`."""
         self.buffer.recover(self.ledger, version=version, limit=self._limit(version), history=self.history)
+        self._issued_before = self.buffer.audit().issued
 
     def open(self, version: int, *, waiting: bool = False) -> None:
         """Announce the version being trained, and with it the credit; `waiting` as in `set_version`."""
@@ -133,6 +142,7 @@ class Intake:
         self.ledger.trained += len(self._accepted)
         self._settled = self.ledger.to_dict()
         self._accepted, self._rejected, self._takes, self._taken_at = [], [], 0, {}
+        self._unfit.clear()
         return collected
 
     def _sort(self, take: Take, version: int) -> None:
@@ -143,23 +153,25 @@ class Intake:
         self._last_progress_s = time.monotonic()
         self._takes += 1
         self._taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
-        for group in groups:
+        for ticket_id, group in zip(take.ids, groups, strict=True):
             reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
             if reason is None:
                 self._accepted.append(group)
             else:
                 self._rejected.append((group, reason))
                 self.ledger.count_rejected(reason.split(":")[0])
+                # The filters and settings of today are not to blame for what was issued before them; it is bounded, too.
+                if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
+                    self._unfit[reason] += 1
         if self._rejected:
             self.open(version)
         self._check_refills()
 
     def _check_refills(self) -> None:
-        reasons = Counter(reason for _, reason in self._rejected if reason != DISCARDED_LINEAGE)
         most = self.max_refills * self.groups
-        if reasons.total() > most:
+        if (unfit := self._unfit.total()) > most:
             raise RunError(
-                f"one optimizer step: {reasons.total()} groups were rejected in {self._takes} takes ({dict(reasons)}), only "
+                f"one optimizer step: {unfit} groups were rejected in {self._takes} takes ({dict(self._unfit)}), only "
                 f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {most} rejections. "
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )
@@ -176,7 +188,10 @@ class Intake:
             )
 
     def _limit(self, version: int) -> int:
-        return credit_limit(version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)
+        if version != self._version:  # what the ledger has by now is in the weights of this version
+            self._version, self._trained = version, self.ledger.trained
+        rejected = self.ledger.total_rejected
+        return credit_limit(self._trained, max_lag=self.max_lag, groups=self.groups, rejected=rejected)
 
 
 def decode_take(

@@ -203,9 +203,10 @@ MUTANTS = [
     one("the ledger saves no ids above the watermark", client("ledger", '"above": sorted(self.above)', '"above": []')),
     one("the ledger's watermark skips one", client("ledger", "while self.watermark + 1 in self.above:", "while self.watermark + 2 in self.above:")),
     one("a ticket may start one version too early", Edit("asyncrl/algo/staleness.py", "version - (limit - ticket_id) // groups)", "version - 1 - (limit - ticket_id) // groups)")),
-    one("one step of credit too much", Edit("asyncrl/algo/staleness.py", "(max_lag + version + 1) * groups", "(max_lag + version + 2) * groups")),
-    one("rejected groups give no credit", Edit("asyncrl/algo/staleness.py", "* groups + rejected", "* groups")),
+    one("one step of credit too much", Edit("asyncrl/algo/staleness.py", "(max_lag + 1) * groups", "(max_lag + 2) * groups")),
+    one("rejected groups give no credit", Edit("asyncrl/algo/staleness.py", "trained + rejected + ", "trained + ")),
     # -- shards
+    one("a shard that has given its part opens the credit of the next step", client("intake", "if version != self._version:", "if True:")),
     one("the other shards do not hear that the learner waits for one", client("shards", "intake.open(version, waiting=True)", "pass")),
     one("a shard that hears that the learner waits for another forgets it", lua("if args[5] == '1' then", "if false then")),
     one("what one shard has given is settled before the step is whole", client("shards", "        return self._settled\n", "        return self._ledgers()\n"),

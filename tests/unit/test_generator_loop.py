@@ -220,7 +220,7 @@ def test_synchronous_tickets_wait_for_their_version():
 
     async def script(world: World) -> None:
         await world.until(lambda: world.learner.audit().ready == 2)
-        world.learner.set_version(1, limit=credit_limit(1, max_lag=0, groups=B, rejected=0))
+        world.learner.set_version(1, limit=credit_limit(B, max_lag=0, groups=B, rejected=0))
         await world.until(lambda: world.learner.audit().leased == 2)
         await asyncio.sleep(0.05)
         assert world.learner.audit().ready == 2  # leased, but not started with weights of version 0

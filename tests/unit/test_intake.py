@@ -198,6 +198,19 @@ def test_endless_rejection_stops_with_an_explanation(buffer):
             one.poll(0, wait_s=0)
 
 
+def test_what_was_issued_before_the_learner_came_is_not_held_against_its_filters(buffer):
+    intake(buffer, max_lag=9)
+    generate(buffer.peer(), 100)
+    before = buffer.audit().issued
+    resumed = intake(buffer.peer(), judge=lambda group, version: "short" if group.ticket_id <= before else None, max_refills=1)
+    for _ in range(30):
+        generate(buffer.peer(), 100)
+        if (collected := resumed.poll(0, wait_s=0)) is not None:
+            break
+    assert ids_of(collected) == [before + 1, before + 2, before + 3, before + 4]
+    assert resumed.ledger.rejected == {"short": before}
+
+
 def test_a_stall_is_an_error_with_advice(buffer):
     one = intake(buffer, stall_s=0.0)
     with pytest.raises(RunError, match=r"no group arrived.*asyncrl generator"):

@@ -31,18 +31,24 @@ def test_choose_is_the_anchored_window(open_ids, count, window, slack):
     assert choose(ready, anchor=anchor, count=count, window=window) == slow_choose(ready, unfinished, next_id, count, window)
 
 
-@given(st.integers(0, 50), st.integers(0, 8), st.integers(1, 40), st.integers(0, 100), st.data())
-def test_minimum_version_is_the_latest_step_the_group_can_be_trained_at_less_the_lag(version, max_lag, groups, rejected, data):
-    limit = credit_limit(version, max_lag=max_lag, groups=groups, rejected=rejected)
-    ticket_id = data.draw(st.integers(rejected + 1, limit))
+VERSION, LAG, GROUPS = st.integers(0, 50), st.integers(0, 8), st.integers(1, 40)
+TRAINED, REJECTED = st.integers(0, 900), st.integers(0, 100)
+
+
+@given(VERSION, LAG, GROUPS, TRAINED, REJECTED, st.data())
+def test_minimum_version_is_the_latest_step_the_group_can_be_trained_at_less_the_lag(
+    version, max_lag, groups, trained, rejected, data
+):
+    limit = credit_limit(trained, max_lag=max_lag, groups=groups, rejected=rejected)
+    ticket_id = data.draw(st.integers(1, limit))
     minimum = minimum_version(ticket_id, version=version, limit=limit, groups=groups)
-    assert minimum == max(0, (ticket_id - 1 - rejected) // groups - max_lag)
+    assert minimum == max(0, version + (ticket_id - 1 - trained - rejected) // groups - max_lag)
     assert minimum <= version, "an id within the credit can be started with the newest weights"
 
 
-@given(st.integers(0, 50), st.integers(0, 8), st.integers(1, 40), st.integers(0, 100))
+@given(VERSION, LAG, GROUPS, REJECTED)
 def test_the_credit_is_exactly_what_the_lag_allows(version, max_lag, groups, rejected):
-    limit = credit_limit(version, max_lag=max_lag, groups=groups, rejected=rejected)
+    limit = credit_limit(version * groups, max_lag=max_lag, groups=groups, rejected=rejected)
     beyond = limit + 1
     assert (beyond - 1 - rejected) // groups - max_lag == version + 1, "one more id would need weights that do not exist"
     assert limit - rejected - version * groups == (max_lag + 1) * groups
@@ -71,7 +77,8 @@ class Simulation:
 
     @property
     def limit(self):
-        return credit_limit(self.version, max_lag=self.max_lag, groups=self.groups, rejected=self.ledger.total_rejected)
+        rejected = self.ledger.total_rejected
+        return credit_limit(self.ledger.trained, max_lag=self.max_lag, groups=self.groups, rejected=rejected)
 
     def start_groups(self):
         for worker in range(self.workers):
@@ -171,7 +178,7 @@ def test_the_bound_is_reached_so_it_is_not_too_wide(max_lag, window, groups):
     started = {}
     lane.recover(ledger, version=0, limit=credit_limit(0, max_lag=max_lag, groups=groups, rejected=0))
     while lag is None:
-        lane.set_version(version, limit=credit_limit(version, max_lag=max_lag, groups=groups, rejected=0))
+        lane.set_version(version, limit=credit_limit(version * groups, max_lag=max_lag, groups=groups, rejected=0))
         for ticket in lane.lease("g", 1000).tickets:
             started[ticket.id] = ticket.minimum_version
             if ticket.id != slow:
