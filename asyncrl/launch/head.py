@@ -1,6 +1,5 @@
 """What only the learner's rank 0 does: the buffer, the senders, the control plane, evaluation, telemetry."""
 
-import json
 import logging
 import os
 import secrets
@@ -40,6 +39,7 @@ from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.estimate import GREEDY
+from asyncrl.types import Group
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
@@ -79,7 +79,10 @@ class Head:
             state.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
         )
         self._is_recovered = False
+        self.frames: list[bytes] = []
+        """Of the groups that the last successful `poll` found."""
         self._collected: Collected | None = None
+        self._decoded: list[tuple[Group, bytes]] = []  # for the next step
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._decoder = GroupDecoder(wire_key())
         self._lane = train_lane(config, store)
@@ -183,7 +186,7 @@ class Head:
                 Intake(
                     buffer=buffer,
                     ledger=ledger,
-                    decode=self._decoder.decode,
+                    decode=self._decode,
                     judge=judge,
                     groups=config.batch.groups // len(shards),
                     window=config.window_groups // len(shards),
@@ -196,6 +199,11 @@ class Head:
                 for shard, (buffer, ledger) in enumerate(zip(shards, ledgers.shards, strict=True))
             )
         )
+
+    def _decode(self, frame: bytes) -> Group:
+        group = self._decoder.decode(frame)
+        self._decoded.append((group, frame))  # no copy: the group's arrays are views of the frame
+        return group
 
     def _make_evaluation(self, state: LearnerState) -> Evaluation:
         config = self._config
@@ -220,13 +228,15 @@ class Head:
         return self._collected
 
     def poll(self, version: int, *, wait_s: float) -> bytes:
-        """JSON list of the ids of the next step's groups; empty while they are not all there."""
+        """How many groups the next step has; empty while they are not all there."""
         self._hub.check()
         self._log_evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
             return b""
-        return json.dumps([group.ticket_id for group in self._collected.groups]).encode()
+        frame_of = {id(group): frame for group, frame in self._decoded}  # not by ticket: a refused frame may say any
+        self.frames, self._decoded = [frame_of[id(group)] for group in self._collected.groups], []
+        return b"%d" % len(self.frames)
 
     def publish(self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]) -> None:
         """New weights first, then the credit for the groups that they will sample."""

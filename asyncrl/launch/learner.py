@@ -1,6 +1,5 @@
 """The learner's process, one per rank: `python -m asyncrl.launch.learner --config FILE --store URL`."""
 
-import json
 import logging
 import os
 import random
@@ -15,7 +14,6 @@ from transformers import AutoConfig
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
-from asyncrl.buffer.shards import ShardedBuffer
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
@@ -25,7 +23,7 @@ from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.starts import record_start
-from asyncrl.launch.wiring import join_store, train_lane, wire_key
+from asyncrl.launch.wiring import join_store, wire_key
 from asyncrl.learner import Step, run_learner
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.algorithm import Algorithm
@@ -58,7 +56,6 @@ class LearnerRun:
         self,
         config: Config,
         trainer: DeepSpeedTrainer,
-        buffer: ShardedBuffer,
         checkpoints: CheckpointStore,
         probe_ids: Sequence[int],
         coefficients: Coefficients,
@@ -69,7 +66,6 @@ class LearnerRun:
         """`stop` is set when somebody asked rank 0 to stop: it saves first."""
         self._config = config
         self._trainer = trainer
-        self._buffer = buffer
         self._checkpoints = checkpoints
         self._probe_ids = probe_ids
         self._coefficients = coefficients
@@ -80,7 +76,7 @@ class LearnerRun:
         self._failed_saves = 0
 
     def collect(self, version: int) -> Collected:
-        """Rank 0 takes; the others fetch the same groups from the store."""
+        """Rank 0 takes, and hands the frames on: what the store holds a moment later is nothing to the other ranks."""
         message = b""
         while not message:
             message = self._trainer.broadcast(self._poll(self._head, version) if self._head else None)
@@ -88,9 +84,11 @@ class LearnerRun:
             self._save_at_last(version)
             raise SystemExit(128 + signal.SIGTERM)
         if self._head:
+            for frame in self._head.frames:
+                self._trainer.broadcast(frame)
             return self._head.collected
-        # Rank 0's decoder has survived these.
-        frames = self._buffer.frames(json.loads(message))
+        frames = [self._trainer.broadcast(None) for _ in range(int(message))]
+        # Rank 0's decoder has survived these. Decoding checks the digest that each of them carries.
         return Collected(groups=tuple(decode_group(frame, wire_key()) for frame in frames), rejected=(), takes=0)
 
     def _poll(self, head: Head, version: int) -> bytes:
@@ -214,8 +212,7 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection, logs:
             head = stack.enter_context(
                 Head(config, directory, store, state, layout=layout, probe_ids=probe, device=trainer.device.type)
             )
-        lane, coefficients = train_lane(config, store), algorithm.coefficients
-        run = LearnerRun(config, trainer, lane, checkpoints, probe, coefficients, head, stop, logs)
+        run = LearnerRun(config, trainer, checkpoints, probe, algorithm.coefficients, head, stop, logs)
         run_learner(trainer, run, algorithm, hooks, version=state.version, steps=config.learner.steps)
         if head:
             head.finish()

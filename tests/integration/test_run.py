@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers_cluster import PRIMARIES, cluster
+from helpers_cluster import PRIMARIES, Node, cluster
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
@@ -187,12 +188,12 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
 def test_two_ranks_train_from_four_shards_of_a_cluster_and_a_generator_without_a_config_joins_late(config: Path) -> None:
     (config.parent / "cluster").mkdir()
     with cluster(config.parent / "cluster") as nodes:
-        _train_from_four_shards(config, nodes[0].url)
+        _train_from_four_shards(config, nodes)
         assert all(node.client.dbsize() for node in nodes[:PRIMARIES])
 
 
-def _train_from_four_shards(config: Path, url: str) -> None:
-    run = config.parent / "runs" / "whole"
+def _train_from_four_shards(config: Path, nodes: list[Node]) -> None:
+    run, url = config.parent / "runs" / "whole", nodes[0].url
     overrides = ("learner.ranks=2", "learner.zero_stage=2", "generator.count=1", "learner.steps=500")
     up = start(config, *overrides, "store.shards=4", f"store.url={url}")
     joined = None
@@ -204,6 +205,11 @@ def _train_from_four_shards(config: Path, url: str) -> None:
         # Both adopt what is trained from then on; while an update is under way a member has no version (-1).
         at = len(steps(run))
         wait(lambda: len(versions := member_versions(run)) == 2 and min(versions) > at, up, config)
+        for done in range(3):  # a store that forgets everything costs no rank its life
+            for node in nodes[:PRIMARIES]:
+                node.client.flushall()
+            wait(partial(lambda goal: len(steps(run)) >= goal, len(steps(run)) + 2 + done), up, config)
+        assert len((run / "starts.jsonl").read_text().splitlines()) == 1
         call("down", str(run))
         assert up.wait(timeout=60) == 128 + signal.SIGTERM
         assert joined.wait(timeout=60) == 0

@@ -119,6 +119,9 @@ class FakeTrainer:
         self.events.append("gather")
         return self._meeting.gather(self.rank, value)
 
+    def broadcast(self, value):
+        return self._meeting.gather(self.rank, value or b"")[0]
+
     def step(self, microbatches, loss):
         self.events.append("step")
         self.trained = [token for one in microbatches for token in one.target_T.tolist()]

@@ -64,7 +64,7 @@ def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[learner.LearnerRu
     config.checkpoint.every = every
     coefficients.state.return_value = {}
     store = CheckpointStore(root, KEY, 2, disk)
-    run: Any = learner.LearnerRun(config, FakeTrainer("weights"), None, store, (), coefficients, head, None, None)  # type: ignore[arg-type]
+    run: Any = learner.LearnerRun(config, FakeTrainer("weights"), store, (), coefficients, head, None, None)  # type: ignore[arg-type]
     return run, head
 
 
