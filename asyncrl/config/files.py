@@ -11,7 +11,8 @@ from asyncrl.config.schema import Config
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+"""Of files: the first three are read."""
 OPTIONAL_TRACKERS = ("tensorboard", "trackio")
 """Switch in `telemetry`, extra of this project, and module of the library: all of one name."""
 
@@ -37,7 +38,8 @@ def _data(config: Config) -> Iterator[Finding]:
 
 def is_local(source: str) -> bool:
     """A path rather than a hub name, which has at most one slash."""
-    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
+    looks_so = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
+    return looks_so or Path(source).is_file()
 
 
 def absent(source: str) -> str:
@@ -45,7 +47,8 @@ def absent(source: str) -> str:
     path = Path(source)
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, neighbours, n=1)
-    return f"found no {source}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
+    expanded = ", where ~ and variables are not expanded: write them out" if "~" in source or "$" in source else ""
+    return f"found no {source}{expanded}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
 
 
 def _model(config: Config) -> Iterator[Finding]:

@@ -18,12 +18,18 @@ FORMATS = (".jsonl", ".json", ".parquet")
 class Rows(Sequence[Row]):
     """The rows of one dataset, in order."""
 
-    def __init__(self, rows: Sequence[Row], source: str) -> None:
+    def __init__(self, rows: Sequence[Row], source: str, lines: Sequence[int] | None = None) -> None:
+        """`lines` are the line numbers of rows that are lines of a file."""
         if not rows:
             raise DataError(f"{source} holds no rows; at least one is needed")
         self._rows = rows
         self.source = source
         """Where they came from, for messages."""
+        self._lines = lines
+
+    def place(self, index: int) -> str:
+        """Where the row at `index` (from 0) is found, for messages: people, and editors, count from 1."""
+        return f"{self.source}:{self._lines[index]}" if self._lines else f"{self.source}, row {index + 1}"
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -43,7 +49,7 @@ def load_rows(source: str, split: str = "train") -> Rows:
     """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset (directory or hub name)."""
     path = Path(source)
     if path.is_file():
-        return Rows(_read_file(path), source)
+        return _read_file(path)
     if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
         raise DataError(
             f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a dataset's name"
@@ -51,30 +57,39 @@ def load_rows(source: str, split: str = "train") -> Rows:
     return Rows(_load_hub(source, split), f"{source} [{split}]")
 
 
-def _read_file(path: Path) -> list[Row]:
-    match path.suffix:
-        case ".jsonl":
-            return _read_jsonl(path)
-        case ".json":
-            return _read_json(path)
-        case ".parquet":
-            return _read_parquet(path)
+def _read_file(path: Path) -> Rows:
+    try:
+        match path.suffix:
+            case ".jsonl":
+                return _read_jsonl(path)
+            case ".json":
+                return Rows(_read_json(path), str(path))
+            case ".parquet":
+                return Rows(_read_parquet(path), str(path))
+    except OSError as error:
+        raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a file that can") from error
     raise DataError(f"dataset {path} has the suffix `{path.suffix}`; supported are {', '.join(FORMATS)}")
 
 
-def _read_jsonl(path: Path) -> list[Row]:
+def _read_jsonl(path: Path) -> Rows:
     rows: list[Row] = []
+    numbers: list[int] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 rows.append(_parse_object(line, f"{path}:{number}"))
-    return rows
+                numbers.append(number)
+    return Rows(rows, str(path), numbers)
 
 
 def _parse_object(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: found bytes that are not UTF-8 text; allowed is JSON in UTF-8; save the file as UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
         shown = line.strip()[:80].decode("utf-8", "replace")
         raise DataError(f"{where}: no JSON ({error}), found `{shown}`; every line must be one JSON object") from error
     return _as_row(row, where)
@@ -83,13 +98,17 @@ def _parse_object(line: bytes, where: str) -> Row:
 def _read_json(path: Path) -> list[Row]:
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: found bytes that are not UTF-8 text; allowed is JSON in UTF-8; save the file as UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: no JSON ({error}); a .json dataset is one array of objects, one object per line is .jsonl"
         ) from error
     if not isinstance(rows, list):
         raise DataError(f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects")
-    return [_as_row(row, f"{path}, element {index}") for index, row in enumerate(rows)]
+    return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
 
 
 def _as_row(row: object, where: str) -> Row:

@@ -6,13 +6,14 @@ prompt is tokenised at start: one that is too long or has no text stops the run 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
 from asyncrl.data.dataset import Row, Rows, load_rows
 from asyncrl.data.plan import SamplePlan
+from asyncrl.data.reader import PromptReader
 from asyncrl.errors import DataError
 from asyncrl.types import Prompt
 
@@ -26,44 +27,24 @@ _SHOWN = 5
 class _Renderer:
     """Makes one row a prompt."""
 
-    data: DataConfig
-    chat_template: bool
+    reader: PromptReader
     tokenizer: Any
 
     def prompt(self, row: Row, where: str) -> Prompt:
-        text = self._chat(row, where) if self.chat_template else self._text(row, where)
+        value = self.reader.read(row, where)
+        text = self._chat(value) if self.reader.chat_template else str(value)
         return Prompt(token_ids=tuple(self._tokenize(text)), text=text, row=row)
 
-    def _text(self, row: Row, where: str) -> str:
-        value = self._value(row, where)
-        if not isinstance(value, str):
-            raise DataError(
-                f"{where}: column `{self.data.prompt_field}` holds a {type(value).__name__}; without a template it must be text "
-                "(set model.chat_template: true for chat messages)"
-            )
-        if not value:
-            raise DataError(f"{where}: the prompt is empty; remove the row")
-        return value
-
-    def _chat(self, row: Row, where: str) -> str:
-        value = self._value(row, where)
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(_checked_messages(value, where))
-        if self.data.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.data.system})
+    def _chat(self, value: str | list[Mapping[str, str]]) -> str:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        system = self.reader.data.system
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def _value(self, row: Row, where: str) -> Any:
-        try:
-            return row[self.data.prompt_field] if self.data.template is None else self.data.template.format_map(row)
-        except KeyError as error:
-            wanted = "data.prompt_field" if self.data.template is None else "data.template"
-            raise DataError(f"{where}: {wanted} wants column `{error.args[0]}`; the row has {sorted(row)}") from error
-        except (ValueError, IndexError, AttributeError) as error:
-            raise DataError(f"data.template is no valid template ({error}); write {{column}}, and {{{{ for a brace") from error
 
     def _tokenize(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
-        add_special = not self.chat_template and not (bos and text.startswith(bos))
+        add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
         # Some tokenizers also end every text; a prompt that already ends would get an empty answer.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
@@ -79,13 +60,21 @@ class PromptSource:
         self.tokenizer = load_tokenizer(model)
         if model.chat_template and not self.tokenizer.chat_template:
             raise DataError(f"model.chat_template is true, but the tokenizer of {model.path} has none; set it to false")
-        render = _Renderer(data, model.chat_template, self.tokenizer)
+        render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
         self.rows = load_rows(data.train, data.split)
-        self._train = _render_all(render, self.rows, sampling.max_prompt_tokens)
-        self._eval: list[Prompt] = []
-        if data.eval is not None:
-            self._eval = _render_all(render, load_rows(data.eval, data.eval_split), sampling.max_prompt_tokens)
-            _warn_of_overlap(self._train, self._eval, data)
+        held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
+        self._train = _render_all(render, self.rows)
+        self._eval = _render_all(render, held_out) if held_out else []
+        too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]
+        if held_out:
+            too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
+            _warn_of_overlap(self._train, self._eval, held_out)
+        if too_long:
+            longest = max(len(prompt.token_ids) for prompt in (*self._train, *self._eval))
+            raise DataError(
+                f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens}): {'; '.join(too_long)}; "
+                f"raise it to {longest} or remove the rows"
+            )
         self.plan = SamplePlan(len(self.rows), seed=seed, shuffle=data.shuffle)
 
     def prompt(self, ticket_id: int) -> Prompt:
@@ -113,34 +102,21 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ) from error
 
 
-def _render_all(render: _Renderer, rows: Rows, limit: int) -> list[Prompt]:
-    prompts = [render.prompt(row, f"{rows.source}, row {index}") for index, row in enumerate(rows)]
-    if too_long := [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) > limit]:
-        shown = ", ".join(f"row {index}: {len(prompts[index].token_ids)} tokens" for index in too_long[:_SHOWN])
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        raise DataError(
-            f"{rows.source}: {len(too_long)} of {len(rows)} prompts are longer than sampling.max_prompt_tokens ({limit}): {shown}"
-            f"{', ...' if len(too_long) > _SHOWN else ''}; raise it to {longest} or remove the rows"
-        )
-    return prompts
+def _render_all(render: _Renderer, rows: Rows) -> list[Prompt]:
+    return [render.prompt(row, rows.place(index)) for index, row in enumerate(rows)]
 
 
-def _checked_messages(value: object, where: str) -> Sequence[Mapping[str, str]]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    ):
-        raise DataError(
-            f"{where}: found `{str(value)[:80]}`; a chat prompt is text or a list of messages with `role` and `content`"
-        )
-    return value
+def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
+    """At most one line, with the first of them."""
+    if found := [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) > limit]:
+        shown = ", ".join(f"{rows.place(index)}: {len(prompts[index].token_ids)} tokens" for index in found[:_SHOWN])
+        yield f"{len(found)} of {len(rows)} of {rows.source} ({shown}{', ...' if len(found) > _SHOWN else ''})"
 
 
-def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], data: DataConfig) -> None:
+def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
     seen = {prompt.text for prompt in train}
     if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
         log.warning(
-            "%d of %d prompts in data.eval (%s) also occur in data.train, first in row %d: the evaluation is not held out",
-            len(shared), len(held_out), data.eval, shared[0],
+            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held out",
+            len(shared), len(held_out), rows.place(shared[0]),
         )  # fmt: skip

@@ -95,13 +95,15 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """The newest `count` responses of a run directory, or the first of a JSONL file with `response` and the row's columns."""
     if path.is_dir():
-        records = list(load_rows(str(RunDirectory(path).samples)))[-count:]
-        finder = _RowFinder(config)
+        records, finder = load_rows(str(RunDirectory(path).samples)), _RowFinder(config)
+        chosen = range(len(records))[-count:]
     else:
-        records, finder = list(load_rows(str(path)))[:count], None
-    for index, record in enumerate(records):
+        records, finder = load_rows(str(path)), None
+        chosen = range(len(records))[:count]
+    for index in chosen:
+        record = records[index]
         if not isinstance(record.get("response"), str):
-            raise DataError(f"{path}, record {index}: no text in column `response`; it has {', '.join(record)}")
+            raise DataError(f"{records.place(index)}: no text in column `response`; it has {', '.join(record)}")
         row = finder.row(record) if finder else record
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
         given = RewardInput(

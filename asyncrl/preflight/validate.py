@@ -7,6 +7,7 @@ from asyncrl.config.document import Node, Problem
 from asyncrl.config.files import Finding, file_problems
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.schema import Config
+from asyncrl.preflight.rows import row_problems
 from asyncrl.preflight.sources import source_problems
 from asyncrl.rewards.sandbox import sandbox_of
 
@@ -22,7 +23,7 @@ def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _problems(config: Config, root: Node) -> list[Finding]:
     """Of files, functions and rows, and of the sandbox, which is tried out."""
-    found = [*file_problems(config), *source_problems(config, root)]
+    found = [*file_problems(config), *source_problems(config, root), *row_problems(config)]
     sandbox = sandbox_of(config.reward, config.run.root)
     if sandbox and (problem := sandbox.problem()):
         found.append(("reward.sandbox", problem))

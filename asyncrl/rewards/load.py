@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.builtin import BUILTINS
+from asyncrl.rewards.forms import Form, form_of
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -35,27 +36,29 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], float]:
-    """A caller that hands `function` the columns it names, awaits it if it is async, and checks what it returns.
+    """A caller that hands `function` what its form asks for, awaits it if it is async, and checks what it returns.
 
-    Raises RewardError for a missing column and for anything that is no finite number; what the function itself
-    raises passes through.
+    Raises RewardError for a function of no known form; the caller for a missing column and for anything that is no finite
+    number. What the function itself raises passes through.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[2:]  # after prompt and response
-    except ValueError:  # some built-in types have no signature
-        parameters = []
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = {p.name for p in named if p.default is p.empty}
-    accepted = {p.name for p in named}
+    form = _form_of(function)
 
     def call(prompt: str, response: str, columns: Mapping[str, Any]) -> float:
-        if missing := required - columns.keys():
-            raise RewardError(f"wants column(s) {sorted(missing)}, which the row lacks; it has {sorted(columns)}")
-        value = function(prompt, response, **{k: v for k, v in columns.items() if takes_all or k in accepted})
-        return checked_reward(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        if missing := form.lacking(columns):
+            raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(columns)}")
+        positional, named = form.arguments(prompt, response, columns)
+        value = function(*positional, **named)
+        return checked_reward(form.value(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value))
 
     return call
+
+
+def _form_of(function: Callable[..., Any]) -> Form:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # some built-in types have no signature
+        return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
+    return form_of(parameters)
 
 
 def checked_reward(value: object) -> float:

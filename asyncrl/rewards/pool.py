@@ -238,7 +238,5 @@ def _packed(message: Mapping[str, Any]) -> bytes:
 
 
 def _request(one: RewardInput) -> dict[str, Any]:
-    """The call as the worker gets it; prompt and response are its own arguments, not columns."""
-    columns = {"truncated": one.truncated} | dict(one.row)
-    columns = {name: value for name, value in columns.items() if name not in ("prompt", "response")}
-    return {"prompt": one.prompt, "response": one.response, "columns": columns}
+    """The call as the worker gets it."""
+    return {"prompt": one.prompt, "response": one.response, "columns": {"truncated": one.truncated} | dict(one.row)}

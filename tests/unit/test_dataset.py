@@ -61,12 +61,14 @@ def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
     [
         ("a.jsonl", b"[1, 2]\n", r"a.jsonl:1: found a JSON list, `\[1, 2\]`; a row is an object"),
         ("a.jsonl", b'{"a": 1}\n"text"\n', r"a.jsonl:2: found a JSON str"),
-        ("a.jsonl", b'{"a": "\xff"}\n', r"a.jsonl:1: no JSON"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a.jsonl:1: found bytes that are not UTF-8 text; .* save the file as UTF-8"),
+        ("a.json", b'{"a": "\xff"}\n', r"a.json: found bytes that are not UTF-8"),
+        ("a.jsonl", b"{}\n" + b"[" * 99999 + b"\n", r"a.jsonl:2: no JSON \(maximum recursion depth"),
         ("a.jsonl", b"\n\n", r"a.jsonl holds no rows"),
         ("a.json", b'{"a": 1}', r"a.json: found a JSON dict; a .json dataset is one array"),
         ("a.json", b'{"a": 1}\n{"a": 2}', r"a.json: no JSON .*one object per line is .jsonl"),
         ("a.json", b"[]", r"a.json holds no rows"),
-        ("a.json", b'[{"a": 1}, 7]', r"a.json, element 1: found a JSON int"),
+        ("a.json", b'[{"a": 1}, 7]', r"a.json, row 2: found a JSON int"),
         ("a.csv", b"a,b\n", r"suffix `.csv`; supported are .jsonl, .json, .parquet"),
     ],
 )

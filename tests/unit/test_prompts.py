@@ -128,7 +128,7 @@ def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog
     train = jsonl("t", {"prompt": "a"}, {"prompt": "b"})
     with caplog.at_level(logging.WARNING):
         source(model, train, eval=jsonl("e", {"prompt": "c"}, {"prompt": "b", "other": 1}))
-    assert "1 of 2 prompts in data.eval" in caplog.text and "first in row 1" in caplog.text
+    assert "1 of 2 prompts in data.eval" in caplog.text and "e.jsonl:2: the evaluation is not held out" in caplog.text
     caplog.clear()
     source(model, train, eval=jsonl("f", {"prompt": "c"}))
     assert not caplog.records
@@ -141,25 +141,33 @@ def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, json
     assert source(model, train, limit=7).prompt(1)
     with pytest.raises(
         DataError,
-        match=r"t.jsonl: 20 of 30 prompts are longer than sampling.max_prompt_tokens \(5\): row 1: 6 tokens, row 2: 7 tokens, "
-        r"row 4: 6 tokens, row 5: 7 tokens, row 7: 6 tokens, ...; raise it to 7",
+        match=r"prompts are longer than sampling.max_prompt_tokens \(5\): 20 of 30 of \S+t.jsonl \(\S+t.jsonl:2: 6 tokens, "
+        r"\S+t.jsonl:3: 7 tokens, \S+t.jsonl:5: 6 tokens, \S+:6: 7 tokens, \S+:8: 6 tokens, ...\); raise it to 7",
     ):
         source(model, train, limit=5)
-    with pytest.raises(DataError, match=r"e.jsonl: 1 of 1"):
-        source(model, jsonl("t2", {"prompt": "x"}), limit=5, eval=jsonl("e", {"prompt": "xxxxx"}))
+    with pytest.raises(DataError, match=r"20 of 30 of \S+t.jsonl .*; 1 of 1 of \S+e.jsonl .*; raise it to 9"):
+        source(model, train, limit=5, eval=jsonl("e", {"prompt": "x" * 8}))  # both at once
 
 
 @pytest.mark.parametrize(
     ("row", "data", "chat", "message"),
     [
-        ({"question": "q"}, {}, False, r"t.jsonl, row 1: data.prompt_field wants column `prompt`; the row has \['question'\]"),
-        ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"row 0: data.template wants column `level`"),
+        ({"question": "q"}, {}, False, r"t.jsonl:2: data.prompt_field wants column `prompt`; the row has \['question'\]"),
+        ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"t.jsonl:1: data.template wants column `level`"),
         ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is no valid template"),
-        ({"prompt": 7}, {}, False, r"row 1: column `prompt` holds a int"),
-        ({"prompt": ""}, {}, False, r"row 1: the prompt is empty"),
-        ({"prompt": [{"role": "user"}]}, {}, True, r"row 1: found .*`role` and `content`"),
-        ({"prompt": []}, {}, True, r"row 1: found `\[\]`"),
-        ({"prompt": 7}, {}, True, r"row 1: found `7`; a chat prompt is text or a list"),
+        ({"prompt": 7}, {}, False, r"t.jsonl:2: column `prompt` holds a int; allowed is text; write it as text"),
+        ({"prompt": None}, {}, False, r"t.jsonl:2: column `prompt` holds nothing; allowed is text; write it as text"),
+        (
+            {"prompt": [{"role": "user", "content": "q"}]},
+            {},
+            False,
+            r"t.jsonl:2: .* holds a list; .* set model.chat_template: true",
+        ),
+        ({"prompt": " "}, {}, True, r"t.jsonl:2: the prompt is empty"),
+        ({"prompt": ""}, {}, False, r"t.jsonl:2: the prompt is empty"),
+        ({"prompt": [{"role": "user"}]}, {}, True, r"t.jsonl:2: found .*`role` and `content`"),
+        ({"prompt": []}, {}, True, r"t.jsonl:2: found `\[\]`"),
+        ({"prompt": 7}, {}, True, r"t.jsonl:2: found `7`; a chat prompt is text or a list"),
     ],
 )
 def test_a_row_that_makes_no_prompt_is_named(tmp_path, jsonl, row, data, chat, message):

@@ -160,6 +160,76 @@ def test_a_function_gets_the_columns_it_names():
         bind(exact_match)("p", "r", {"level": 3})
 
 
+# What a function of TRL's documentation looks like, and one of verl's.
+
+
+def trl_reward(completions, **kwargs):
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def trl_correctness(prompts, completions, answer, truncated, **kwargs):
+    assert len(prompts) == len(completions) == len(answer)
+    return [1.0 if right in text and not cut else 0.0 for text, right, cut in zip(completions, answer, truncated, strict=True)]
+
+
+def trl_chat(completions, **kwargs):
+    return [
+        1.0 if completion[0]["content"] == "4" and completion[0]["role"] == "assistant" else 0.0 for completion in completions
+    ]
+
+
+async def trl_async(prompts, completions, **kwargs):
+    return [float(prompts[0][0]["content"] == "2+2?")]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums" and extra_info == {"split": "train"}
+    return {"score": 1.0 if solution_str.strip() == ground_truth else 0.0, "acc": True}
+
+
+def verl_plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return float(solution_str == ground_truth)
+
+
+def test_functions_of_trl_are_called_with_lists_of_one():
+    row = {"answer": "4", "truncated": False}
+    assert bind(trl_reward)("2+2=", "4 and 4", row) == 2
+    assert bind(trl_correctness)("2+2=", "it is 4", row) == 1 and bind(trl_correctness)("2+2=", "5", row) == 0
+    assert bind(trl_correctness)("2+2=", "4", row | {"truncated": True}) == 0
+    chat = {"prompt": [{"role": "user", "content": "2+2?"}]}
+    assert bind(trl_chat)("rendered", "4", chat) == 1 and bind(trl_chat)("rendered", "5", chat) == 0
+    assert bind(trl_async)("rendered", "5", chat) == 1
+    with pytest.raises(RewardError, match=r"wants column\(s\) \['answer'\]"):
+        bind(trl_correctness)("2+2=", "5", {"truncated": False})
+
+
+def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
+    row = {"data_source": "sums", "extra_info": {"split": "train"}}
+    for reference in ({"ground_truth": "4"}, {"reward_model": {"style": "rule", "ground_truth": "4"}}):
+        assert bind(compute_score)("2+2=", "4", row | reference) == 1 and bind(compute_score)("2+2=", "5", row | reference) == 0
+    assert bind(verl_plain)("2+2=", "4", {"ground_truth": "4"}) == 1
+    with pytest.raises(RewardError, match=r"wants column\(s\) \['ground_truth'\]"):
+        bind(compute_score)("2+2=", "5", row)
+
+
+@pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], "1", None])
+def test_what_is_no_list_of_one_number_is_refused(returned):
+    with pytest.raises(RewardError, match=r"returned .*for one completion; .* list of one number|a reward is one finite number"):
+        bind(lambda completions, **kwargs: returned)("p", "r", {})
+
+
+def test_prompt_and_response_in_the_wrong_order_are_refused_by_name():
+    with pytest.raises(RewardError, match=r"takes \(response, prompt\), but is called with \(prompt, response\): .*swap"):
+        bind(lambda response, prompt, answer: 1.0)
+    with pytest.raises(RewardError, match=r"takes \(response\); allowed is \(prompt, response, \*\*columns\) -> float; TRL's"):
+        bind(lambda response: 1.0)
+
+
+def test_a_column_called_like_an_argument_is_none():
+    row = {"prompt": "of the row", "response": "reference", "answer": "4"}
+    assert bind(lambda prompt, response, **columns: float(prompt == "p" and columns == {"answer": "4"}))("p", "r", row) == 1
+
+
 def test_functions_are_loaded_from_files_and_modules(tmp_path):
     (tmp_path / "helper_of_my_reward.py").write_text("FACTOR = 2\n")
     (tmp_path / "my_reward.py").write_text(

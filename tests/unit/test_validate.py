@@ -227,12 +227,80 @@ def test_functions_of_the_algorithm_and_hooks_are_looked_for():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{bad\n", "no JSON object in the first row"), ("[1]\n", "found int"), ('"text"\n', "found str")]
+    ("content", "said"),
+    [("{bad\n", "train.jsonl:2: no JSON"), ("[1]\n", "train.jsonl:2: found a JSON list"), ('"text"\n', "found a JSON str")],
 )
 def test_a_first_row_that_is_no_object(content: str, said: str):
     Path("data/train.jsonl").write_text("\n" + content)
     (line,) = said_of(GOOD)
     assert said in line and line.startswith("  run.yaml:6  data.train: ")
+
+
+def test_every_row_is_looked_at_and_named_by_its_line():
+    good = '{"question": "q", "answer": "a"}\n'
+    rows = [good] * 99 + ["\n", '{"question": "q"}\n', '{"answer": "a"}\n', '{"question": "", "answer": "a"}\n', good]
+    rows += ['{"question": null, "answer": "a"}\n', '{"question": 7, "answer": "a"}\n', '{"question": [1], "answer": "a"}\n']
+    Path("data/train.jsonl").write_text("".join(rows))
+    (line,) = said_of(GOOD)
+    assert line.partition("data.train: ")[2].split("; and ") == [
+        "1 of 106 rows lack column `answer`, which reward.functions.0.function wants: data/train.jsonl:101; "
+        "add it there, or remove the rows",
+        "1 of 106 rows lack column `question`, which data.prompt_field wants: data/train.jsonl:102; "
+        "add it there, or remove the rows",
+        "data/train.jsonl:103: the prompt is empty; remove the row; "
+        "data/train.jsonl:105: column `question` holds nothing; allowed is text; write it as text; "
+        "data/train.jsonl:106: column `question` holds a int; allowed is text; write it as text (and 1 more rows of it)",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".txt", ".data"])
+def test_a_file_of_another_format_is_refused_by_name(suffix: str):
+    Path(f"train{suffix}").write_text("question,answer\n1,2\n")
+    (line,) = said_of(GOOD, f"data.train=train{suffix}")
+    assert f"data.train: found the suffix `{suffix}`; allowed are .jsonl, .json, .parquet; convert the file" in line
+
+
+@pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
+def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
+    (line,) = said_of(GOOD, f"data.train={path}")
+    assert f"found no {path}, where ~ and variables are not expanded: write them out" in line
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def correct(response, prompt, answer): ...", "takes (response, prompt), but is called with (prompt, response)"),
+        ("def correct(response): ...", "takes (response); allowed is (prompt, response, **columns) -> float"),
+        ("def correct(completions, completion_ids): ...", "takes `completion_ids`, which there is none of here"),
+        ("def correct(completions, level, **kwargs): ...", "wants column `level`, which data/train.jsonl lacks"),
+        (
+            "def correct(data_source, solution_str, ground_truth): ...",
+            "wants column `ground_truth`, which data/train.jsonl lacks",
+        ),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_named(source: str, said: str):
+    Path("score.py").write_text(f"{source}\ndef brief(prompt, response): ...\n")
+    lines = said_of(GOOD)
+    assert lines and said in lines[0]
+    assert "run.yaml:" in lines[0] and "reward.functions.0.function: " in lines[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def correct(completions, **kwargs): ...",
+        "def correct(prompts, completions, answer, *, truncated=False, completion_ids=None): ...",
+        "def correct(data_source, solution_str, ground_truth=None, extra_info=None): ...",
+        "def correct(prompt, response, truncated): ...",
+        "def correct(*all, **columns): ...",
+        "async def correct(question, completion, /, answer): ...",
+    ],
+)
+def test_a_signature_of_any_known_form_passes(source: str):
+    Path("score.py").write_text(f"{source}\ndef brief(prompt, response): ...\n")
+    Path("run.yaml").write_text(GOOD)
+    validated_config(Path("run.yaml"))
 
 
 def test_columns_of_a_template_are_looked_for():

@@ -1,0 +1,51 @@
+"""From a row to what its prompt is made of, without a tokenizer: every row can be checked before anything is loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.dataset import Row
+from asyncrl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Takes out of a row what its prompt is made of, and refuses a row without it."""
+
+    data: DataConfig
+    chat_template: bool
+
+    def read(self, row: Row, where: str) -> str | list[Mapping[str, str]]:
+        """Text, or with a chat template the messages. Raises DataError that begins with `where`."""
+        value = self._value(row, where)
+        if self.chat_template and not isinstance(value, str):
+            return list(_checked_messages(value, where))
+        if not isinstance(value, str):
+            cure = "set model.chat_template: true for chat messages" if isinstance(value, list) else "write it as text"
+            found = "nothing" if value is None else f"a {type(value).__name__}"
+            raise DataError(f"{where}: column `{self.data.prompt_field}` holds {found}; allowed is text; {cure}")
+        if not value.strip():
+            raise DataError(f"{where}: the prompt is empty; remove the row")
+        return value
+
+    def _value(self, row: Row, where: str) -> Any:
+        try:
+            return row[self.data.prompt_field] if self.data.template is None else self.data.template.format_map(row)
+        except KeyError as error:
+            wanted = "data.prompt_field" if self.data.template is None else "data.template"
+            raise DataError(f"{where}: {wanted} wants column `{error.args[0]}`; the row has {sorted(row)}") from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise DataError(f"data.template is no valid template ({error}); write {{column}}, and {{{{ for a brace") from error
+
+
+def _checked_messages(value: object, where: str) -> Sequence[Mapping[str, str]]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    ):
+        raise DataError(
+            f"{where}: found `{str(value)[:80]}`; a chat prompt is text or a list of messages with `role` and `content`"
+        )
+    return value

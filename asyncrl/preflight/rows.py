@@ -1,0 +1,110 @@
+"""Every row of the data files against what a run will ask of it, before a model or tokenizer is loaded."""
+
+import difflib
+import string
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from asyncrl.config.files import Finding, is_local
+from asyncrl.config.schema import Config
+from asyncrl.data.dataset import FORMATS, Rows, load_rows
+from asyncrl.data.reader import PromptReader
+from asyncrl.errors import DataError
+from asyncrl.preflight.sources import Missing, reward_form
+from asyncrl.rewards.forms import Form
+
+SHOWN = 3
+"""Rows named for one kind of mistake."""
+
+
+def row_problems(config: Config) -> Iterator[Finding]:
+    """Rows without a usable prompt or without a column that a reward needs; files that cannot be read."""
+    forms = _forms(config)
+    for key, source, split in (
+        ("data.train", config.data.train, config.data.split),
+        ("data.eval", config.data.eval, config.data.eval_split),
+    ):
+        if source is None or not is_local(source) or not Path(source).is_file():
+            continue
+        if Path(source).suffix not in FORMATS:
+            yield key, f"found the suffix `{Path(source).suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
+            continue
+        try:
+            rows = load_rows(source, split)
+        except DataError as error:
+            yield key, str(error)
+        else:
+            found: dict[str, list[str]] = {}
+            for about, text in (*_lacking(config, key, rows, forms), *_unusable(config, key, rows)):
+                found.setdefault(about, []).append(text)
+            yield from ((about, "; and ".join(texts)) for about, texts in found.items())  # a key is told of once
+
+
+def _forms(config: Config) -> dict[str, Form]:
+    """By key; those that can be told without running user code, and that are there."""
+    found = {}
+    for index, one in enumerate(config.reward.functions):
+        try:
+            form = reward_form(one.function)
+        except Missing:  # is reported by who looks for it
+            continue
+        if form is not None:
+            found[f"reward.functions.{index}.function"] = form
+    return found
+
+
+def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Finding]:
+    """One finding for each column that is missing: about who wants it where no row has it, else about the data."""
+    wants = {name: form.lacking for name, form in forms.items()}
+    prompt = _prompt_columns(config)
+    wants[_prompt_key(config)] = lambda row: [column for column in prompt if column not in row]
+    for name, lacking in wants.items():
+        found: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            for column in lacking(row):
+                found.setdefault(column, []).append(index)
+        for column, indices in found.items():
+            if len(indices) == len(rows):
+                close = difflib.get_close_matches(column, rows[0], n=1, cutoff=0.5)
+                hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
+                yield name, f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; {hint}"
+            else:
+                text = f"{_amount(indices, rows)} lack column `{column}`, which {name} wants: {_places(rows, indices)}"
+                yield key, f"{text}; add it there, or remove the rows"
+
+
+def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Finding]:
+    """Rows that have the column of the prompt, but no prompt in it."""
+    reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    found = []
+    for index, row in enumerate(rows):
+        if all(column in row for column in columns):
+            try:
+                reader.read(row, rows.place(index))
+            except DataError as error:
+                found.append(str(error))
+    if found:
+        more = f" (and {len(found) - SHOWN} more rows of it)" if len(found) > SHOWN else ""
+        yield key, f"{'; '.join(found[:SHOWN])}{more}"
+
+
+def _amount(indices: list[int], rows: Rows) -> str:
+    return f"{len(indices)} of {len(rows)} rows"
+
+
+def _places(rows: Rows, indices: list[int]) -> str:
+    return ", ".join(rows.place(index) for index in indices[:SHOWN]) + (", ..." if len(indices) > SHOWN else "")
+
+
+def _prompt_key(config: Config) -> str:
+    return "data.prompt_field" if config.data.template is None else "data.template"
+
+
+def _prompt_columns(config: Config) -> list[str]:
+    if config.data.template is None:
+        return [config.data.prompt_field]
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(config.data.template) if name]
+    except ValueError:  # the reader's own message says what is wrong with it
+        return []
+    return [name.split(".")[0].split("[")[0] for name in names]
