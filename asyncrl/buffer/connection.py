@@ -43,6 +43,8 @@ PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
 """No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere."""
 READ_BYTES = 1 << 20
 """A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
+LOADING_S = 3600.0
+"""A log of hundreds of GiB on a slow disk; a store that takes longer is told as one that does not answer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.2
 _PASSING = (
     AskError,
@@ -144,9 +146,11 @@ class StoreConnection:
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
         """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away.
 
+        A store that says that it is loading its data is waited for as long as it says so, at most for `LOADING_S`.
         Whatever the peer does, it ends `SOCKET_TIMEOUT_S` later at the latest, unless a large answer is arriving.
         """
-        deadline, pause_s = time.monotonic() + self._retry_s, FIRST_PAUSE_S
+        began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        deadline = began_s + self._retry_s
         while True:
             client = self._by_tag.get(tag, self.client)
             try:
@@ -160,9 +164,12 @@ class StoreConnection:
                 else:
                     kind = StoreRefused if _lasting(error) else StoreError
                     raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
+                if _is_loading(error):  # it lives, and says that it will answer
+                    deadline = min(time.monotonic() + self._retry_s, max(deadline, began_s + LOADING_S))
                 if time.monotonic() + pause_s > deadline:
+                    waited_s = time.monotonic() - began_s
                     raise StoreError(
-                        f"store {self.url} has not answered for {self._retry_s:.0f} s ({type(error).__name__}: {error}); "
+                        f"store {self.url} has not answered for {waited_s:.0f} s ({type(error).__name__}: {error}); "
                         "check that it runs, and store.url"
                     ) from error
             time.sleep(pause_s)
@@ -215,6 +222,10 @@ def _passing(error: RedisError) -> bool:
     if _lasting(error):
         return False
     return isinstance(error, _PASSING) or (isinstance(error, ResponseError) and reason(error).startswith(_PASSING_CODES))
+
+
+def _is_loading(error: RedisError) -> bool:
+    return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and reason(error).startswith("LOADING"))
 
 
 def _lasting(error: RedisError) -> bool:

@@ -1,5 +1,6 @@
 """A store of our own: a Redis-compatible server started for one run, which cannot outlive the process that started it."""
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -13,15 +14,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import IO, Literal, Self
 from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from asyncrl.buffer.connection import MINIMUM_VERSION, PLAIN
+from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
@@ -29,7 +31,8 @@ from asyncrl.processes import public_environment, stop_process
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
-READY_S, STOP_S = 30.0, 10.0
+STOP_S, LOOK_S, POLL_S = 10.0, 1.0, 0.02
+Look = Literal["dead", "silent", "loading", "ready"]
 NOBODY = "user default off ~* &* +@all"
 """Lets nobody in. It keeps its rights because the server reads its own log as this user: without them it would skip all
 that functions wrote."""
@@ -42,7 +45,10 @@ _BOUND_TO_PARENT = """
 import os, sys
 from asyncrl.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
-os.execv(sys.argv[2], sys.argv[2:])
+try:
+    os.execv(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error}")
 """
 """Becomes the server, which inherits the request. (A preexec_fn would not be safe beside threads.)"""
 
@@ -60,16 +66,25 @@ class StoreServer:
         *,
         server: Choice = "auto",
         users: Sequence[StoreUser] = (),
+        needs_data: bool = True,
     ) -> None:
-        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do anything."""
+        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do anything.
+
+        Unless it `needs_data`, data that the server cannot load is moved aside, and it starts empty.
+        """
         if config.bind is not None and not users:
             raise StoreError(f"the store would listen on {config.bind} and know nobody's password; give it users")
         self._config = config
         self._directory = directory.absolute()
         self._binary = find_server(server)
         self._users = users
+        self._data = None if needs_data else StoreData(self._directory)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket_directory: Path | None = None
+        self._log: IO[bytes] | None = None
+        self._begun_at = 0
+        """Where in the log this start begins."""
+        self._loading = Loading()
 
     @property
     def socket_path(self) -> Path:
@@ -100,19 +115,100 @@ class StoreServer:
 
     def start(self) -> None:
         """Start and wait until it answers. Raises StoreError with the end of its log."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.begin()
+        while not self.comes_up():
+            time.sleep(POLL_S)
+
+    def begin(self) -> None:
+        """Start and return at once: `comes_up` tells how it goes on. Raises StoreError."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._launch()
+        except OSError as error:
+            self.stop()
+            raise StoreError(f"{self._binary} cannot be started in {self._directory}: {error}; mend that") from error
+        self._loading = Loading()
+
+    def _launch(self) -> None:
         argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
-        log = (self._directory / "store.log").open("ab")
-        with log:
-            self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=log, stderr=log, env=public_environment(), start_new_session=True
-            )
-        if self._process.stdin is None:
-            raise StoreError("the store server has no standard input")
+        self._close_log()
+        if self.socket_path.is_dir():  # nobody's: the server makes its socket anew
+            shutil.rmtree(self.socket_path)
+        self._log = open_log(self._directory / "store.log")
+        self._begun_at = self._log.seek(0, os.SEEK_END)
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, env=public_environment(), start_new_session=True
+        )
+        assert self._process.stdin is not None
         # By standard input, because arguments are visible to everyone on the machine.
-        with self._process.stdin as stdin:
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(self._settings().encode())
-        self._wait_until_ready()
+
+    def comes_up(self) -> bool:
+        """Whether it answers by now; to be called again and again after `begin`.
+
+        One that loads its data is waited for. Raises StoreError when it has ended, or is silent: it is stopped then.
+        """
+        answer = self.look()
+        if answer == "ready":
+            if self._data:
+                self._data.loaded()
+            return True
+        if answer == "dead":
+            self._mourn()
+        elif self._loading.is_stuck():
+            self.stop()
+            raise StoreError(f"{self._binary} in {self._directory} {self._loading}; it is stopped. Its log ends:\n{self._said()}")
+        return False
+
+    def look(self) -> Look:
+        """One question to the server, which takes `LOOK_S` at most: `silent` is one that lives and does not answer."""
+        if not self.is_running:
+            return "dead"
+        user = self._users[0] if self._users else None
+        name, password = (user.name, user.password) if user else (None, None)
+        with redis.Redis(
+            unix_socket_path=str(self.socket_path),
+            username=name,
+            password=password,
+            socket_timeout=LOOK_S,
+            retry=Retry(NoBackoff(), 0),
+            **PLAIN,
+        ) as client:
+            try:
+                client.ping()
+            except BusyLoadingError:
+                with contextlib.suppress(RedisError):
+                    self._loading.heard(client.info("persistence"))
+                return "loading"
+            except RedisError:
+                return "silent"
+        return "ready"
+
+    def _mourn(self) -> None:
+        """After it ended before it answered: once more without its data, if that may be why. Raises StoreError."""
+        assert self._process is not None
+        status, said = self._process.wait(), self._said()
+        self.stop()
+        if self._data and self._data.may_be_why(status, said):
+            self._data.set_aside(said)
+            self.begin()
+            return
+        if self._data:
+            self._data.put_back()
+        raise StoreError(f"{self._binary} did not come up in {self._directory} (exit status {status}); its log ends:\n{said}")
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _said(self) -> str:
+        """Its log since the start, or as much as a message can hold."""
+        assert self._log is not None
+        size = os.fstat(self._log.fileno()).st_size
+        begin = max(self._begun_at, size - 1500)
+        return os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
 
     def stop(self) -> None:
         """Ask it to stop, wait, kill. Does nothing when it does not run."""
@@ -131,6 +227,7 @@ class StoreServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stop()
+        self._close_log()
         if self._socket_directory is not None:
             shutil.rmtree(self._socket_directory, ignore_errors=True)
 
@@ -154,35 +251,6 @@ class StoreServer:
         if self._users:
             lines += [NOBODY, *(f"user {user.setting}" for user in self._users)]
         return "".join(f"{line}\n" for line in lines)
-
-    def _wait_until_ready(self) -> None:
-        user = self._users[0] if self._users else None
-        client = redis.Redis(
-            unix_socket_path=str(self.socket_path),
-            username=user.name if user else None,
-            password=user.password if user else None,
-            socket_timeout=1.0,
-            retry=Retry(NoBackoff(), 0),
-            **PLAIN,
-        )
-        deadline = time.monotonic() + READY_S
-        with client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except RedisError as error:
-                    self._check_alive(error, late=time.monotonic() > deadline)
-                time.sleep(0.02)
-
-    def _check_alive(self, error: RedisError, *, late: bool) -> None:
-        process = self._process
-        if late or (process is not None and process.poll() is not None):
-            self.stop()
-            log = (self._directory / "store.log").read_text(errors="replace")[-1500:]
-            raise StoreError(
-                f"{self._binary} did not come up in {self._directory} within {READY_S:.0f} s ({error}); its log ends:\n{log}"
-            )
 
 
 def find_server(choice: Choice = "auto") -> Path:

@@ -74,7 +74,7 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
     except StoreError:
         if store_url or config.store.url:
             raise  # an empty store of our own would prove nothing
-        with own_store(config, directory) as server:  # the run is over; its data is still there
+        with own_store(config, directory, needs_data=True) as server:  # the run is over; its data is still there
             audit = audit_store(config, directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
     missing = int(audit["missing"])

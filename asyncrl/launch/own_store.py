@@ -1,16 +1,57 @@
-"""The store that a run starts for itself: its two users, and where it listens."""
+"""The store that a run starts for itself: its two users, where it listens, and how it is kept alive."""
+
+import logging
+import time
 
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules
 from asyncrl.config.schema import Config
+from asyncrl.errors import StoreError
 from asyncrl.launch.directory import RunDirectory
 
+log = logging.getLogger(__name__)
 
-def own_store(config: Config, directory: RunDirectory) -> StoreServer:
-    """Not started yet."""
+AGAIN_S = 1.0
+
+
+class KeptStore:
+    """A running server that is started again whenever it ends. It never holds up whoever tends it, however long it loads."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self.server = server
+        self.is_up = True
+        """Whether it answered when it was last tended; False while it starts and loads."""
+        self._is_begun = True
+        self._again_at_s = 0.0
+
+    def tend(self) -> None:
+        """To be called all the time."""
+        if (self.is_up and self.server.is_running) or time.monotonic() < self._again_at_s:
+            return
+        if self.is_up:
+            log.warning("the store died and is started again; the learner's ledger decides what it still knows")
+            self.is_up = self._is_begun = False
+        try:
+            self._bring_up()
+        except StoreError as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
+            log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
+            self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
+
+    def _bring_up(self) -> None:
+        if not self._is_begun:
+            self.server.stop()
+            self.server.begin()
+            self._is_begun = True
+        elif self.server.comes_up():
+            self.is_up = True
+            log.info("the store answers again")
+
+
+def own_store(config: Config, directory: RunDirectory, *, needs_data: bool = False) -> StoreServer:
+    """Not started yet. Unless it `needs_data`, it starts empty when its data cannot be loaded."""
     keys, run = directory.keys(), config.run.name
     users = (
         StoreUser(LEARNER, keys.store_password(LEARNER), learner_rules(run)),
         StoreUser(GENERATOR, keys.store_password(GENERATOR), generator_rules(run)),
     )
-    return StoreServer(config.store, directory.store, users=users)
+    return StoreServer(config.store, directory.store, users=users, needs_data=needs_data)

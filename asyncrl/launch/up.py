@@ -1,10 +1,8 @@
 """A run on this machine: the store, the learner, the generators, and somebody who looks after them."""
 
-import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,14 +13,14 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError, StoreError
+from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.launch.directory import RunDirectory, needing
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
-from asyncrl.launch.own_store import own_store
+from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.view import show_result, viewer
@@ -32,11 +30,8 @@ from asyncrl.telemetry.logs import setup_logging
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import RunLock
 
-log = logging.getLogger(__name__)
-
 LEAVE_S = 20.0
 """After the learner has finished, generators get this long to leave by themselves."""
-STORE_AGAIN_S = 1.0
 
 
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> int:
@@ -126,19 +121,8 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
         connection.check()
         connection.close()
         return config.store.url, lambda: None
-    server = stack.enter_context(own_store(config, directory))
-
-    def tend() -> None:
-        if not server.is_running:
-            log.warning("the store died and is started again; the learner's ledger decides what it still knows")
-            server.stop()
-            try:
-                server.start()
-            except StoreError as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
-                log.error("the store cannot be started and is tried again in %.0f s: %s", STORE_AGAIN_S, error)
-                time.sleep(STORE_AGAIN_S)
-
-    return server.url, tend
+    store = KeptStore(stack.enter_context(own_store(config, directory)))
+    return store.server.url, store.tend
 
 
 def share_of_cores(busy: int) -> int:

@@ -35,12 +35,14 @@ from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.up import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.trainer.files import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))
 def spec(name, code, **more):
     argv = [sys.executable, "-c", code, str(directory.path), name]
     env = os.environ | {PARENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: str(directory.path.resolve())}
     return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
+lock = RunLock(directory.supervisor_lock)
 learner = spec("learner", "import time; time.sleep(600)", ends_run=True)
 with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):
     with Scaled(supervisor, lambda index, count: spec(f"g{index}", sys.argv[3]), directory.scale) as scaled:
