@@ -61,6 +61,10 @@ class EngineError(AsyncRLError):
     """The inference engine cannot do what was asked."""
 
 
+class ResultError(EngineError):
+    """The engine answered, and nobody can train on it: a failure of that ticket, the engine goes on."""
+
+
 class RewardError(AsyncRLError):
     """A reward function raised, hung, or returned something that is no reward."""
 

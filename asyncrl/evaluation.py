@@ -9,7 +9,7 @@ and a run that is resumed with another one begins with the next round that its v
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.buffer.base import LearnerBuffer
-from asyncrl.buffer.intake import decode_take
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap
 from asyncrl.types import INITIAL, Group, History
@@ -99,7 +99,7 @@ class Evaluation:
 
     buffer: LearnerBuffer
     ledger: Ledger
-    decode: Callable[[bytes], Group]
+    gate: Gate
     prompts: int
     """N; 0 when there is no held-out data: then no round is ever due."""
     every: int
@@ -173,7 +173,7 @@ class Evaluation:
     def _take(self) -> bool:
         """Take what is missing of the current round: all of it, or, after a frame was refused, in several parts."""
         take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
-        groups = decode_take(self.buffer, take, self.decode) if take is not None else None
+        groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:
             return False
         self.ledger.consume(take.ids)

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Heartbeat, Hello, Stop
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import EngineError, RewardError, TransferError
+from asyncrl.errors import EngineError, ResultError, RewardError, TransferError, WireError
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
@@ -41,7 +42,8 @@ class Lane:
     buffer: GeneratorBuffer
     prompt: Callable[[int], Prompt]
     spec: SamplingSpec
-    group_size: int
+    limits: GroupLimits
+    """What the learner lets pass: `rollouts` of them are sampled."""
     greedy: bool = False
     """Each ticket also takes a greedy response, for its reward."""
     minimum_version: Callable[[Ticket], int]
@@ -50,7 +52,7 @@ class Lane:
     @property
     def sequences(self) -> int:
         """Sampled per ticket."""
-        return self.group_size + self.greedy
+        return self.limits.rollouts + self.greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,18 +191,22 @@ class Generator:
                 return
             spoiled, sampling_at = self._spoiled, time_of_day()
             prompt = lane.prompt(ticket.id)
-            group = await self._sampler.group(prompt, ticket.id, lane.group_size, lane.spec, greedy=lane.greedy)
+            group = await self._sampler.group(prompt, ticket.id, lane.limits, lane.spec, greedy=lane.greedy)
             await self._verified.wait()
             if self._spoiled == spoiled:
-                await self._hand_over(lane, replace(group, times=GroupTimes(leased_at, sampling_at, time_of_day())))
+                times = GroupTimes(leased_at, sampling_at, time_of_day())
+                await self._hand_over(lane, replace(group, lane=lane.name, times=times))
             else:  # sampled in part by weights that failed the probe
                 await self._give_back(lane, ticket)
         except RewardError as error:
             await self._fail(lane, ticket, str(error))
-        except EngineError:
-            if self._spoiled == spoiled:
+        except EngineError as error:
+            if self._spoiled != spoiled:
+                await self._give_back(lane, ticket)
+            elif isinstance(error, ResultError):
+                await self._fail(lane, ticket, str(error))
+            else:
                 raise
-            await self._give_back(lane, ticket)
 
     async def _reaches(self, minimum: int, history: History) -> bool:
         """Wait for weights of `history`, at least version `minimum`; False when they do not come within the time of a lease."""
@@ -213,7 +219,13 @@ class Generator:
         return True
 
     async def _hand_over(self, lane: Lane, group: Group) -> None:
-        frame = encode_group(group, self._settings.wire_key)
+        """Raises ResultError for a group that the learner would not let pass."""
+        try:
+            if reason := trainable(group, lane.limits):
+                raise ResultError(f"the group is untrainable: {reason}")
+            frame = encode_group(group, self._settings.wire_key)
+        except WireError as error:
+            raise ResultError(str(error)) from error
         warn_at_s = time.monotonic() + 30.0
         while (outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)) is PutOutcome.FULL:
             if time.monotonic() > warn_at_s:
@@ -232,7 +244,7 @@ class Generator:
         self._rewards_failed += 1
         where = {"ticket_id": ticket.id, "lane": lane.name}
         log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason, extra=where)
-        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._version, 0))
+        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._version, 0), lane=lane.name)
         tombstone = encode_group(dead, self._settings.wire_key)
         self._held[lane.name].pop(ticket.id)  # first, as above
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):

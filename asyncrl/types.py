@@ -168,19 +168,22 @@ class Group:
     reward_s: float = 0.0
     times: GroupTimes | None = None
     """Unknown of dead groups, and of those that were sampled outside of a run."""
+    lane: str = "train"
+    """The stream of tickets that the id counts in: the same number is another prompt in another one."""
     greedy_reward: float | None = None
     """Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline."""
     dead_reason: str | None = None
     """Set on a group without rollouts: the ticket failed too often; it is counted, not trained."""
 
     @classmethod
-    def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int) -> Self:
+    def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train") -> Self:
         """A tombstone: takes the place of a group whose ticket failed too often."""
         return cls(
             ticket_id=ticket_id,
             rollouts=(),
             generator_id=generator_id,
             finished_version=version,
+            lane=lane,
             dead_reason=reason,
         )
 

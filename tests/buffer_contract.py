@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pytest
 
-from asyncrl.buffer.base import Buffer, BufferRules, PutOutcome, Take
+from asyncrl.buffer.base import GIVEN_UP, Buffer, BufferRules, PutOutcome, Take
 from asyncrl.buffer.ledger import Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.types import INITIAL, History, Weights
@@ -295,14 +295,14 @@ class BufferContract:
         for _ in range(2):  # the second call: the reply was lost
             assert buffer.reject_frame(whole, 1, b"as bad", "again") == whole
         assert buffer.take(ledger, 2, window=1) == whole
-        assert buffer.frames(whole.ids) == [b"", FRAME % 3]
+        assert buffer.frames(whole.ids) == [GIVEN_UP + b"again", FRAME % 3]
         counters, freed = buffer.audit().counters, before - buffer.audit().payload_bytes
-        assert (counters["rejected_frames"], counters["dead"], freed) == (2, 1, len(b"as bad"))
+        assert (counters["rejected_frames"], counters["dead"], freed) == (2, 1, len(b"as bad") - len(GIVEN_UP + b"again"))
         assert places(buffer)["reissue"] == 0
         assert buffer.put("h", 1, b"late") is PutOutcome.DUPLICATE
         buffer.recover(ledger, version=0, limit=9)  # another learner, perhaps
         assert buffer.take(ledger, 2, window=1) == whole
-        assert buffer.frames(whole.ids) == [b"", FRAME % 3]
+        assert buffer.frames(whole.ids) == [GIVEN_UP + b"again", FRAME % 3]
         ledger.consume(whole.ids)
         assert buffer.commit(whole.number, whole.chain) == 2
         assert places(buffer)["done"] == 3
@@ -312,7 +312,7 @@ class BufferContract:
         fill(buffer, 3)
         whole = buffer.take(ledger, 3, window=1)
         before = buffer.audit()
-        for other in (b"bad", b""):
+        for other in (b"bad", GIVEN_UP + b"before"):
             assert buffer.reject_frame(whole, 2, other, "no frame of ours") == whole
         assert buffer.audit() == before
         assert buffer.frames(whole.ids) == [FRAME % i for i in whole.ids]
@@ -325,12 +325,30 @@ class BufferContract:
         second = take(buffer, after, 2)
         for _ in range(2):
             assert buffer.reject_frame(first, 1, FRAME % 1, "the store has lost that it was refused") == first
-        assert buffer.frames(first.ids) == [b"", FRAME % 2]
+        assert buffer.frames(first.ids) == [GIVEN_UP + b"the store has lost that it was refused", FRAME % 2]
         assert buffer.audit().counters["dead"] == 1
         assert (places(buffer)["taken"], places(buffer)["reissue"]) == (4, 0)
         buffer.recover(ledger, version=0, limit=9)
         assert take(buffer, ledger, 2) == first
         assert take(buffer, ledger, 2) == second
+
+    def test_a_frame_that_is_set_aside_gets_no_other_attempt(self, buffer, ledger):
+        """What decodes, and must not be digested: its reason takes its place, for this learner and for those to come."""
+        fill(buffer, 3)
+        whole = buffer.take(ledger, 3, window=1)
+        for _ in range(2):  # the second call: the reply was lost
+            assert buffer.reject_frame(whole, 2, FRAME % 2, "untrainable:\n 7", final=True) == whole
+        given_up = GIVEN_UP + b"untrainable: 7"
+        assert buffer.frames(whole.ids) == [FRAME % 1, given_up, FRAME % 3]
+        assert buffer.reject_frame(whole, 2, given_up, "again", final=True) == whole
+        assert buffer.frames(whole.ids)[1] == given_up
+        audit = buffer.audit()
+        assert (audit.counters["rejected_frames"], audit.counters["dead"]) == (1, 1)
+        assert audit.payload_bytes == len(FRAME % 1) + len(FRAME % 3) + len(given_up)
+        buffer.recover(ledger, version=0, limit=9)
+        assert take(buffer, ledger, 3) == whole
+        assert buffer.commit(whole.number, whole.chain) == 3
+        assert (places(buffer)["done"], buffer.audit().payload_bytes) == (3, 0)
 
     def test_only_a_take_of_this_history_can_be_shortened(self, buffer, ledger):
         fill(buffer, 2)

@@ -6,7 +6,7 @@ twice (the ledger refuses that); and at the end every id up to the limit can sti
 
 from hypothesis import strategies as st
 
-from asyncrl.buffer.base import BufferRules, PutOutcome, Take
+from asyncrl.buffer.base import GIVEN_UP, BufferRules, PutOutcome, Take
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferFenced, BufferGap
 
@@ -118,7 +118,7 @@ class Walk:
         if frames is not None:
             self.frames_seen = dict(zip(self.last_take.ids, frames, strict=True))
             for ticket_id, frame in self.frames_seen.items():
-                assert int(frame.split(b":")[0] or ticket_id) == ticket_id  # an empty one was rejected for the last time
+                assert frame.startswith(GIVEN_UP) or int(frame.split(b":")[0]) == ticket_id
             if self.draw(st.integers(0, 4)) == 0 and self.last_take.ids:
                 self.reject()
             elif self.draw(st.integers(0, 3)):
@@ -134,7 +134,8 @@ class Walk:
         if self.last_take is not None and self.last_take.ids and self.last_take.number == self.ledger.takes + 1:
             whole, ticket_id = self.last_take, self.draw(st.sampled_from(self.last_take.ids))
             frame = self.draw(st.sampled_from([*[self.frames_seen.get(ticket_id, b"unseen")] * 4, b"another"]))
-            self.last_take = self.learner(lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason"))
+            final = self.draw(st.integers(0, 3)) == 0
+            self.last_take = self.learner(lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason", final=final))
 
     def save(self):
         self.checkpoint = self.ledger.to_dict()

@@ -5,16 +5,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 from buffer_contract import RULES, Lane, ids, places
 
 from asyncrl.algo.staleness import lag_bound
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import DISCARDED_LINEAGE, Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
 from asyncrl.errors import BufferGap
-from asyncrl.types import Group, History
+from asyncrl.types import Group, History, Rollout, VersionSpan
 
 SHARDS = (1, 4)
 
@@ -130,7 +133,15 @@ def frame(ticket_id: int, version: int) -> bytes:
 
 def decode(stored: bytes) -> Group:
     ticket_id, version = map(int, stored.split())
-    return Group(ticket_id=ticket_id, rollouts=(), generator_id="g", finished_version=version)
+    rollout = Rollout(
+        prompt_ids=_ONE, response_ids=_ONE, action_mask=np.ones(1, np.bool_), behaviour_logprobs=np.zeros(1, np.float32),
+        version_spans=(VersionSpan(version, 1),), finish_reason="stop",
+    )  # fmt: skip
+    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=version)
+
+
+_ONE = np.ones(1, np.int32)
+GATE = Gate(lane="train", decode=decode, limits=GroupLimits(vocabulary=2, rollouts=1, max_tokens=2))
 
 
 def judge(group: Group, version: int) -> str | None:
@@ -174,7 +185,7 @@ class Run:
         self.intake = ShardedIntake(
             tuple(
                 Intake(
-                    buffer=one, ledger=ledger, decode=decode, judge=self.judge, groups=self.groups, window=self.window,
+                    buffer=one, ledger=ledger, gate=GATE, judge=self.judge, groups=self.groups, window=self.window,
                     max_lag=self.max_lag, max_refills=99, stall_s=600.0, name_of=partial(join, shard, shards=shards),
                 )
                 for shard, (one, ledger) in enumerate(zip(self.buffer.shards, ledgers.shards, strict=True))

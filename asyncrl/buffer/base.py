@@ -44,6 +44,19 @@ class BufferRules:
     nobody has that one."""
 
 
+GIVEN_UP = b"given up: "
+"""Begins what stands in the place of a frame that nobody shall sample again; behind it why. No frame of ours begins so."""
+
+
+REASON_CHARACTERS = 1000
+"""A longer reason is cut."""
+
+
+def one_line(reason: str) -> str:
+    """A reason as it is kept."""
+    return " ".join(reason.split())[:REASON_CHARACTERS]
+
+
 class PutOutcome(StrEnum):
     """What became of a group that was offered."""
 
@@ -135,17 +148,18 @@ class LearnerBuffer(Protocol):
         ...
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The stored frames of taken ids, in their order; an empty one is of a ticket that `reject_frame` gave up."""
+        """The stored frames of taken ids, in their order; one that begins with `GIVEN_UP` is of a ticket that is dead."""
         ...
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
-        """Move an undecodable frame to the dead letters and issue its id again; returns the shortened take.
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+        """Move a frame that nobody can use to the dead letters and issue its id again; returns the shortened take.
 
         Does nothing to another frame of that id: one that came after the store had lost this one.
 
-        It counts as a failed attempt of the ticket. After the last one an empty frame stays in its place and the take
-        stays whole: the learner counts the ticket as dead and goes on. So it is at once when other takes follow: a store that
-        has lost a refusal, but not what came after it, brings the frame back when the take is made again.
+        It counts as a failed attempt of the ticket. After the last one `GIVEN_UP` and the reason stay in its place and the take
+        stays whole: the learner counts the ticket as dead and goes on. So it is at once when it is `final`, and when other
+        takes follow: a store that has lost a refusal, but not what came after it, brings the frame back when the take is made
+        again.
         """
         ...
 

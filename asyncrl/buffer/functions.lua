@@ -23,6 +23,7 @@
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
                 'attempts', 'dead_letters', 'counters', 'totals'}
 local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
+local GIVEN_UP = 'given up: '
 local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
 
 -- While the library is loaded, the server shows it no redis.call and no string.
@@ -106,6 +107,13 @@ local function drop_frames(k, ids)
   for _, id in ipairs(ids) do freed = freed + call('HSTRLEN', k.frames, id) end
   each_batch(ids, function(...) call('HDEL', k.frames, ...) end)
   call('HSET', k.totals, 'bytes', total(k, 'bytes') - freed) -- HINCRBY would refuse Lua's "-0"
+end
+
+-- What stands in the place of a frame without any attempt left.
+local function given_up(frame) return string.sub(frame, 1, #GIVEN_UP) == GIVEN_UP end
+local function give_up(k, id, reason)
+  call('HSET', k.frames, id, GIVEN_UP .. reason)
+  call('HINCRBY', k.totals, 'bytes', #GIVEN_UP + #reason)
 end
 
 local function assignment(k, number)
@@ -272,8 +280,9 @@ register_for_learner('take', function(k, args)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
--- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without it, or with its frame
--- empty; nothing happens to a frame of another digest: the call is late, and the store has lost the one that it means
+-- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without it, or with the reason in
+-- the place of its frame; nothing happens to a frame of another digest: the call is late, and the store has lost the one that
+-- it means
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -284,8 +293,8 @@ register_for_learner('reject', function(k, args)
   for _, id in ipairs(take.ids) do
     if id ~= rejected then ids[#ids + 1] = id end
   end
-  local frame = call('HGET', k.frames, rejected) or ''
-  local is_another = frame == '' or redis.sha1hex(frame) ~= args[6]
+  local frame = call('HGET', k.frames, rejected)
+  local is_another = not frame or given_up(frame) or redis.sha1hex(frame) ~= args[6]
   if chain ~= take.chain or #ids == #take.ids or is_another then return {'OK', take.chain, take.ids} end
   call('LPUSH', k.dead_letters, rejected .. ' ' .. args[7] .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
@@ -294,7 +303,7 @@ register_for_learner('reject', function(k, args)
   -- Without the id this would be another take, with another chain than those after it go on from: there is no next attempt.
   local most = number == meta(k, 'last') and args[8] or 0
   if not is_last_attempt(k, rejected, most) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
-  call('HSET', k.frames, rejected, '')
+  give_up(k, rejected, args[7])
   return {'OK', take.chain, take.ids}
 end)
 

@@ -10,14 +10,15 @@ from typing import Any
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import BufferGap, RunError, WireError
+from asyncrl.errors import BufferGap, RunError
 from asyncrl.types import INITIAL, Group, History, time_of_day
 
 log = logging.getLogger(__name__)
 
 DISCARDED_LINEAGE = "discarded_lineage"
-"""Reason of groups sampled by weights that the learner lost. No filter can be blamed for them."""
+"""Reason of groups sampled by weights that the learner lost."""
 
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
@@ -45,7 +46,7 @@ class Intake:
 
     buffer: LearnerBuffer
     ledger: Ledger
-    decode: Callable[[bytes], Group]
+    gate: Gate
     judge: Judge
     groups: int
     window: int
@@ -146,7 +147,7 @@ class Intake:
         return collected
 
     def _sort(self, take: Take, version: int) -> None:
-        groups = decode_take(self.buffer, take, self.decode, self.name_of)
+        groups = self.gate.groups(self.buffer, take, self.name_of)
         if groups is None:
             return
         self.ledger.consume(take.ids)
@@ -154,7 +155,7 @@ class Intake:
         self._takes += 1
         self._taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
         for ticket_id, group in zip(take.ids, groups, strict=True):
-            reason = self.judge(group, version) if group.dead_reason is None else f"dead: {group.dead_reason}"
+            reason = self._reason(group, version)
             if reason is None:
                 self._accepted.append(group)
             else:
@@ -166,6 +167,16 @@ class Intake:
         if self._rejected:
             self.open(version)
         self._check_refills()
+
+    def _reason(self, group: Group, version: int) -> str | None:
+        """Why it is not trained. A filter of the user's that cannot judge a group costs that group."""
+        if group.dead_reason is not None:
+            return group.dead_reason
+        try:
+            return self.judge(group, version)
+        except Exception as error:
+            log.exception("group %d cannot be judged and is not trained", group.ticket_id, extra={"ticket_id": group.ticket_id})
+            return f"filter_failed: {type(error).__name__}: {error}"
 
     def _check_refills(self) -> None:
         most = self.max_refills * self.groups
@@ -192,34 +203,6 @@ class Intake:
             self._version, self._trained = version, self.ledger.trained
         rejected = self.ledger.total_rejected
         return credit_limit(self._trained, max_lag=self.max_lag, groups=self.groups, rejected=rejected)
-
-
-def decode_take(
-    buffer: LearnerBuffer, take: Take, decode: Callable[[bytes], Group], name_of: Callable[[int], int] = int
-) -> list[Group] | None:
-    """The groups of a take; None after a frame that is not ours was sent back.
-
-    Its id is issued again while it has attempts left, and the rest stays assigned to the same take: the caller asks for
-    it again. A ticket without any attempt left is a dead group. `name_of` gives the id that stands in the frame.
-    """
-    groups: list[Group] = []
-    for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
-        name = name_of(ticket_id)
-        try:
-            groups.append(decode(frame) if frame else _undecodable(name))
-            if groups[-1].ticket_id != name:
-                raise WireError(f"stored under id {name}, but its group says {groups[-1].ticket_id}")
-        except WireError as error:
-            log.error(
-                "group %d is not a frame of ours and counts as a failed attempt: %s", name, error, extra={"ticket_id": name}
-            )
-            buffer.reject_frame(take, ticket_id, frame, str(error))
-            return None
-    return groups
-
-
-def _undecodable(ticket_id: int) -> Group:
-    return Group.dead(ticket_id, "undecodable: see the learner's log", generator_id="", version=0)
 
 
 def make_judge(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.algo.staleness import choose, minimum_version
-from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
+from asyncrl.buffer.base import GIVEN_UP, Audit, BufferRules, Lease, PutOutcome, Take, one_line
 from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.types import INITIAL, History, Ticket
@@ -256,23 +256,29 @@ class MemoryBuffer:
                 raise BufferGap(f"the store has no frame of ids {missing}; recover")
             return [self._store.frames[i] for i in ids]
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again; else, or after the last attempt, empty its frame."""
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+        """Shorten the last take by one id and issue that again; else, or after the last attempt, give it up."""
         store = self._store
         with store.lock:
             self._check_epoch()
             assignment = store.takes.get(take.number)
             if assignment is None or take.chain not in (assignment.chain, assignment.unshortened):
                 raise BufferGap(f"the store does not know take {take.number} with this chain; recover")
-            if take.chain == assignment.chain and ticket_id in assignment.ids and frame and store.frames[ticket_id] == frame:
+            if take.chain == assignment.chain and self._is_refusable(assignment, ticket_id, frame):
+                reason = one_line(reason)
                 store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
                 store.counters["rejected_frames"] += 1
-                if self._is_last_attempt(ticket_id, self._rules.max_attempts if take.number == store.last else 0):
-                    store.frames[ticket_id] = b""
+                most = self._rules.max_attempts if take.number == store.last and not final else 0
+                if self._is_last_attempt(ticket_id, most):
+                    store.frames[ticket_id] = GIVEN_UP + reason.encode()
                 else:
                     assignment = self._shortened(assignment, ticket_id)
                     store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
+
+    def _is_refusable(self, assignment: _Assignment, ticket_id: int, frame: bytes) -> bool:
+        is_given_up = frame.startswith(GIVEN_UP)
+        return ticket_id in assignment.ids and not is_given_up and self._store.frames.get(ticket_id) == frame
 
     def _shortened(self, assignment: _Assignment, ticket_id: int) -> _Assignment:
         ids = tuple(i for i in assignment.ids if i != ticket_id)

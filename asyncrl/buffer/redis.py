@@ -10,7 +10,7 @@ import redis
 from redis.exceptions import BusyLoadingError, NoPermissionError, OutOfMemoryError, ResponseError
 
 from asyncrl.algo.staleness import minimum_version
-from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take
+from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take, one_line
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
@@ -122,10 +122,10 @@ class RedisBuffer:
             raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
         return [frame for frame in frames if frame is not None]
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str) -> Take:
-        """Shorten the last take by one id and issue that again; else, or after the last attempt, empty its frame."""
-        digest = sha1_of(frame)
-        reply = self._learner("reject", take.number, take.chain, ticket_id, digest, reason, self._rules.max_attempts)
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+        """Shorten the last take by one id and issue that again; else, or after the last attempt, give it up."""
+        digest, attempts = sha1_of(frame), 0 if final else self._rules.max_attempts
+        reply = self._learner("reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts)
         return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:

@@ -102,6 +102,14 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ) from error
 
 
+def vocabulary_size(model: ModelConfig) -> int:
+    """How many tokens the policy has an embedding for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return int(config.get_text_config().vocab_size)
+
+
 def _render_all(render: _Renderer, rows: Rows) -> list[Prompt]:
     return [render.prompt(row, rows.place(index)) for index, row in enumerate(rows)]
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.errors import ResultError
 from asyncrl.rewards.base import RewardInput, Scorer
 from asyncrl.types import Group, Prompt, Rollout
 
@@ -47,23 +49,31 @@ class Sampler:
         self._generator_id = generator_id
         self.busy = _Busy()
 
-    async def group(self, prompt: Prompt, ticket_id: int, size: int, spec: SamplingSpec, *, greedy: bool = False) -> Group:
+    async def group(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
+    ) -> Group:
         """The scored group of one ticket, with `greedy` also the reward of the likeliest response, which is not kept.
 
-        Raises RewardError and EngineError.
+        Raises RewardError and EngineError; ResultError for what nobody could train on, before anybody reads it as text.
         """
-        started_s = time.monotonic()
+        started_s, size = time.monotonic(), limits.rollouts
         with self.busy.sampling():
             rollouts = await self._sample(prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)])
         sampled_s = time.monotonic()
-        scored = await self._score(prompt, rollouts)
-        return Group(
+        group = Group(
             ticket_id=ticket_id,
-            rollouts=scored[:size],
+            rollouts=tuple(rollouts),
             generator_id=self._generator_id,
             # The engine may be dirty by now; then the newest token tells.
             finished_version=max(self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)),
             sampling_s=sampled_s - started_s,
+        )
+        if reason := trainable(group, replace(limits, rollouts=size + greedy)):
+            raise ResultError(f"the engine's answer is untrainable: {reason}")
+        scored = await self._score(prompt, rollouts)
+        return replace(
+            group,
+            rollouts=scored[:size],
             reward_s=time.monotonic() - sampled_s,
             greedy_reward=scored[size].reward if greedy else None,
         )
@@ -72,10 +82,16 @@ class Sampler:
         """All requests at the same time; the first failure gives up the others."""
         tasks = [asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests]
         try:
-            return [rollout for rollouts in await asyncio.gather(*tasks) for rollout in rollouts]
+            answers = await asyncio.gather(*tasks)
+        except ValueError as error:  # a rollout whose columns do not fit together
+            raise ResultError(str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()
+        for (count, _), rollouts in zip(requests, answers, strict=True):
+            if len(rollouts) != count:
+                raise ResultError(f"the engine gave {len(rollouts)} responses where {count} were asked for")
+        return [rollout for rollouts in answers for rollout in rollouts]
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         inputs = [

@@ -19,7 +19,7 @@ from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, 
 from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.engine.vllm_args import Device, engine_args, set_environment
 from asyncrl.engine.vllm_outputs import label, to_rollout, token_logprobs
-from asyncrl.errors import EngineError, TransferError
+from asyncrl.errors import EngineError, ResultError, TransferError
 from asyncrl.types import Rollout, Weights
 from asyncrl.weights.base import UpdateOrder
 
@@ -146,7 +146,7 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise _dead() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
-            raise EngineError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
+            raise ResultError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
         return output
 
     async def abort_requests(self) -> None:

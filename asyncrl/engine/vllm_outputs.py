@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import ResultError
 from asyncrl.types import Rollout, VersionSpan, Weights
 
 
@@ -14,10 +14,10 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
     """One finished `vllm.CompletionOutput` as an unscored rollout. The token that ended it is part of the response.
 
     Raises:
-        EngineError: it did not end by itself, or tokens lack a version or a log-probability.
+        ResultError: it did not end by itself, or tokens lack a version or a log-probability.
     """
     if completion.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended a request with {completion.finish_reason!r}; only stop and length give a rollout")
+        raise ResultError(f"vLLM ended a request with {completion.finish_reason!r}; only stop and length give a rollout")
     response_ids = np.array(completion.token_ids, dtype=np.int32)
     return Rollout(
         prompt_ids=np.array(prompt_ids, dtype=np.int32),
@@ -33,12 +33,12 @@ def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
     """Log-probability of each token from `vllm.logprobs.FlatLogprobs`; NaN where vLLM gives none (the first of a prompt)."""
     if flat is None or len(flat.start_indices) != len(token_ids):
         found = 0 if flat is None else len(flat.start_indices)
-        raise EngineError(f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens; one each is needed")
+        raise ResultError(f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens; one each is needed")
     logprobs = np.full(len(token_ids), np.nan, dtype=np.float32)
     for position, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
         if end > start:  # the token itself comes first, before any top ones
             if flat.token_ids[start] != token_ids[position]:
-                raise EngineError(
+                raise ResultError(
                     f"vLLM's log-probability {position} is of token {flat.token_ids[start]}, not {token_ids[position]}"
                 )
             logprobs[position] = flat.logprobs[start]
@@ -52,7 +52,7 @@ def label(weights: Weights) -> str:
 
 def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
     if sum(span.end - span.start for span in spans or ()) != tokens:
-        raise EngineError(f"vLLM gave no weight version for some of {tokens} tokens: {spans}")
+        raise ResultError(f"vLLM gave no weight version for some of {tokens} tokens: {spans}")
     found = []
     for span in spans or ():
         if span.end > span.start:

@@ -17,17 +17,25 @@ from asyncrl.config.resolved import config_hash, wants_greedy
 from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm_args import Device
 from asyncrl.errors import ControlError
-from asyncrl.evaluation import round_version
+from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.keys import join_keys
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.wiring import eval_lane, join_store, open_exporter, train_lane, wire_key
+from asyncrl.launch.wiring import (
+    eval_lane,
+    eval_limits,
+    join_store,
+    open_exporter,
+    train_lane,
+    train_limits,
+    wire_key,
+)
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
@@ -85,7 +93,7 @@ async def _generate(
     try:
         await Generator(
             engine=engine,
-            lanes=lanes(config, store, prompts),
+            lanes=lanes(config, store, prompts, vocabulary_size(config.model)),
             sampler=Sampler(engine, scorer, prompts.decode, generator_id),
             staging=staging,
             control=control,
@@ -134,18 +142,18 @@ def resolve_device(config: Config) -> Device:
     return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
 
 
-def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list[Lane]:
+def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:
     """Evaluation first: it is small, and people wait for it."""
     held_out = prompts.eval_prompts(config.eval.prompts)
     found = []
     if held_out:
         found.append(
             Lane(
-                name="eval",
+                name=lane_name(prompts=len(held_out), every=config.eval.every, steps=config.learner.steps),
                 buffer=eval_lane(config, store, len(held_out)),
                 prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
                 spec=sampling_spec(config, config.eval.temperature),
-                group_size=config.eval.samples,
+                limits=eval_limits(config, vocabulary),
                 minimum_version=lambda ticket: round_version(
                     ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
                 ),
@@ -157,7 +165,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource) -> list
             buffer=train_lane(config, store),
             prompt=prompts.prompt,
             spec=sampling_spec(config, config.sampling.temperature),
-            group_size=config.batch.group_size,
+            limits=train_limits(config, vocabulary),
             greedy=wants_greedy(config),
             minimum_version=lambda ticket: ticket.minimum_version,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncrl import __version__
 from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import Ledgers, ShardedIntake, join
@@ -23,9 +24,9 @@ from asyncrl.config.resolved import config_hash, config_json
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.prompts import load_tokenizer
+from asyncrl.data.prompts import load_tokenizer, vocabulary_size
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation import EvalResult, Evaluation, resume_ledger
+from asyncrl.evaluation import EvalResult, Evaluation, lane_name, resume_ledger
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
@@ -33,7 +34,7 @@ from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.timeline import Timeline
-from asyncrl.launch.wiring import eval_lane, open_exporter, train_lane, wire_key
+from asyncrl.launch.wiring import eval_lane, eval_limits, open_exporter, train_lane, train_limits, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
@@ -85,6 +86,7 @@ class Head:
         self._decoded: list[tuple[Group, bytes]] = []  # for the next step
         self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._decoder = GroupDecoder(wire_key())
+        self._vocabulary = vocabulary_size(config.model)
         self._lane = train_lane(config, store)
         self._intake = self._make_intake(state.ledgers.expect(config.store.shards))
         self._watch = AuditWatch(self._lane.audit)
@@ -181,12 +183,13 @@ class Head:
             needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
             history=self._history,
         )
+        gate = Gate(lane="train", decode=self._decode, limits=train_limits(config, self._vocabulary))
         return ShardedIntake(
             tuple(
                 Intake(
                     buffer=buffer,
                     ledger=ledger,
-                    decode=self._decode,
+                    gate=gate,
                     judge=judge,
                     groups=config.batch.groups // len(shards),
                     window=config.window_groups // len(shards),
@@ -212,7 +215,11 @@ class Head:
         return Evaluation(
             buffer=eval_lane(config, self._store, prompts),
             ledger=resume_ledger(state.evaluation, version=state.version, prompts=prompts, every=every, steps=steps),
-            decode=self._decoder.decode,
+            gate=Gate(
+                lane=lane_name(prompts=prompts, every=every, steps=steps),
+                decode=self._decoder.decode,
+                limits=eval_limits(config, self._vocabulary),
+            ),
             prompts=prompts,
             every=every,
             steps=steps,

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from transformers import AutoConfig
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.data.prompts import vocabulary_size
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head
@@ -150,10 +150,7 @@ def draw_probe(config: Config) -> tuple[int, ...]:
     """A fixed random sequence: cheap to score, and every weight takes part."""
     draw = random.Random(config.run.seed)
     length = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-    model = AutoConfig.from_pretrained(
-        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
-    vocabulary = model.get_text_config().vocab_size
+    vocabulary = vocabulary_size(config.model)
     return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 

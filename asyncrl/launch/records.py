@@ -63,9 +63,12 @@ def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleReco
 
 
 def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
-    """The first rollout of `count` evaluated prompts."""
+    """The first rollout of `count` evaluated prompts, after at most as many that could not be evaluated, with the reason."""
     scored = [group for group in groups if group.rollouts][:count]
-    return [_record(group, group.rollouts[0], version, decode, advantage=0.0, kind="eval") for group in scored]
+    lost = [(group, f"held-out, {group.dead_reason}") for group in groups if group.dead_reason is not None][:count]
+    return [_dropped(group, reason, version, decode) for group, reason in lost] + [
+        _record(group, group.rollouts[0], version, decode, advantage=0.0, kind="eval") for group in scored
+    ]
 
 
 def _record(

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.metrics import finish, group_metrics, merge
+from asyncrl.algo.trainable import UNTRAINABLE
+from asyncrl.buffer.gate import DEADLY
 from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.objective import LOSS
@@ -63,7 +65,7 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
 def _intake_metrics(step: Step) -> dict[str, float]:
     """What was taken, what of it was rejected and how long that was, and what had nothing to compare."""
     collected = step.collected
-    rejected: dict[str, list[Group]] = {}
+    rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # 0 is said too: an alarm rings by them
     for group, reason in collected.rejected:
         rejected.setdefault(reason.split(":")[0], []).append(group)
     lengths = {

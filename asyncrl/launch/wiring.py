@@ -3,6 +3,7 @@
 import os
 import re
 
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
@@ -58,6 +59,20 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
         prefix=GENERATOR_PREFIX if index else PREFIX,
         stall_s=config.control.stall_s,
     )
+
+
+def train_limits(config: Config, vocabulary: int) -> GroupLimits:
+    """Of groups that this run can train on."""
+    return GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=_most_tokens(config))
+
+
+def eval_limits(config: Config, vocabulary: int) -> GroupLimits:
+    """Of held-out groups: those of another number of samples are of before a resume."""
+    return GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=_most_tokens(config), whole=True)
+
+
+def _most_tokens(config: Config) -> int:
+    return min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
 
 
 def train_lane(config: Config, connection: StoreConnection) -> ShardedBuffer:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
 from asyncrl.launch.directory import find_run
 from asyncrl.launch.generator import resolve_device, sampling_spec
+from asyncrl.launch.wiring import eval_limits
 from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
 
@@ -33,6 +34,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = sampling_spec(config, config.eval.temperature)
+    limits = eval_limits(config, vocabulary_size(config.model))
     scorer = RewardPool(config.reward, config.run.root)
     engine = await VLLMEngine.start(
         config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
@@ -41,7 +43,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
     try:
         groups = await asyncio.gather(
             *(
-                sampler.group(prompt, number, config.eval.samples, spec)
+                sampler.group(prompt, number, limits, spec)
                 for number, prompt in enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
             )
         )

@@ -90,6 +90,16 @@ ALARMS: Mapping[str, Alarm] = {
         lambda value, past: value > TRUNCATED,
         "raise sampling.max_response_tokens or shape long answers",
     ),
+    "untrainable": Alarm(
+        "groups/rejected_untrainable",
+        lambda value, past: value > 0,
+        "groups of settings before a resume, else a generator that samples nonsense: `asyncrl samples --dropped` has the reasons",
+    ),
+    "deadly": Alarm(
+        "groups/rejected_deadly",
+        lambda value, past: value > 0,
+        "processes died of these groups: `asyncrl audit` and `asyncrl samples --dropped` name them, the logs have the deaths",
+    ),
     "audit": Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,

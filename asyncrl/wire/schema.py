@@ -68,6 +68,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         greedy_reward=group.greedy_reward,
     )
     meta = {
+        "lane": group.lane,
         "ticket_id": group.ticket_id,
         "generator_id": group.generator_id,
         "finished_version": group.finished_version,
@@ -77,7 +78,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "finish_reasons": finish_reasons,
         "parts": parts,
     }
-    if group.greedy_reward is not None:  # added later: frames without it stay as they were
+    if group.greedy_reward is not None:
         meta["greedy_reward"] = float(group.greedy_reward)
     if group.times is not None:
         meta["times"] = [float(at) for at in group.times]
@@ -103,6 +104,7 @@ def decode_group(data: bytes | bytearray, key: bytes = b"") -> Group:
         sampling_s=_value(meta, "sampling_s", float),
         reward_s=_value(meta, "reward_s", float),
         times=_times(meta),
+        lane=_value(meta, "lane", str),
         greedy_reward=greedy_reward,
         dead_reason=_optional(meta, "dead_reason", str),
     )

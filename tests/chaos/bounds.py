@@ -31,8 +31,10 @@ import numpy as np
 import psutil
 
 from asyncrl.algo.staleness import lag_bound
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
@@ -48,6 +50,7 @@ from .soak import SURVIVORS, bytes_per_group, soak
 RUN, KEY = "bounds", b"key"
 HOUR_S = 3600
 WAIT_S = 120.0
+LIMITS = GroupLimits(vocabulary=1 << 20, rollouts=64, max_tokens=1 << 30)
 COUNTS = ("stored", "duplicate", "full", "unknown")
 CLOCK = Path(__file__).with_name("clock.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -141,7 +144,7 @@ class Run:
         self.intake = Intake(
             buffer=RedisBuffer(self.connection, RUN, self.rules),
             ledger=Ledger(),
-            decode=self.decoder.decode,
+            gate=Gate(lane="train", decode=self.decoder.decode, limits=LIMITS),
             judge=make_judge([], drop_older_than=None),
             max_refills=1000,
             stall_s=WAIT_S,

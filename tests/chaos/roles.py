@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algo.filters import GroupOutcome
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
@@ -143,7 +145,7 @@ async def _generate(place: Place, name: str, seed: int) -> None:
         buffer=buffer,
         prompt=lambda ticket_id: Prompt(token_ids=(ticket_id % 16,), text="", row={}),
         spec=SamplingSpec(temperature=1.0, max_response_tokens=8),
-        group_size=2,
+        limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
         minimum_version=lambda ticket: ticket.minimum_version,
     )
     control = ControlClient(
@@ -284,7 +286,7 @@ class Learner:
         return Intake(
             buffer=buffer,
             ledger=ledger,
-            decode=self._decode,
+            gate=Gate(lane="train", decode=self._decode, limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100)),
             judge=make_judge([_reject_zero], drop_older_than=MAX_LAG + 1),
             groups=B,
             window=WINDOW,

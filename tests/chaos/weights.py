@@ -34,6 +34,7 @@ from unittest import mock
 import torch
 from safetensors import safe_open
 
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import Lease, PutOutcome
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control.base import Hello
@@ -217,7 +218,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         buffer=buffer,  # type: ignore[arg-type]
         prompt=lambda ticket_id: Prompt(token_ids=(1, 2), text="", row={}),
         spec=SamplingSpec(temperature=1.0, max_response_tokens=40),
-        group_size=2,
+        limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
         minimum_version=lambda ticket: 0,
     )
     hello = Hello(generator_id=name, incarnation=uuid.uuid4().hex[:8], release="1", config_hash="x", version=0, pid=os.getpid())

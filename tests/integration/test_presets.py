@@ -17,13 +17,14 @@ import yaml
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm import VLLMEngine
 from asyncrl.launch.down import processes_of
 from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.warmup import WarmupSettings, build
+from asyncrl.launch.wiring import train_limits
 from asyncrl.learner import Step, run_learner
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.trainer.algorithm import Algorithm
@@ -114,6 +115,8 @@ def record(config: Config, count: int) -> list[Group]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=0)
     spec = SamplingSpec(temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens)
 
+    limits = train_limits(config, vocabulary_size(config.model))
+
     async def sample() -> list[Group]:
         pool = RewardPool(config.reward, config.run.root)
         await pool.start()
@@ -121,7 +124,7 @@ def record(config: Config, count: int) -> list[Group]:
         try:
             sampler = Sampler(engine, pool, prompts.decode, "g0")
             tickets = range(1, count + 1)
-            return await asyncio.gather(*(sampler.group(prompts.prompt(i), i, G, spec, greedy=True) for i in tickets))
+            return await asyncio.gather(*(sampler.group(prompts.prompt(i), i, limits, spec, greedy=True) for i in tickets))
         finally:
             await engine.close()
             await pool.close()

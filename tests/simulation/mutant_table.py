@@ -136,8 +136,8 @@ MUTANTS = [
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
     one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, most)", "issue_again(k, rejected) == nil")),
     one("another frame is refused than was seen", lua(" or redis.sha1hex(frame) ~= args[6]", "")),
-    one("a refused frame is not refused", client("intake", "            buffer.reject_frame(take, ticket_id, frame, str(error))\n", "")),
-    one("a group under another id is trained", client("intake", "if groups[-1].ticket_id != name:", "if False:")),
+    one("a refused frame is not refused", client("gate", '                buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")\n', "")),
+    one("a group under another id is trained", client("gate", "if (group.lane, group.ticket_id) != (self.lane, name):", "if False:")),
     # -- commits
     one("a commit is made twice", lua("if number <= committed then return {'OK', 0} end", "")),
     one("a commit of another history", COMMIT_CHAIN),

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.algo.filters import GroupOutcome
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import PutOutcome
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .world import World
 
 KEY = b"key"
+LIMITS = GroupLimits(vocabulary=1 << 20, rollouts=64, max_tokens=1 << 30)
 LONGEST_PAUSE_S = 20.0
 """Whoever waits in vain asks less often: a simulated hour is short."""
 WEIGHTS = "weights.json"
@@ -253,7 +256,7 @@ class LearnerProcess:
                 Intake(
                     buffer=buffer,
                     ledger=watched,
-                    decode=decode,
+                    gate=Gate(lane="train", decode=decode, limits=LIMITS),
                     judge=make_judge([judge_reward], drop_older_than=self.world.max_age),
                     groups=self.world.rules.groups,
                     window=scenario.window,

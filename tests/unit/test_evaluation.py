@@ -6,7 +6,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, lane_name, pass_at_k, resume_ledger, round_version, rounds_due
@@ -35,7 +37,10 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one():
                 assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def group_of(ticket_id: int, reward: float) -> Group:
+LANE = "eval"
+
+
+def group_of(ticket_id: int, reward: float, lane: str = LANE) -> Group:
     rollout = Rollout(
         prompt_ids=np.array([1], dtype=np.int32),
         response_ids=np.array([2], dtype=np.int32),
@@ -45,7 +50,7 @@ def group_of(ticket_id: int, reward: float) -> Group:
         finish_reason="stop",
         reward=reward if ticket_id % N else 0.0,
     )
-    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=0)
+    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=0, lane=lane)
 
 
 def answer(buffer: MemoryBuffer, reward: float) -> list[int]:
@@ -55,8 +60,11 @@ def answer(buffer: MemoryBuffer, reward: float) -> list[int]:
     return ids
 
 
+GATE = Gate(lane=LANE, decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=1, max_tokens=8, whole=True))
+
+
 def evaluation(buffer: MemoryBuffer) -> Evaluation:
-    one = Evaluation(buffer=buffer, ledger=Ledger(), decode=decode_group, prompts=N, every=2, steps=5)
+    one = Evaluation(buffer=buffer, ledger=Ledger(), gate=GATE, prompts=N, every=2, steps=5)
     one.recover(0)
     return one
 
@@ -93,7 +101,7 @@ def test_a_wiped_store_only_costs_asking_again():
 def resumed(buffer: MemoryBuffer, state: dict, version: int, **rules: int) -> Evaluation:
     rules = {"prompts": N, "every": 2, "steps": 5} | rules
     ledger = resume_ledger(json.loads(json.dumps(state)), version=version, **rules)
-    one = Evaluation(buffer=buffer, ledger=ledger, decode=decode_group, **rules)
+    one = Evaluation(buffer=buffer, ledger=ledger, gate=GATE, **rules)
     one.recover(version)
     return one
 

@@ -5,12 +5,15 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl import generator as generator_module
 from asyncrl.algo.staleness import credit_limit
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
@@ -18,11 +21,11 @@ from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import RewardError, TransferError
+from asyncrl.errors import RewardError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.types import INITIAL, History, Prompt, Rollout, Weights
+from asyncrl.types import INITIAL, Group, History, Prompt, Rollout, Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.schema import decode_group
 
@@ -116,7 +119,7 @@ class World:
             buffer=self.learner.peer(),
             prompt=lambda ticket_id: Prompt(token_ids=(ticket_id,), text=f"prompt {ticket_id}", row={}),
             spec=SamplingSpec(temperature=1.0, max_response_tokens=6),
-            group_size=G,
+            limits=GroupLimits(vocabulary=1000, rollouts=G, max_tokens=100),
             greedy=greedy,
             minimum_version=lambda ticket: ticket.minimum_version,
         )
@@ -213,6 +216,66 @@ def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
     take = world.learner.take(Ledger(), 4, window=4)
     dead = [group for group in map(decode_group, world.learner.frames(take.ids)) if group.dead_reason]
     assert [(group.ticket_id, group.dead_reason, group.rollouts) for group in dead] == [(2, "part judge: raised ValueError", ())]
+
+
+UNUSABLE: dict[str, Callable[[list[Rollout]], list[Rollout]]] = {
+    "a log-probability that is NaN": lambda made: [replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs * np.nan)],
+    "a log-probability that is -inf": lambda made: [replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs - np.inf)],
+    "an empty answer": lambda made: [
+        replace(made[0], response_ids=NONE, action_mask=NONE, behaviour_logprobs=NONE, version_spans=())
+    ],
+    "an answer without versions": lambda made: [replace(made[0], version_spans=())],
+    "a token of no vocabulary": lambda made: [replace(made[0], response_ids=made[0].response_ids - 1000)],
+    "an answer too few": lambda made: [],
+}
+NONE = np.empty(0, dtype=np.int32)
+
+
+@pytest.mark.parametrize("fault", UNUSABLE)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generator(fault, greedy):
+    world = World(greedy=greedy)
+    sample, read = world.engine.sample, world.generator._sampler._decode
+
+    async def sample_badly(prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        made = await sample(prompt_ids, count, spec)
+        return UNUSABLE[fault](made) + made[1:] if prompt_ids == (2,) else made
+
+    def read_strictly(token_ids: Sequence[int]) -> str:
+        assert all(0 <= token < 1000 for token in token_ids), "a tokenizer raises what it likes"
+        return read(token_ids)
+
+    world.engine.sample = sample_badly
+    world.generator._sampler._decode = read_strictly
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    counters = world.learner.audit().counters
+    assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
+    groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
+    assert [group.ticket_id for group in groups if group.dead_reason] == [2]
+
+
+def test_an_encoder_that_refuses_a_group_fails_its_ticket(monkeypatch):
+    """Whatever the judge does not know: a frame has limits of its own."""
+    encode = generator_module.encode_group
+
+    def encode_strictly(group: Group, key: bytes) -> bytes:
+        if group.ticket_id == 2 and group.rollouts:
+            raise WireError("too many of something")
+        return encode(group, key)
+
+    monkeypatch.setattr(generator_module, "encode_group", encode_strictly)
+    world = World()
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    (frame,) = world.learner.frames((2,))
+    assert decode_group(frame).dead_reason == "too many of something"
 
 
 def test_synchronous_tickets_wait_for_their_version():

@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
@@ -32,7 +34,8 @@ def frame(ticket_id: int, version: int = 0) -> bytes:
 
 def intake(buffer: MemoryBuffer, judge: Callable[[Group, int], str | None] = lambda group, version: None, **more) -> Intake:
     settings = {"groups": B, "window": 2 * B, "max_lag": 1, "max_refills": 3, "stall_s": 60.0} | more
-    one = Intake(buffer=buffer, ledger=Ledger(), decode=decode_group, judge=judge, **settings)
+    gate = Gate(lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8))
+    one = Intake(buffer=buffer, ledger=Ledger(), gate=gate, judge=judge, **settings)
     one.recover(0)
     return one
 

@@ -94,6 +94,8 @@ def test_rejected_groups_are_counted_and_measured_by_reason():
         "groups/rejected_zero_variance": 2,
         "groups/rejected_stale": 1,
         "groups/rejected_dead": 1,
+        "groups/rejected_untrainable": 0,
+        "groups/rejected_deadly": 0,
         "groups/length_rejected_zero_variance": 9.0,
         "groups/length_rejected_stale": 45.0,
     }
