@@ -13,6 +13,7 @@ from asyncrl.algo import registry
 from asyncrl.config.base import Choice, Part
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
 from asyncrl.config.report import describe, known_keys, schema_at
+from asyncrl.config.resume import on_resume
 from asyncrl.config.schema import Config
 
 Schema = dict[str, Any]
@@ -145,7 +146,7 @@ def _tables(keys: Keys, part: Any) -> Iterator[str]:
         name = ".".join(map(str, keys)).replace(".0", "")
         each = ", each item" if 0 in keys else ""
         yield from ["", f"## `{name}`{each}", "", schema_at(keys)["description"], ""]
-        yield from ["| key | allowed | default | meaning |", "|---|---|---|---|", *rows]
+        yield from ["| key | allowed | default | meaning | on resume |", "|---|---|---|---|---|", *rows]
     for path, value in below:
         yield from _tables(path, value)
 
@@ -155,7 +156,7 @@ def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
-    return f"| `{name}` | {allowed} | {default} | {schema['description']} |".replace("\n", " ")
+    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(name)} |".replace("\n", " ")
 
 
 def _function(path: Keys) -> str:

@@ -19,7 +19,7 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
     from asyncrl.preflight.validate import validated_config
 
     file, overrides = required_config(words, config)
-    validated_config(file, overrides)
+    validated_config(file, overrides, resumes=True)
     typer.echo(f"{file}: fine")
 
 

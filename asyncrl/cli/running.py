@@ -22,7 +22,7 @@ def up(
     from asyncrl.launch.up import run_here
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(*required_config(words, config))
+    checked = validated_config(*required_config(words, config), resumes=not fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
 
 
@@ -36,7 +36,7 @@ def learner(
     from asyncrl.launch.up import run_here
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(*required_config(words, config))
+    checked = validated_config(*required_config(words, config), resumes=not fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True))
 
 

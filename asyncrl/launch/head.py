@@ -21,6 +21,7 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import Ledgers, ShardedIntake, join
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
+from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
@@ -70,6 +71,7 @@ class Head:
     ) -> None:
         """`device` is the learner's kind: cpu or cuda."""
         self._config = config
+        self._fixed = fixed_values(config)
         self._store = store
         self._device = device
         self.version = state.version
@@ -277,6 +279,7 @@ class Head:
             ledgers=self._intake.settled,
             history=self._history,
             evaluation=self._evaluation.state(),
+            fixed=self._fixed,
             coefficients=coefficients,
         )
 

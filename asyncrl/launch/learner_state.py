@@ -17,6 +17,8 @@ class LearnerState:
     history: History = INITIAL
     """Of the weights."""
     evaluation: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """What of the config must not change: `config.resume.fixed_values`."""
     coefficients: dict[str, float] = field(default_factory=dict)
     """Of KL and entropy, where they are steered."""
 
@@ -27,6 +29,7 @@ class LearnerState:
             "ledger": self.ledgers.to_dict(),
             "history": str(self.history),
             "evaluation": self.evaluation,
+            "fixed": self.fixed,
             "coefficients": self.coefficients,
         }
 
@@ -40,5 +43,6 @@ class LearnerState:
             ledgers=Ledgers.from_dict(values["ledger"]),
             history=History.parse(values["history"]),
             evaluation=values["evaluation"],
+            fixed=values["fixed"],
             coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
         )

@@ -21,6 +21,7 @@ from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.launch.own_store import KeptStore, own_store
+from asyncrl.launch.resume import nothing_left, refuse_changes
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.view import show_result, viewer
@@ -38,6 +39,9 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
     """Run until the training is done or somebody stops it; the exit status says which. Raises RunError."""
     directory = RunDirectory(config.run.directory)
     may_fail = BestEffort()
+    if not fresh and (reason := nothing_left(config, directory)):
+        print(reason, flush=True)  # noqa: T201 - the command's output
+        return 0
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, fresh=fresh))
         setup_logging("supervisor", directory.logs, console=plain)
@@ -82,6 +86,8 @@ def _claimed(config: Config, directory: RunDirectory, may_fail: BestEffort, *, f
         refuse_second_run(directory)
         if fresh:
             directory.require_run()
+        else:
+            refuse_changes(config, directory)
         directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):

@@ -12,10 +12,16 @@ from asyncrl.preflight.sources import source_problems
 from asyncrl.rewards.sandbox import sandbox_of
 
 
-def validated_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config, its files and functions looked at on this host. Raises ConfigError with every problem and its line."""
+def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> Config:
+    """The config, its files and functions looked at on this host. Raises ConfigError with every problem and its line.
+
+    With `resumes` also compared with the run that is there already, if one is.
+    """
     draft = read_draft(path, overrides)
-    for name, text in _problems(draft.config, draft.root) if draft.config else ():
+    found = _problems(draft.config, draft.root) if draft.config else []
+    if draft.config and resumes:
+        found += _resume_problems(path, draft.config, draft.root)
+    for name, text in found:
         keys = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         draft.add([keys], Problem(draft.root.nearest(keys).place, keys, text))
     return checked(draft)
@@ -28,3 +34,12 @@ def _problems(config: Config, root: Node) -> list[Finding]:
     if sandbox and (problem := sandbox.problem()):
         found.append(("reward.sandbox", problem))
     return found
+
+
+def _resume_problems(path: Path, config: Config, root: Node) -> list[Finding]:
+    if path.name != "config.yaml" and not config.run.directory.exists():
+        return []
+    from asyncrl.launch.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait
+    from asyncrl.launch.resume import changes, moved
+
+    return list(moved(path, config, root)) or list(changes(config, RunDirectory(config.run.directory)))

@@ -95,6 +95,11 @@ class CheckpointStore:
         """The learner's state of a kept step. Raises CheckpointError."""
         return dict(json.loads(_read(self._directory / _name(step) / STATE)))
 
+    def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint whose state is what was written, and that state. It takes no time: nothing else is looked at."""
+        newest, _ = self._newest(self._verify_state)
+        return None if newest is None else (newest, self.state(_step(newest)))
+
     def require_signature(self) -> None:
         """Before anything is started: raises CheckpointsRefused when something was saved, and nothing with this key.
 
@@ -119,6 +124,10 @@ class CheckpointStore:
         for name, path in found.items():
             if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
                 raise CheckpointError(f"{directory}: {name} is not what was written; restore the directory or remove it")
+
+    def _verify_state(self, directory: Path) -> None:
+        if self._manifest(directory)["files"].get(STATE) != _sha256(directory / STATE):
+            raise CheckpointError(f"{directory}: {STATE} is not what was written; restore the directory or remove it")
 
     def _manifest(self, directory: Path) -> dict[str, Any]:
         """What was signed with our key. Raises CheckpointError."""

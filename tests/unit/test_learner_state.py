@@ -17,6 +17,7 @@ def test_the_state_survives_its_checkpoint():
         ledgers=ledgers(1),
         history=History(7, (Weights(0), Weights(2, 5))),
         evaluation={"round": 1},
+        fixed={"run.seed": 3, "model.revision": None},
         coefficients={"kl": 0.1, "measured_entropy": 1.5},
     )
     again = LearnerState.from_dict(json.loads(json.dumps(state.to_dict())))

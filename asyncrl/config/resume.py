@@ -1,0 +1,127 @@
+"""What may change when a run is resumed: every key of the config, and why some have to stay.
+
+A checkpoint holds `fixed_values`. Whoever resumes compares them with its config before it writes or starts anything.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.algo.registry import needs
+from asyncrl.config.files import Finding
+from asyncrl.config.report import shown
+from asyncrl.config.schema import Config
+
+OTHER_RUN = "another run"
+"""What it decides is what the run is about."""
+REFUSED = "refused"
+"""The weights could go on with it, but not what is stored beside them."""
+MAY_CHANGE = "may change"
+
+
+class Bound(NamedTuple):
+    """A key that has to stay."""
+
+    kind: str
+    why: str
+
+
+_TICKET = Bound(OTHER_RUN, "it decides which prompt a ticket means")
+_PROMPT = Bound(OTHER_RUN, "it is part of every prompt, so the run would have two tasks")
+_MODEL = Bound(
+    OTHER_RUN, "it decides the tokens of every prompt and the reference; a model that was moved can be linked to its old path"
+)
+
+BOUND: dict[str, Bound] = {
+    "run.name": Bound(OTHER_RUN, "it names the run directory and the keys in the store"),
+    "run.seed": _TICKET,
+    "model.path": _MODEL,
+    "model.revision": _MODEL,
+    "model.dtype": Bound(REFUSED, "parameters and optimizer state are stored in it"),
+    "model.chat_template": _PROMPT,
+    "data.train": _TICKET,
+    "data.prompt_field": _PROMPT,
+    "data.template": _PROMPT,
+    "data.system": _PROMPT,
+    "data.split": _TICKET,
+    "data.shuffle": _TICKET,
+    "algorithm.advantage": Bound(
+        REFUSED, "the critic and its optimizer state are stored; another advantage may follow if it too has one, or none"
+    ),
+    "learner.ranks": Bound(REFUSED, "the optimizer state is stored in so many parts"),
+    "learner.zero_stage": Bound(REFUSED, "it decides how parameters and optimizer state are stored"),
+    "store.shards": Bound(REFUSED, "each shard counts ids of its own, and they would be others"),
+}
+
+FREE: dict[str, str] = {
+    "run": "root environment",
+    "model": "trust_remote_code",
+    "data": "eval eval_split",
+    "reward": "functions timeout_s workers attempts sandbox memory_gib",
+    "reward.functions": "function weight name",
+    "batch": "groups group_size minibatches epochs",
+    "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
+    "staleness": "max_lag window_groups policy",
+    "algorithm": "policy_loss correction proximal aggregation filters max_refills shaping mask_truncated",
+    "algorithm.kl": "coefficient estimator placement target horizon reference_decay",
+    "algorithm.entropy": "coefficient target step maximum",
+    "critic": "clip warmup_steps",
+    "critic.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
+    "learner": "steps device tokens_per_microbatch logprob_chunk_tokens gradient_checkpointing threads hooks",
+    "learner.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
+    "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager threads recompute_kv "
+    "lease_s",
+    "weights": "transport deadline_s bucket_mib probe_tokens probe_limit",
+    "store": "url bind password_env fsync max_gib",
+    "control": "bind heartbeat_s timeout_s stall_s max_restarts",
+    "eval": "every prompts samples temperature",
+    "checkpoint": "every keep",
+    "telemetry": "wandb wandb_project tensorboard trackio trackio_project trace prometheus_port prometheus_host samples_per_step",
+}
+"""Groups that were sampled before a change are trained as they are. Those that no longer fit (too long, too old, without the
+greedy reward) are rejected, counted with the reason, and give their credit back."""
+
+PATHS = frozenset({"model.path", "data.train"})
+"""Two spellings of one file are the same value."""
+
+
+def on_resume(key: str) -> str:
+    """One of the three words, and the reason where it is not `may change`. KeyError for a key without an entry."""
+    if key in BOUND:
+        return f"{BOUND[key].kind}: {BOUND[key].why}"
+    section, _, name = key.rpartition(".")
+    if name not in FREE[section].split():
+        raise KeyError(key)
+    return MAY_CHANGE
+
+
+def fixed_values(config: Config) -> dict[str, Any]:
+    """Those of the keys in `BOUND`, as plain values for the checkpoint."""
+    found: dict[str, Any] = {}
+    for key in BOUND:
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        found[key] = value
+    has_critic = "values_T" in needs("advantage", config.algorithm.advantage.name)
+    return found | {"algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic"}
+
+
+def resume_findings(saved: Mapping[str, Any], config: Config, *, weights: Path) -> Iterator[Finding]:
+    """Every key that the config has changed and that had to stay. `weights` are the run's newest, as a model directory."""
+    values = fixed_values(config)
+    for key, (kind, why) in BOUND.items():
+        if _is_same(key, saved[key], values[key]):
+            continue
+        cure = "begin another run (another run.name; or --fresh, which throws this one away)"
+        if kind == REFUSED:
+            cure = f"begin another run from its weights (another run.name, and model.path={weights})"
+        found, allowed = shown(values[key]), shown(saved[key])
+        yield key, f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or {cure}"
+
+
+def _is_same(key: str, saved: Any, value: Any) -> bool:
+    if saved == value:
+        return True
+    both = isinstance(saved, str) and isinstance(value, str) and key in PATHS
+    return both and Path(saved).exists() and Path(value).exists() and Path(saved).samefile(value)

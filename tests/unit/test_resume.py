@@ -1,0 +1,206 @@
+"""Before a run is resumed: every key is judged, what may not change is refused at once, and nothing is done in vain."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.shards import Ledgers
+from asyncrl.config.choices import CHOICE_LISTS, CHOICES
+from asyncrl.config.load import load_config
+from asyncrl.config.report import all_paths
+from asyncrl.config.resolved import dump_config
+from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, fixed_values, on_resume
+from asyncrl.config.schema import Config, RewardFunctionConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.learner_state import LearnerState
+from asyncrl.launch.resume import refuse_changes
+from asyncrl.launch.up import run_here
+from asyncrl.preflight.validate import validated_config
+from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.trainer.checkpoint import CheckpointStore
+from tests.helpers_models import tiny_qwen2
+from tests.unit.test_checkpoint_atomic import FakeTrainer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch, model):
+    """A config of a run in this directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    values = {
+        "run": {"name": "first"},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl"},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "learner": {"steps": 12, "device": "cpu"},
+    }
+    found = tmp_path / "run.yaml"
+    found.write_text(yaml.safe_dump(values))
+    return found
+
+
+def trained(config: Config, step: int) -> RunDirectory:
+    """What a run leaves that has made so many steps."""
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    directory.config.write_text(dump_config(config))
+    state = LearnerState(version=step, ledgers=Ledgers((Ledger(),)), fixed=fixed_values(config))
+    CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(step, FakeTrainer("weights"), state.to_dict())
+    return directory
+
+
+def everything_in(directory: RunDirectory) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+
+
+def test_every_key_has_one_entry_and_stands_in_the_reference():
+    sections = {path for path in all_paths() if any(other.startswith(f"{path}.") for other in all_paths())}
+    keys = set(all_paths()) - sections | {".".join(map(str, choice)) for choice in CHOICES | CHOICE_LISTS}
+    keys |= {f"reward.functions.{name}" for name in RewardFunctionConfig.model_fields}
+    listed = [f"{section}.{name}" for section, names in FREE.items() for name in names.split()] + list(BOUND)
+    assert sorted(listed) == sorted(keys)
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    for key in listed:
+        (row,) = re.findall(rf"^\| `{re.escape(key)}` \|.*$", page, re.MULTILINE)
+        assert row.endswith(f"| {on_resume(key)} |")
+    with pytest.raises(KeyError):
+        on_resume("batch.group")
+
+
+CHANGES = {
+    "run.seed": ["run.seed=1"],
+    "model.path": ["model.path=other"],
+    "model.revision": ["model.revision=abc"],
+    "model.dtype": ["model.dtype=bfloat16"],
+    "model.chat_template": ["model.chat_template=true"],
+    "data.train": ["data.train=other.jsonl"],
+    "data.prompt_field": ["data.prompt_field=answer"],
+    "data.template": ["data.template='{prompt}'"],
+    "data.system": ["data.system=think", "model.chat_template=true"],
+    "data.split": ["data.split=test"],
+    "data.shuffle": ["data.shuffle=false"],
+    "algorithm.advantage": ["algorithm.advantage=gae"],
+    "learner.ranks": ["learner.ranks=2"],
+    "learner.zero_stage": ["learner.zero_stage=2"],
+    "store.shards": ["store.shards=4"],
+}
+
+
+def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_written(path):
+    assert CHANGES.keys() | {"run.name"} == BOUND.keys()
+    directory = trained(load_config(path), 5)
+    before = everything_in(directory)
+    for key, overrides in CHANGES.items():
+        config = load_config(path, overrides)
+        with pytest.raises(ConfigError, match=rf"{key}: found .*; allowed is .*begun: .*; set it back, or begin another run"):
+            run_here(config, fresh=False, generators=True, plain=True)
+        with pytest.raises(ConfigError, match=f"  {key}: "):
+            refuse_changes(config, directory)
+    assert everything_in(directory) == before
+    refuse_changes(load_config(path, ["algorithm.advantage=rloo"]), directory)
+
+
+def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
+    trained(load_config(path), 5)
+    overrides = ["run.seed=1", "learner.ranks=2", "batch.groups=64"]
+    with pytest.raises(ConfigError) as caught:
+        validated_config(path, overrides, resumes=True)
+    text = str(caught.value)
+    assert text.startswith("2 problems in ") and "override `run.seed=1`  run.seed: found 1; allowed is 0" in text
+    assert "model.path=runs/first/checkpoints/step-000005/hf" in text
+    validated_config(path, overrides)
+    validated_config(path, ["batch.groups=64", "sampling.temperature=0.5", "eval.every=3"], resumes=True)
+
+
+def test_before_the_first_checkpoint_everything_may_change(path):
+    directory = RunDirectory(load_config(path).run.directory)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    validated_config(path, ["run.seed=1"], resumes=True)
+
+
+def test_one_file_under_two_spellings_is_the_same(path, tmp_path):
+    trained(load_config(path), 5)
+    (tmp_path / "link.jsonl").symlink_to("train.jsonl")
+    validated_config(path, [f"model.path={tmp_path}/model", "data.train=./link.jsonl"], resumes=True)
+
+
+def test_a_state_that_was_altered_is_not_believed(path):
+    config = load_config(path)
+    directory = trained(config, 5)
+    trained(config, 6)
+    state = directory.checkpoints / "step-000006" / "state.json"
+    state.write_text(state.read_text().replace('"run.seed": 0', '"run.seed": 9'))
+    refuse_changes(config, directory)
+
+
+@pytest.mark.parametrize(("steps", "starts"), [(20, True), (12, False), (5, False)])
+def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(path, capsys, monkeypatch, steps, starts):
+    config = load_config(path, [f"learner.steps={steps}"])
+    directory = trained(config, 12)
+    before = everything_in(directory)
+
+    class StartedError(Exception): ...
+
+    monkeypatch.setattr("asyncrl.launch.up._claimed", lambda *_, **__: (_ for _ in ()).throw(StartedError))
+    if starts:
+        with pytest.raises(StartedError):
+            run_here(config, fresh=False, generators=True, plain=True)
+        return
+    assert run_here(config, fresh=False, generators=True, plain=True) == 0
+    assert f"has trained 12 steps, and learner.steps is {steps}: nothing is left" in capsys.readouterr().out
+    assert everything_in(directory) == before
+    with pytest.raises(StartedError):
+        run_here(config, fresh=True, generators=True, plain=True)
+
+
+def test_the_last_weights_are_evaluated_before_a_run_counts_as_done(path, monkeypatch):
+    from asyncrl.launch.resume import nothing_left
+
+    config = load_config(path, ["data.eval=train.jsonl"])
+    directory = trained(config, 12)
+    assert nothing_left(config, directory) == ""
+    for state, expected in (("stopped", False), ("finished", True)):
+        write_status(
+            directory.status,
+            StatusSnapshot(run="first", state=state, step=12, total_steps=12, version=12, started_at=1, updated_at=2, pid=1),
+        )
+        assert bool(nothing_left(config, directory)) is expected
+
+
+def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
+    directory = trained(load_config(path), 5)
+    (tmp_path / "archive").mkdir()
+    directory.path.rename(tmp_path / "archive" / "first")
+    moved = Path("archive/first/config.yaml")
+    with pytest.raises(ConfigError, match=rf"run.root: found the config of the run in {tmp_path}/archive/first.*set run.root="):
+        validated_config(moved, resumes=True)
+    assert not directory.path.exists()
+    assert validated_config(moved, ["run.root=archive"], resumes=True).run.directory == Path("archive/first")
+    assert validated_config(moved, ["run.name=second"], resumes=True).run.name == "second"
+    Path("archive/first").rename("archive/best")
+    with pytest.raises(ConfigError, match=r"give the directory its name back \(.*/archive/first\) and set run.root="):
+        validated_config(Path("archive/best/config.yaml"), resumes=True)
+    with pytest.raises(ConfigError, match=r"run.name: found 'best'; allowed is 'first'"):
+        validated_config(Path("archive/best/config.yaml"), ["run.root=archive", "run.name=best"], resumes=True)
+
+
+def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
+    values = fixed_values(load_config(path))
+    assert json.loads(json.dumps(values)) == values and values.keys() == BOUND.keys()
+    assert on_resume("batch.groups") == MAY_CHANGE
