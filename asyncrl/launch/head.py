@@ -27,18 +27,18 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation import EvalResult, Evaluation, lane_name, resume_ledger
+from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.records import dropped_records, eval_records, sample_records
+from asyncrl.launch.reports import Reports
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
-from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import eval_lane, eval_limits, open_exporter, train_lane, train_limits, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
+from asyncrl.telemetry.guard import Guard
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.estimate import GREEDY
 from asyncrl.types import Group
@@ -86,7 +86,6 @@ class Head:
         """Of the groups that the last successful `poll` found."""
         self._collected: Collected | None = None
         self._decoded: list[tuple[Group, bytes]] = []  # for the next step
-        self._decode_text = partial(load_tokenizer(config.model).decode, skip_special_tokens=True)
         self._decoder = GroupDecoder(wire_key())
         self._vocabulary = vocabulary_size(config.model)
         self._lane = train_lane(config, store)
@@ -101,7 +100,7 @@ class Head:
             interface=interface_of(config.control.bind),
             history=self._history,
         )
-        self._trackers = open_trackers(
+        trackers = open_trackers(
             config.telemetry,
             run=config.run.name,
             directory=directory.path,
@@ -112,11 +111,16 @@ class Head:
         )
         self._exporter = open_exporter(config, directory, "learner")
         if self._exporter:
-            self._trackers.add(self._exporter)
-        self._timeline = Timeline(directory.trace if config.telemetry.trace else None)
+            trackers.add(self._exporter)
+        self._reports = Reports(
+            trackers,
+            Timeline(directory.trace if config.telemetry.trace else None),
+            partial(load_tokenizer(config.model).decode, skip_special_tokens=True),
+            samples_per_step=config.telemetry.samples_per_step,
+        )
         self._endpoint = config.control.bind or f"ipc://{directory.socket_path('control.sock')}"
         self._status_path = directory.status
-        self._ticker = Ticker(self._tick)
+        self._ticker = Ticker(self._tick, self._reports.guard)
 
     def __enter__(self) -> Self:
         config, self._record = self._config, RunRecord(self._store)
@@ -141,7 +145,7 @@ class Head:
             wire_key=wire_key(),
             keys=run_keys().control,
             on_dead=self._revoke,
-            on_report=self._timeline.update,
+            on_report=self._reports.update,
         )
         self._ticker.start()
         return self
@@ -173,8 +177,7 @@ class Head:
         self._hub.stop(self._message, farewell=is_over)
         self._publisher.close()
         self._decoder.close()
-        self._trackers.close()
-        self._timeline.close()
+        self._reports.close()
 
     def _make_intake(self, ledgers: Ledgers) -> ShardedIntake:
         config, shards = self._config, self._lane.shards
@@ -239,7 +242,7 @@ class Head:
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """How many groups the next step has; empty while they are not all there."""
         self._hub.check()
-        self._log_evaluation(self._evaluation.poll())
+        self._reports.evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
             return b""
@@ -265,12 +268,8 @@ class Head:
         """Metrics and samples of a finished step."""
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
         counters["buffer/audit_mismatch"] = self._watch.mismatch
-        self._trackers.log(step_metrics(step) | counters, step=step.version)
-        self._timeline.step(step)
-        count = self._config.telemetry.samples_per_step
-        dropped = dropped_records(step, self._decode_text, count)
-        self._trackers.samples([*dropped, *sample_records(step, self._decode_text, count)])  # newest last: what was trained
-        self._log_evaluation(self._evaluation.poll())
+        self._reports.step(step, counters)
+        self._reports.evaluation(self._evaluation.poll())
 
     def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:
         """What the next checkpoint must hold."""
@@ -285,27 +284,21 @@ class Head:
 
     def saved(self, oldest: LearnerState, seconds: float) -> None:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""
-        self._trackers.log({"time/checkpoint": seconds}, step=self.version)
-        self._timeline.checkpoint(self.version, seconds)
+        self._reports.checkpoint(self.version, seconds)
         self._intake.commit(oldest.ledgers, self.version)
 
     def save_failed(self, count: int) -> None:
         """The `count`-th save of this learner failed; it goes on."""
-        self._trackers.log({"checkpoint/failed": count}, step=self.version)
+        self._reports.log({"checkpoint/failed": count}, step=self.version)
 
     def finish(self) -> None:
         """Wait for the evaluation of the final weights, then send everybody home."""
         self._phase = "evaluating"
-        self._log_evaluation(self._evaluation.wait(LAST_EVAL_S))
+        self._reports.evaluation(self._evaluation.wait(LAST_EVAL_S))
         if missing := self._evaluation.missing:
             log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
         self._lane.close()
         self._phase, self._message = "finished", "the training is done"
-
-    def _log_evaluation(self, results: Sequence[EvalResult]) -> None:
-        for result in results:
-            self._trackers.log(result.metrics, step=result.version)
-            self._trackers.samples(eval_records(result.groups, result.version, self._decode_text, count=4))
 
     # --- being seen ------------------------------------------------------------------------------------------------
 
@@ -331,8 +324,8 @@ class Head:
 class Ticker:
     """Calls `tick` once a second from a thread of its own: also while the learner waits or steps."""
 
-    def __init__(self, tick: Callable[[], None]) -> None:
-        self._tick = tick
+    def __init__(self, tick: Callable[[], None], guard: Guard) -> None:
+        self._tick, self._guard = tick, guard
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
 
@@ -351,10 +344,11 @@ class Ticker:
             self._tick_once()
 
     def _tick_once(self) -> None:
-        try:
-            self._tick()
-        except (AsyncRLError, OSError) as error:
-            log.warning("the status could not be told this time: %s", error)
+        with self._guard("status and its kin"):
+            try:
+                self._tick()
+            except (AsyncRLError, OSError) as error:
+                log.warning("the status could not be told this time: %s", error)
 
 
 def interface_of(bind: str | None) -> str | None:

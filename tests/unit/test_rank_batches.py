@@ -1,6 +1,7 @@
 """All ranks of a learner train on the same bytes, whatever becomes of the store in the meantime."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,11 +27,11 @@ RANKS = 3
 def head_on(buffer: MemoryBuffer) -> Head:
     """Rank 0's, with nothing but the intake."""
     head: Any = Head.__new__(Head)
-    head._hub, head._evaluation, head._trackers, head._collected, head._decoded = mock.Mock(), mock.Mock(), None, None, []
+    head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
     head._evaluation.poll.return_value = []
     head._decoder = SimpleNamespace(decode=decode_group)
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
-    one.decode = head._decode
+    one.gate = replace(one.gate, decode=head._decode)
     head._intake = ShardedIntake((one,))
     return head  # type: ignore[no-any-return]
 
