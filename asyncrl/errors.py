@@ -77,5 +77,9 @@ class RunError(AsyncRLError):
     """The run cannot start or go on: lock held, port taken, process died too often."""
 
 
+class RunNotUp(RunError):
+    """The run is not there yet; it may come."""
+
+
 class CheckpointsRefused(RunError):
     """Something was saved, nothing of it can be loaded, and a run does not begin again by itself."""

@@ -1,5 +1,12 @@
-"""What the store knows about the run it serves: one record per store, read by generators that have no config."""
+"""What the store knows about the run it serves: one record per store, read by generators that have no config.
 
+The record is sealed: a keyed BLAKE2b over every field, by a key that the learner and its generators have and the store has not.
+The seal is checked before anything in the record is used, so whoever runs the store cannot tell a generator what to do.
+"""
+
+import hashlib
+import hmac
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,9 +15,10 @@ import redis
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import PLACES, hash_tag
-from asyncrl.errors import ForeignRunError, StoreError
+from asyncrl.errors import ForeignRunError, StoreError, StoreRefused
 
 _KEY = "asyncrl:run"
+_SEAL = "seal"
 _SCAN_COUNT = 1000
 
 
@@ -24,13 +32,17 @@ class StoredRun:
     release: str
     key_id: str
     """Tells keys of frames apart without giving them away."""
+    control_endpoint: str = ""
+    """Where the learner's control plane listens; empty until it does."""
 
 
 class RunRecord:
     """The record, over a connection that other parts may share."""
 
-    def __init__(self, connection: StoreConnection) -> None:
+    def __init__(self, connection: StoreConnection, key: bytes) -> None:
+        """`key` seals the record: `launch.keys.JoinKeys.record`."""
         self._connection = connection
+        self._key = key
 
     def claim(self, run: StoredRun, *, fresh: bool) -> None:
         """Make this store serve `run`. `fresh` first deletes what it kept of a run of that name.
@@ -42,15 +54,15 @@ class RunRecord:
         self._hold(run.name)
         if fresh:
             self._connection.on_every_node(lambda node: node.call(lambda client: _delete_lanes(client, run.name)))
-        self._write(asdict(run))
+        self._write(run)
 
-    def renew(self, run: StoredRun, control_endpoint: str) -> None:
+    def renew(self, run: StoredRun) -> None:
         """Once in a while: the whole record again, should the store have been wiped or rolled back. Cheap.
 
         Raises ForeignRunError.
         """
         self._hold(run.name)
-        self._write(asdict(run) | {"control_endpoint": control_endpoint})
+        self._write(run)
 
     def _hold(self, name: str) -> None:
         """Raises ForeignRunError where another run has the store."""
@@ -61,25 +73,55 @@ class RunRecord:
                 f"store.url (another database number will do), or, if {holder!r} is over, delete its record: redis-cli del {_KEY}"
             )
 
-    def _write(self, values: Mapping[str, str]) -> None:
-        record: Mapping[Any, Any] = values
+    def _write(self, run: StoredRun) -> None:
+        record: Mapping[Any, Any] = {**asdict(run), _SEAL: _seal(run, self._key)}
         self._connection.call(lambda client: client.hset(_KEY, mapping=dict(record)), tag=_KEY)
 
     def read(self) -> StoredRun:
-        """The run that the store serves. Raises StoreError when no learner has claimed it yet."""
+        """The run that the store serves, as its learner wrote it.
+
+        Raises StoreError when no learner has claimed the store yet, ForeignRunError when one with other keys has, and
+        StoreRefused when somebody without the keys has changed the record.
+        """
         record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY), tag=_KEY)
-        values = {name.decode(): value.decode() for name, value in record.items()}
+        values = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in record.items()}
         try:
-            return StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
+            run = StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
+            seal = values[_SEAL]
         except KeyError as error:
             raise StoreError(
                 f"store {self._connection.url} serves no run yet; start the learner first, or check store.url"
             ) from error
+        if not hmac.compare_digest(seal.encode(), _seal(run, self._key).encode()):
+            self._refuse(run)
+        return run
 
-    def control_endpoint(self) -> str | None:
-        """Where the learner's control plane listens; None until it has said so."""
-        endpoint = self._connection.call(lambda client: client.hget(_KEY, "control_endpoint"), tag=_KEY)
-        return endpoint.decode() if isinstance(endpoint, bytes) else None
+    def _refuse(self, run: StoredRun) -> None:
+        if run.key_id != key_id(self._key):
+            raise ForeignRunError(
+                f"run {run.name!r} of store {self._connection.url} has another secret; use the join.key of the learner's run "
+                "directory"
+            )
+        raise StoreRefused(
+            f"the record of run {run.name!r} in store {self._connection.url} was not written by the run's learner, so nothing in "
+            "it is used; find out who else writes into this store, and try again: a learner that is up writes its record anew "
+            "every second"
+        )
+
+    def holder(self) -> str | None:
+        """The name of the run that has the store, for messages only: nobody vouches for it."""
+        name = self._connection.call(lambda client: client.hget(_KEY, "name"), tag=_KEY)
+        return name.decode(errors="replace") if isinstance(name, bytes) else None
+
+
+def key_id(key: bytes) -> str:
+    """A short name of a key, safe to publish: by it a generator knows whether it has the run's."""
+    return hashlib.sha256(b"asyncrl key id " + key).hexdigest()[:12]
+
+
+def _seal(run: StoredRun, key: bytes) -> str:
+    text = json.dumps(asdict(run), sort_keys=True).encode()
+    return hashlib.blake2b(text, key=key, digest_size=32).hexdigest()
 
 
 def _claim_name(client: redis.Redis, name: str) -> str:

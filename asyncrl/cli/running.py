@@ -47,11 +47,20 @@ def generator(
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="Default: the run's own config, from the store.")
     ] = None,
     store: StoreOption = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the run's own config may run or read on this host: a reward's FILE.py or module, model:PATH for the code "
+            "that comes with a model, variable:NAME. Once for each.",
+            metavar="WHAT",
+        ),
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")] = 0.0,
 ) -> None:
-    """Run generators that join a run. With neither option, the newest run on this host."""
+    """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
     from asyncrl.launch.join import run_generators
 
-    raise typer.Exit(run_generators(count=count, config_path=config, store_url=store))
+    raise typer.Exit(run_generators(count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait))
 
 
 @app.command()

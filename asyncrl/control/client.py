@@ -7,10 +7,12 @@ generator with a `Stop`. Losing the learner is neither: the generator goes on wi
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,14 +46,19 @@ class ControlClient:
         join_s: float = 300.0,
         wire_key: bytes = b"",
         keys: GeneratorKeys | None = None,
+        find_learner: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer; tcp:// needs `keys`."""
+        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer; tcp:// needs `keys`.
+
+        `find_learner` says where the learner listens now, or nothing: a silent one may have come back at another address.
+        """
         self._endpoint = endpoint
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
         self._join_s = join_s
         self._wire_key = wire_key
         self._keys = keys
+        self._find_learner = find_learner
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
         self._is_member = False
@@ -62,18 +69,9 @@ class ControlClient:
 
     async def join(self, hello: Hello) -> Welcome:
         """See `GeneratorControl`."""
-        self._hello = hello
+        self._hello, self._heard_at_s = hello, time.monotonic()
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
-        if self._endpoint.startswith("tcp://"):
-            self._introduce()
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # By it the learner knows this connection again. Known to nobody else, so that nobody else can speak for this generator.
-        self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
-        self._socket.connect(self._endpoint)
+        self._connect()
         self._answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve(), name="asyncrl-control")
         self._task.add_done_callback(lambda _: self._arrived.set())
@@ -88,6 +86,18 @@ class ControlClient:
         except ControlError:
             await self.leave()
             raise
+
+    def _connect(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
+        if self._endpoint.startswith("tcp://"):
+            self._introduce()
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # By it the learner knows this connection again. Known to nobody else, so that nobody else can speak for this generator.
+        self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
+        self._socket.connect(self._endpoint)
 
     async def next_order(self) -> UpdateOrder | Stop:
         """See `GeneratorControl`. Raises ControlError when the task itself has broken down."""
@@ -140,11 +150,25 @@ class ControlClient:
 
     async def _serve(self) -> None:
         while True:
-            if self._is_member and time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
-                log.warning("the learner is silent; going on with the weights at hand, and calling it")
-                self._is_member = False
+            if time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
+                if self._is_member:
+                    log.warning("the learner is silent; going on with the weights at hand, and calling it")
+                    self._is_member = False
+                await self._follow()
             await self._send_sign_of_life()
             await self._listen_until(time.monotonic() + self._heartbeat_s)
+
+    async def _follow(self) -> None:
+        """Call where the learner listens now, if that is somewhere else."""
+        endpoint = ""
+        if self._find_learner is not None:
+            with contextlib.suppress(TimeoutError):  # whoever could say is away too
+                endpoint = await asyncio.wait_for(self._find_learner(), self._timeout_s)
+        if endpoint not in ("", self._endpoint):
+            log.warning("the learner listens at %s now, no longer at %s", endpoint, self._endpoint)
+            self._endpoint = endpoint
+            self._socket.close(linger=0)
+            self._connect()
 
     async def _listen_until(self, until_s: float) -> None:
         while (remaining_s := until_s - time.monotonic()) > 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, RunNotUp
 from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.launch.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.processes import find_holder
@@ -258,7 +258,7 @@ def find_run(run: Path | None) -> RunDirectory:
         directory = RunDirectory(path.parent if path.name == "config.yaml" else path)
         if directory.config.exists():
             return directory
-    raise RunError(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")
+    raise RunNotUp(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 from asyncrl import __version__
@@ -21,7 +23,7 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm_args import Device
-from asyncrl.errors import ControlError
+from asyncrl.errors import ControlError, StoreError
 from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.directory import RunDirectory
@@ -43,6 +45,8 @@ from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.weights.base import choose_transport, receivable
 from asyncrl.weights.staging import GlooStaging
+
+log = logging.getLogger(__name__)
 
 LEARNER_START_S = 600.0
 """A learner that loads a large model takes its time."""
@@ -81,8 +85,10 @@ async def _generate(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
+    record = RunRecord(store, join_keys().record)
     control = ControlClient(
-        await _control_endpoint(store),
+        await _control_endpoint(store, record),
+        find_learner=partial(_endpoint_now, record),
         heartbeat_s=config.control.heartbeat_s,
         timeout_s=config.control.timeout_s,
         wire_key=wire_key(),
@@ -124,11 +130,19 @@ def generator_trackers(config: Config, directory: RunDirectory, generator_id: st
     return trackers
 
 
-async def _control_endpoint(store: StoreConnection) -> str:
+async def _endpoint_now(record: RunRecord) -> str:
+    """Where the learner listens at this moment; empty when nobody can say."""
+    try:
+        return (await asyncio.to_thread(record.read)).control_endpoint
+    except StoreError as error:
+        log.warning("where the learner listens cannot be read: %s", error)
+        return ""
+
+
+async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
     """Where the learner listens; it may still be starting."""
-    record = RunRecord(store)
     until_s = time.monotonic() + LEARNER_START_S
-    while (endpoint := await asyncio.to_thread(record.control_endpoint)) is None:
+    while not (endpoint := (await asyncio.to_thread(record.read)).control_endpoint):
         if time.monotonic() > until_s:
             raise ControlError(f"store {store.url}: no learner said where it listens within {LEARNER_START_S:.0f} s; start it")
         await asyncio.sleep(0.2)

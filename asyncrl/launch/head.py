@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -17,7 +18,7 @@ from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
-from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.shards import Ledgers, ShardedIntake, join
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
@@ -123,14 +124,14 @@ class Head:
         self._ticker = Ticker(self._tick, self._reports.guard)
 
     def __enter__(self) -> Self:
-        config, self._record = self._config, RunRecord(self._store)
+        config, self._record = self._config, RunRecord(self._store, join_keys().record)
         hash_ = config_hash(config)
         self._run = StoredRun(
             name=config.run.name,
             config_json=config_json(config),
             config_hash=hash_,
             release=__version__,
-            key_id=join_keys().key_id,
+            key_id=key_id(join_keys().record),
         )
         self._store.check_room(int(config.store.max_gib * 2**30))
         self._record.claim(self._run, fresh=self.version == 0)
@@ -152,7 +153,7 @@ class Head:
 
     def _tick(self) -> None:
         """Once a second: status for people and for Prometheus; and the record again, should the store have been wiped."""
-        self._record.renew(self._run, self._hub.endpoint)
+        self._record.renew(replace(self._run, control_endpoint=self._hub.endpoint))
         status = self._snapshot()
         write_status(self._status_path, status)
         if self._exporter:

@@ -1,8 +1,11 @@
 """Generators that join a run from this or another host: `asyncrl generator --count 8`."""
 
-import json
+import contextlib
 import os
 import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,48 +16,101 @@ from asyncrl.buffer.users import user_of
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config, StoreConfig, holds_password
-from asyncrl.errors import RunError
+from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
+from asyncrl.launch.allowance import check_allowed
 from asyncrl.launch.directory import RunDirectory, find_run
-from asyncrl.launch.keys import JoinKeys, join_keys
+from asyncrl.launch.keys import JoinKeys, is_given, join_keys
 from asyncrl.launch.up import generator_specs, stop_on_signals
 from asyncrl.launch.wiring import STORE_VARIABLE
 from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
+_ASK_EVERY_S = 1.0
+_STORE_RETRY_S = 5.0
 
-def run_generators(*, count: int, config_path: Path | None, store_url: str | None) -> int:
-    """Start `count` generators, keep them alive, and leave when the run is over; the exit status. Raises RunError."""
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A run that can be joined."""
+
+    url: str
+    keys: JoinKeys
+    record: StoredRun
+    learners: RunDirectory | None
+    """The learner's run directory, when this is its machine."""
+
+
+def run_generators(
+    *, count: int, config_path: Path | None, store_url: str | None, allowed: Collection[str] = (), wait_s: float = 0.0
+) -> int:
+    """Start `count` generators, keep them alive, and leave when the run is over; the exit status. Raises RunError.
+
+    A run that is not there yet is waited for, `wait_s` seconds at most. `allowed`: see `launch.allowance`.
+    """
+    own = load_config(config_path) if config_path else None
+    own_keys = is_given()
+    found = _wait_for_run(lambda: _find(store_url, own, own_keys=own_keys), wait_s)
+    config = own or _config_of(found, allowed)
+    directory = found.learners or RunDirectory(config.run.directory)
+    if found.learners is None:
+        directory.create(fresh=False)
+        directory.config.write_text(dump_config(config))
+    _check_membership(found.record, config)
+    setup_logging("generators", directory.logs, console=True)
+    here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
+    prefix = f"{socket.gethostname()}.{os.getpid()}."
+    specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
+    with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor) as stopped:
+        supervisor.run()
+    return stopped.status
+
+
+def _wait_for_run(find: Callable[[], _Found], wait_s: float) -> _Found:
+    """Ask until the run is there. What asking again cannot mend is raised at once."""
+    until_s, told = time.monotonic() + wait_s, ""
+    while True:
+        try:
+            return find()
+        except (StoreRefused, ForeignRunError):
+            raise
+        except (StoreError, RunNotUp) as error:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if str(error) != told:
+                told = str(error)
+                print(f"waiting for the run, {left_s:.0f} s more at most: {told}", flush=True)  # noqa: T201 - the command's output
+            time.sleep(min(_ASK_EVERY_S, left_s))
+
+
+def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Found:
     url = store_url or os.environ.get(STORE_VARIABLE) or _newest_store()
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise RunError(f"--store is {url}; allowed is redis://, rediss:// or unix://, such as redis://{url.split('://')[-1]}/0")
-    own = load_config(config_path) if config_path else None
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
         raise RunError(f"the store's URL holds a password, which process lists would show; put it into {variable} instead")
     learners = _run_here(url, own)
-    keys = learners.keys().join if learners else join_keys()
+    keys = join_keys() if learners is None or own_keys else learners.keys().join
     password = os.environ.get(variable) or keys.store_password(user_of(url))
-    record = RunRecord(StoreConnection(url, password=password)).read()
-    config = own or Config.model_validate(json.loads(record.config_json))
-    directory = learners or RunDirectory(config.run.directory)
-    if learners is None:
-        directory.create(fresh=False)
-        directory.config.write_text(dump_config(config))
-    _check_membership(record, config, keys)
-    setup_logging("generators", directory.logs, console=True)
-    here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
-    prefix = f"{socket.gethostname()}.{os.getpid()}."
-    specs = generator_specs(here, directory, url, keys, learner_ranks=0, prefix=prefix)
-    with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor) as stopped:
-        supervisor.run()
-    return stopped.status
+    with contextlib.closing(StoreConnection(url, password=password, retry_s=_STORE_RETRY_S)) as connection:
+        return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
+
+
+def _config_of(found: _Found, allowed: Collection[str]) -> Config:
+    """That of the run directory where it is this machine's; else the record's, whose code this host has to allow."""
+    if found.learners is not None:
+        return load_config(found.learners.config)
+    config = Config.model_validate_json(found.record.config_json)
+    check_allowed(config, allowed)
+    return config
 
 
 def _newest_store() -> str:
     directory = find_run(None)
     url = directory.store_url()
     if url is None:
-        raise RunError(f"run {directory.path} has no store that is running; start it with `asyncrl up`, or give --store URL")
+        raise RunNotUp(f"run {directory.path} has no store that is running; start it with `asyncrl up`, or give --store URL")
     return url
 
 
@@ -68,7 +124,7 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
     return next((found for found in map(RunDirectory, candidates) if found.store_url() == url), None)
 
 
-def _check_membership(record: StoredRun, config: Config, keys: JoinKeys) -> None:
+def _check_membership(record: StoredRun, config: Config) -> None:
     """What the learner would refuse, said before a model is loaded."""
     if record.release != __version__:
         raise RunError(f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same release")
@@ -77,5 +133,3 @@ def _check_membership(record: StoredRun, config: Config, keys: JoinKeys) -> None
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "
             "leave out --config to use the run's own"
         )
-    if record.key_id != keys.key_id:
-        raise RunError(f"run {record.name} has another secret; use the join.key of the learner's run directory")

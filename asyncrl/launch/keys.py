@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.buffer.users import GENERATOR
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, public_key
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, RunNotUp
 
 SECRET_VARIABLE = "ASYNCRL_SECRET"
 """Holds run.key in the learner's processes and join.key in generators."""
@@ -46,9 +46,9 @@ class JoinKeys:
         return _derive(self.secret, "wire")
 
     @property
-    def key_id(self) -> str:
-        """A short name, safe to publish: by it a generator knows whether it has the run's keys."""
-        return hashlib.sha256(b"asyncrl key id " + self.wire).hexdigest()[:12]
+    def record(self) -> bytes:
+        """Key of the seal of the run's record in the store."""
+        return _derive(self.secret, "record")
 
     @property
     def control(self) -> GeneratorKeys:
@@ -117,12 +117,23 @@ def read_secret(path: Path) -> str:
         ) from error
 
 
+def is_given() -> bool:
+    """Whether the environment names a secret that has not been taken out of it yet."""
+    return bool(os.environ.get(SECRET_VARIABLE) or os.environ.get(SECRET_FILE_VARIABLE))
+
+
 @cache
 def process_keys() -> RunKeys | JoinKeys:
     """This process's; taken out of the environment, so that neither engines nor rewards inherit them. Raises RunError."""
-    text, file = os.environ.pop(SECRET_VARIABLE, ""), os.environ.pop(SECRET_FILE_VARIABLE, "")
+    text, file = os.environ.get(SECRET_VARIABLE, ""), os.environ.get(SECRET_FILE_VARIABLE, "")
     if file and not text:
+        if not Path(file).exists():
+            raise RunNotUp(
+                f"{SECRET_FILE_VARIABLE} names {file}, which does not exist; the learner writes join.key when it starts"
+            )
         text = read_secret(Path(file))
+    os.environ.pop(SECRET_VARIABLE, None)
+    os.environ.pop(SECRET_FILE_VARIABLE, None)
     return parse_keys(text)
 
 

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,7 @@ class Learner:
         self.version: int = state["version"]
         self._contents: dict[int, str] = {}
         connection = place.connect()
-        self._record = RunRecord(connection)
+        self._record = RunRecord(connection, KEY)
         self._stored = StoredRun(name=RUN, config_json="{}", config_hash="c", release="r", key_id="k")
         self._record.claim(self._stored, fresh=self.version == 0)
         self._intake = self._make_intake(RedisBuffer(connection, RUN, RULES), state["ledger"])
@@ -323,7 +323,7 @@ class Learner:
     def _collect(self) -> Collected:
         while (collected := self._intake.poll(self.version, wait_s=0.5)) is None:
             self._hub.check()
-            self._record.renew(self._stored, self._hub.endpoint)
+            self._record.renew(replace(self._stored, control_endpoint=self._hub.endpoint))
         return collected
 
     def _train(self, collected: Collected) -> None:

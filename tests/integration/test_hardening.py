@@ -120,7 +120,7 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
         key = shutil.copy(run / "join.key", elsewhere / "join.key")
         others = {name: value for name, value in os.environ.items() if name not in CANARIES}
         wrong = others | {SECRET_VARIABLE: RunKeys(bytes(32)).join.text()}
-        line = [*ASYNCRL, "generator", "--count", "1", "--store", store]
+        line = [*ASYNCRL, "generator", "--count", "1", "--store", store, "--wait", "60", "--allow", "variable:NOTE_UNPICKLING_IN"]
         refused = subprocess.run(line, cwd=elsewhere, env=wrong, capture_output=True, text=True, timeout=300, check=False)
         assert refused.returncode != 0 and "refused" in refused.stderr + refused.stdout
 
@@ -158,7 +158,7 @@ def answers(port: int) -> bool:
 
 def check_refusals(store: str, control: str, keys: RunKeys) -> None:
     password = keys.store_password(GENERATOR)
-    assert RunRecord(StoreConnection(store, password=password, retry_s=5)).read().name == "whole"
+    assert RunRecord(StoreConnection(store, password=password, retry_s=5), keys.join.record).read().name == "whole"
     for url, wrong in [
         (store, None),
         (store, "x" * 64),

@@ -9,6 +9,7 @@ import socketserver
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from buffer_contract import RULES, BufferContract, fill, ids, places, take
@@ -23,7 +24,7 @@ from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
-from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
 from asyncrl.buffer.watch import AuditWatch
@@ -423,13 +424,13 @@ reward: {{functions: [{{function: exact_match}}]}}
     assert watch.mismatch == 0 and audit().returncode == 0
 
 
-RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id="k")
+RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id=key_id(b"key"))
 
 
 @pytest.fixture
 def record(connection):
     connection.client.flushall()
-    yield RunRecord(connection)
+    yield RunRecord(connection, b"key")
     connection.client.flushall()
 
 
@@ -438,12 +439,35 @@ def test_a_generator_reads_what_the_learner_claimed(record):
         record.read()
     record.claim(RUN, fresh=False)
     assert record.read() == RUN
-    assert record.control_endpoint() is None
-    record.renew(RUN, "ipc:///somewhere")
-    assert record.read() == RUN and record.control_endpoint() == "ipc:///somewhere"
-    changed = StoredRun(name="first", config_json='{"a": 2}', config_hash="def", release="0.2", key_id="k")
+    listening = replace(RUN, control_endpoint="ipc:///somewhere")
+    record.renew(listening)
+    assert record.read() == listening
+    changed = replace(RUN, config_json='{"a": 2}', config_hash="def", release="0.2")
     record.claim(changed, fresh=False)
     assert record.read() == changed
+
+
+@pytest.mark.parametrize("field", [*StoredRun.__dataclass_fields__, "seal"])
+def test_a_record_that_its_learner_did_not_write_is_refused_before_it_is_used(connection, record, field):
+    """The store's operator may write what he likes, and knows every name and hash, but not the key."""
+    record.renew(replace(RUN, control_endpoint="ipc:///here"))
+    for lie in ("", "x", '{"model": {"trust_remote_code": true}}', b"\xff\xfe"):
+        connection.client.hset("asyncrl:run", field, lie)
+        with pytest.raises((ForeignRunError, StoreRefused), match=r"another secret|not written by the run's learner"):
+            record.read()
+    connection.client.hdel("asyncrl:run", field)
+    with pytest.raises(StoreError):
+        record.read()
+
+
+def test_a_seal_of_another_key_is_refused_even_with_the_right_key_id(connection, record):
+    forged = RunRecord(connection, b"another key")
+    forged.renew(RUN)
+    with pytest.raises(StoreRefused, match="not written by the run's learner"):
+        record.read()
+    forged.renew(replace(RUN, key_id=key_id(b"another key")))
+    with pytest.raises(ForeignRunError, match=r"join\.key"):
+        record.read()
 
 
 def test_another_run_is_refused_and_its_groups_are_left_alone(connection, record):

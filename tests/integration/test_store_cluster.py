@@ -15,7 +15,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
-from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.shards import shard_names
 from asyncrl.errors import StoreRefused
 
@@ -74,11 +74,11 @@ def test_a_fresh_learner_deletes_the_shards_of_an_earlier_run_from_every_node(no
         lane.handle().recover(Ledger(), version=0, limit=8)
         fill(lane.handle(), 4)
     connection = StoreConnection(nodes[0].url, retry_s=20.0)
-    run = StoredRun(name=lanes[0].run, config_json="{}", config_hash="h", release="r", key_id="k")
-    RunRecord(connection).claim(run, fresh=True)
-    assert RunRecord(connection).read() == run
+    run = StoredRun(name=lanes[0].run, config_json="{}", config_hash="h", release="r", key_id=key_id(b"key"))
+    RunRecord(connection, b"key").claim(run, fresh=True)
+    assert RunRecord(connection, b"key").read() == run
     assert [lane.handle().audit().issued for lane in lanes] == [0] * 4
-    RunRecord(connection).claim(run, fresh=False)
+    RunRecord(connection, b"key").claim(run, fresh=False)
     nodes[0].client.flushall()
     for node in nodes[1:PRIMARIES]:
         node.client.flushall()

@@ -4,6 +4,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, user_of, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError, StoreRefused
+from asyncrl.types import INITIAL
 
 pytestmark = pytest.mark.integration
 
@@ -121,7 +123,7 @@ def under_way(lane: Lane) -> tuple[RedisBuffer, Ledger, Any]:
     second = buffer.reject_frame(buffer.take(ledger, 2, window=8), 3, FRAME % 3, "bad")
     ledger.consume(second.ids)
     buffer.lease("g", 3)
-    RunRecord(lane.learner)._write({"name": lane.run})
+    RunRecord(lane.learner, b"key")._write(replace(RUN, name=lane.run))
     return buffer, ledger, second
 
 
@@ -134,7 +136,7 @@ def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str,
         "commit": (*me, taken.number, taken.chain),
         "version": (*me, 5, 99),
         "close": me,
-        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, ""),
+        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, "", str(INITIAL)),
         "revoke": ("g",),
     }
 
@@ -277,10 +279,10 @@ def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_a
 
 def test_the_record_of_the_run_is_read_by_generators_and_written_by_the_learner(lane):
     lane.connection.client.delete("asyncrl:run")
-    RunRecord(lane.learner).claim(RUN, fresh=False)
-    assert RunRecord(lane.generator).read() == RUN
+    RunRecord(lane.learner, b"key").claim(RUN, fresh=False)
+    assert RunRecord(lane.generator, b"key").read() == RUN
     with pytest.raises(StoreRefused):
-        RunRecord(lane.generator).renew(RUN, "ipc:///here")
+        RunRecord(lane.generator, b"key").renew(RUN)
     lane.connection.client.delete("asyncrl:run")
 
 

@@ -225,7 +225,7 @@ class LearnerProcess:
         state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledgers().to_dict()}
         version = state["version"]
         record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
-        RunRecord(self.connection).claim(record, fresh=version == 0)
+        RunRecord(self.connection, KEY).claim(record, fresh=version == 0)
         self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
         self._publish(version, self.intake.recover)
         while version < scenario.steps:

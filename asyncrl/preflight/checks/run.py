@@ -9,7 +9,6 @@ from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config, StoreConfig
-from asyncrl.errors import StoreError
 from asyncrl.launch.wiring import connect_store
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
@@ -32,11 +31,8 @@ def configured_store(config: Config) -> Finding:
     assert config.store.url is not None
     connection = connect_store(config, config.store.url, retry_s=STORE_RETRY_S)
     finding = store_finding(probe_store(connection), connection.url)
-    try:
-        holder = RunRecord(connection).read().name
-    except StoreError:  # no run yet
-        holder = config.run.name
-    if holder != config.run.name:
+    holder = RunRecord(connection, key=b"").holder()
+    if holder not in (None, config.run.name):
         return wrong(
             f"{connection.url} serves run {holder!r}, and a store serves one",
             f"add another database number to store.url, or if {holder!r} is over: redis-cli del asyncrl:run",

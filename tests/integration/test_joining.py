@@ -1,0 +1,213 @@
+"""Joining a run from another host: what is taken from the store's record, what needs this host's consent, and waiting."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from asyncrl import __version__
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.resolved import config_hash, config_json
+from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.control.base import Hello, Welcome
+from asyncrl.control.client import ControlClient
+from asyncrl.control.messages import CODEC
+from asyncrl.errors import ForeignRunError, RunError, StoreError
+from asyncrl.launch import join as joining
+from asyncrl.launch import keys
+from asyncrl.launch.allowance import check_allowed, wishes
+from asyncrl.launch.keys import SECRET_FILE_VARIABLE, RunKeys
+
+pytestmark = pytest.mark.integration
+
+KEYS = RunKeys(bytes(range(32)))
+PLAIN = {
+    "run": {"name": "far"},
+    "model": {"path": "no-such-model"},
+    "data": {"train": "no-such-data.jsonl"},
+    "reward": {"functions": [{"function": "exact_match"}]},
+}
+EVIL = 'open({ran!r}, "w").write("ran")\ndef f(*a, **k): return 0.0\n'
+
+
+def config(**parts) -> Config:
+    return Config.model_validate({**PLAIN, **{name: {**PLAIN.get(name, {}), **part} for name, part in parts.items()}})
+
+
+def record_of(config: Config) -> StoredRun:
+    return StoredRun(
+        name=config.run.name,
+        config_json=config_json(config),
+        config_hash="not asked for",
+        release=__version__,
+        key_id=key_id(KEYS.join.record),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with StoreServer(StoreConfig(), tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
+@pytest.fixture
+def record(server):
+    connection = StoreConnection(server.url)
+    connection.client.flushall()
+    return RunRecord(connection, KEYS.join.record)
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A directory of another host, with join.key and a module whose import leaves a trace."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "join.key").write_text(KEYS.join.text())
+    (tmp_path / "join.key").chmod(0o600)
+    (tmp_path / "evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(tmp_path / "join.key"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def join(server, *options, timeout_s=60):
+    argv = [sys.executable, "-m", "asyncrl.cli.main", "generator", "--store", server.url, *options]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+ATTACKS = {
+    "evil.py": {"reward": {"functions": [{"function": "evil.py:f"}]}},
+    "evil": {"algorithm": {"advantage": {"name": "evil:f"}}},
+    "model:no-such-model": {"model": {"trust_remote_code": True}},
+    "variable:AWS_*": {"run": {"environment": ["AWS_*"]}},
+}
+
+
+def test_code_of_a_record_is_not_run_without_this_hosts_consent(server, record, host):
+    """All at once in one process, and each named; the record is authentic."""
+    parts: dict = {}
+    for attack in ATTACKS.values():
+        for part, values in attack.items():
+            parts[part] = {**parts.get(part, {}), **values}
+    record.renew(record_of(config(**parts)))
+    told = join(server)
+    assert told.returncode == 2, told.stderr
+    for text in ATTACKS:
+        assert f"--allow '{text}'" in told.stdout + told.stderr
+    assert not (host / "ran").exists() and not (host / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_each_wish_is_allowed_by_its_own_name_only(text):
+    wanted = config(**ATTACKS[text])
+    assert [wish.text for wish in wishes(wanted)] == [text]
+    check_allowed(wanted, [text])
+    for others in ([], [other for other in ATTACKS if other != text], [text.upper() + "x"], [""]):
+        with pytest.raises(RunError, match="you have not allowed"):
+            check_allowed(wanted, others)
+
+
+def test_a_config_without_code_needs_no_consent():
+    assert list(wishes(config())) == []
+
+
+def test_the_stores_operator_runs_nothing_here(server, record, host):
+    """He forges the record with all that he knows; the owner of the host has even allowed the file."""
+    wanted = config(**ATTACKS["evil.py"])
+    RunRecord(StoreConnection(server.url), b"a key of his own").renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+    told = join(server, "--allow", "evil.py")
+    assert told.returncode == 2 and "not written by the run's learner" in told.stdout + told.stderr
+    assert not (host / "ran").exists() and not (host / "runs").exists()
+
+
+@pytest.fixture
+def join_here(server, host, monkeypatch):
+    """In this process; `moments` are what happens instead of each pause."""
+    keys.process_keys.cache_clear()
+    yield_to = []
+
+    def wait(seconds):
+        yield_to.pop(0)()
+
+    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+
+    def join(*moments, wait_s=600.0):
+        yield_to[:] = moments
+        joining.run_generators(count=1, config_path=None, store_url=server.url, wait_s=wait_s)
+
+    yield join
+    keys.process_keys.cache_clear()
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(record, host, join_here, capsys):
+    (host / "join.key").rename(host / "later")
+    with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # found, and then refused for another reason
+        join_here(
+            lambda: None,
+            lambda: (host / "later").rename(host / "join.key"),
+            lambda: None,
+            lambda: record.renew(replace(record_of(config()), release="0.0")),
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("waiting for the run" in line for line in lines), "told when it changes, not each time"
+    assert "join.key, which does not exist" in lines[0] and "serves no run yet" in lines[1]
+
+
+def test_the_wait_has_a_bound(record, host, join_here):
+    with pytest.raises(StoreError, match="serves no run yet"):
+        join_here(lambda: time.sleep(0.2), wait_s=0.2)
+    with pytest.raises(StoreError, match="serves no run yet"):
+        join_here(wait_s=0.0)
+
+
+def test_a_refusal_is_not_waited_out(server, record, host, join_here):
+    RunRecord(StoreConnection(server.url), b"another").renew(replace(record_of(config()), key_id="x"))
+    with pytest.raises(ForeignRunError, match="another secret"):
+        join_here()
+
+
+def test_a_learner_that_comes_back_at_another_address_is_found(tmp_path):
+    first, second = f"ipc://{tmp_path}/first", f"ipc://{tmp_path}/second"
+    now = [first]
+
+    async def find():
+        return now[0]
+
+    def answer(context, endpoint, *, times):
+        """The identity that called."""
+        with context.socket(zmq.ROUTER) as learner:
+            learner.linger = 500
+            learner.bind(endpoint)
+            for _ in range(times):
+                assert learner.poll(20_000), "nobody called"
+                who, data = learner.recv_multipart()
+                learner.send_multipart([who, CODEC.encode(Welcome(version=3))])
+        return who, CODEC.decode(data)
+
+    async def scenario(context):
+        client = ControlClient(first, heartbeat_s=0.1, timeout_s=2.0, find_learner=find)
+        hearing = asyncio.create_task(asyncio.to_thread(answer, context, first, times=2))
+        assert (await client.join(Hello(generator_id="g", incarnation="1", release="r", config_hash="c", version=0))).version == 3
+        await hearing
+        now[0] = second
+        _, message = await asyncio.to_thread(answer, context, second, times=2)
+        assert isinstance(message, Hello) and message.generator_id == "g"
+        await client.leave()
+
+    with zmq.Context() as context:
+        asyncio.run(scenario(context))
+
+
+def test_the_record_holds_no_secret(record):
+    record.renew(record_of(config()))
+    stored = repr(record._connection.client.hgetall("asyncrl:run"))
+    assert json.loads(record.read().config_json)["run"]["name"] == "far"
+    for secret in (KEYS.secret, KEYS.join.secret, KEYS.join.record, KEYS.join.wire):
+        assert secret.hex() not in stored
