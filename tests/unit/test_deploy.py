@@ -47,6 +47,14 @@ def config_of(command: list[str]) -> Config:
     return load_config(ROOT / rest[1], rest[2:])
 
 
+def run_directory(path: Path) -> RunDirectory:
+    """As the first start of a run leaves it."""
+    directory = RunDirectory(path)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    return directory
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_is_bounded_and_can_be_stopped(name):
     service = SERVICES[name]
@@ -107,7 +115,7 @@ def test_store_and_learner_agree(tmp_path):
     assert gib(SERVICES["store"]["deploy"]["resources"]["limits"]["memory"]) > gib(settings["maxmemory"])
     assert settings["dir"] in [volume.split(":")[1] for volume in SERVICES["store"]["volumes"]]
     assert config.control.bind.startswith("tcp://127.0.0.1:")
-    grace_s = learner_spec(config, RunDirectory(tmp_path), "redis://x").grace_s
+    grace_s = learner_spec(config, run_directory(tmp_path), "redis://x").grace_s
     for name in ("learner", "box"):
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > grace_s + LEAVE_S
 
@@ -260,7 +268,7 @@ def test_what_the_containers_set_reaches_the_processes(tmp_path, monkeypatch):
     config = config_of(SERVICES["learner"]["command"])
     for name in {*of_image, *(name for service in OURS.values() for name in service["environment"])}:
         monkeypatch.setenv(name, "0")
-    learner = learner_spec(config, RunDirectory(tmp_path), "redis://x").env
+    learner = learner_spec(config, run_directory(tmp_path), "redis://x").env
     assert {*of_image, *SERVICES["learner"]["environment"]} <= learner.keys()
     generator = child_environment(config, tmp_path, threads=1, gpus=[])
     assert {*of_image, *SERVICES["generators"]["environment"]} <= generator.keys()
