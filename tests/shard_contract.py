@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from buffer_contract import RULES, Lane, ids, places
 
+from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import lag_bound
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import DISCARDED_LINEAGE, Intake
+from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
 from asyncrl.errors import BufferGap
-from asyncrl.types import Group, History, Rollout, VersionSpan
+from asyncrl.types import INITIAL, Group, History, Rollout, VersionSpan, Weights
 
 SHARDS = (1, 4)
 
@@ -89,7 +90,7 @@ class ShardContract:
         for version in range(4):
             for _ in range(4 * shards):
                 kept = kept or set(ids(run.buffer.lease("g", 2)))
-                kept = {i for i in kept if run.buffer.put("g", i, frame(i, version)) is PutOutcome.FULL}
+                kept = {i for i in kept if run.buffer.put("g", i, frame(i, *run.history.weights(version))) is PutOutcome.FULL}
                 if (collected := run.intake.poll(version, wait_s=0.0)) is not None:
                     break
             assert collected is not None, "a deadlock"
@@ -127,27 +128,26 @@ class ShardContract:
             run.check(run.version + 6, chance)
 
 
-def frame(ticket_id: int, version: int) -> bytes:
-    return b"%d %d" % (ticket_id, version)
+def frame(ticket_id: int, version: int, lineage: int = 0, learner: int = 0) -> bytes:
+    """One token by these weights; `learner` is the one that the ticket was leased from."""
+    return b"%d %d %d %d" % (ticket_id, version, lineage, learner)
 
 
 def decode(stored: bytes) -> Group:
-    ticket_id, version = map(int, stored.split())
+    ticket_id, version, lineage, learner = map(int, stored.split())
     rollout = Rollout(
         prompt_ids=_ONE, response_ids=_ONE, action_mask=np.ones(1, np.bool_), behaviour_logprobs=np.zeros(1, np.float32),
-        version_spans=(VersionSpan(version, 1),), finish_reason="stop",
+        version_spans=(VersionSpan(version, 1, lineage),), finish_reason="stop", reward=ticket_id % 7,
     )  # fmt: skip
-    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=version)
+    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id=str(learner), finished_version=version)
 
 
 _ONE = np.ones(1, np.int32)
 GATE = Gate(lane="train", decode=decode, limits=GroupLimits(vocabulary=2, rollouts=1, max_tokens=2))
 
 
-def judge(group: Group, version: int) -> str | None:
-    if group.finished_version > version:
-        return DISCARDED_LINEAGE
-    return "unlucky" if group.ticket_id % 7 == 3 else None
+def unlucky(outcome: GroupOutcome) -> str | None:
+    return "unlucky" if outcome.rewards[0] == 3 else None
 
 
 class Run:
@@ -157,62 +157,66 @@ class Run:
         """`groups` and `window` are those of one shard."""
         self.lanes, self.max_lag, self.groups, self.window = lanes, max_lag, groups, window
         self.version = 0
-        self.newest = self.newest_before = 0
-        """The highest id that a generator has had, now and before the settings changed."""
-        self.has_changed = False
-        self.saved: list[tuple[int, dict[str, Any]]] = [(0, Ledgers().to_dict())]
+        self.learners = 0
+        """That have started."""
+        self.makers = [0]
+        """Lineage of the learner that made each version of the weights."""
+        self.saved: list[tuple[int, History, dict[str, Any]]] = [(0, INITIAL, Ledgers().to_dict())]
         """The last two checkpoints."""
         self.trained: list[list[int]] = []
-        self.held: dict[int, int] = {}
-        """ticket id -> version of the weights that sample it"""
+        self.held: dict[int, bytes] = {}
+        """Groups that are being sampled, by ticket id."""
         self.start_learner()
 
     def resume(self, *, max_lag: int, groups: int, window: int) -> None:
-        """With other settings: what was promised under those of before may be too old now, and nothing else."""
+        """With other settings."""
         self.max_lag, self.groups, self.window = max_lag, groups, window
         for lane in self.lanes:
             lane.rules = replace(lane.rules, groups=groups)
-        self.has_changed = True
         self.start_learner()
 
     def start_learner(self) -> None:
         """From the newest checkpoint."""
         shards = len(self.lanes)
-        self.version, values = self.saved[-1]
-        self.trained = self.trained[: self.version]
+        self.learners += 1
+        self.version, history, values = self.saved[-1]
+        self.history = history.resumed(self.version, lineage=self.learners, longest_lag=self.bound)
+        self.makers, self.trained = self.makers[: self.version + 1], self.trained[: self.version]
+        self.judged = make_judge([unlucky], drop_older_than=self.bound, history=self.history)
         self.buffer = ShardedBuffer([lane.handle() for lane in self.lanes])
         ledgers = Ledgers.from_dict(values).expect(shards)
         self.intake = ShardedIntake(
             tuple(
                 Intake(
                     buffer=one, ledger=ledger, gate=GATE, judge=self.judge, groups=self.groups, window=self.window,
-                    max_lag=self.max_lag, max_refills=99, stall_s=600.0, name_of=partial(join, shard, shards=shards),
+                    max_lag=self.max_lag, max_refills=99, stall_s=600.0,
+                    history=self.history, name_of=partial(join, shard, shards=shards),
                 )
                 for shard, (one, ledger) in enumerate(zip(self.buffer.shards, ledgers.shards, strict=True))
             )
         )  # fmt: skip
         self.intake.recover(self.version)
-        if self.has_changed:  # a learner that goes back may find young enough what was too old, and the credit of that was used
-            self.newest_before = self.newest
         self.under_way = [one.buffer.audit().issued - one.ledger.consumed for one in self.intake.intakes]
 
     def judge(self, group: Group, version: int) -> str | None:
-        if version - group.finished_version > self.bound:
-            assert group.ticket_id <= self.newest_before, "a ticket that was issued under these settings is too old"
-            return "stale"
-        return judge(group, version)
+        """A ticket of this learner is in time. One of before may not be: it had other settings, or was lent credit by rejections
+        in steps that are lost."""
+        reason = self.judged(group, version)
+        assert reason != "stale" or group.generator_id != str(self.learners), "a ticket that this learner issued is too old"
+        return reason
 
     def generate(self, chance: random.Random) -> None:
         for ticket in self.buffer.lease("g", chance.randint(1, 5)).tickets:
-            assert ticket.minimum_version <= self.version
-            self.newest = max(self.newest, ticket.id)
-            self.held.setdefault(ticket.id, chance.choice([ticket.minimum_version, self.version]))
+            assert ticket.minimum_version <= self.version and ticket.history == self.history
+            known = [Weights(version, self.makers[version]) for version in (ticket.minimum_version, self.version)]
+            weights = chance.choice([one for one in known if one in ticket.history])
+            self.held.setdefault(ticket.id, frame(ticket.id, *weights, self.learners))
         for intake, before in zip(self.intake.intakes, self.under_way, strict=True):
             under_way = intake.buffer.audit().issued - intake.ledger.consumed
             assert under_way <= max(before, (self.max_lag + 1) * self.groups)
         for ticket_id in chance.sample(sorted(self.held), min(len(self.held), chance.randint(0, 4))):
             if ticket_id % 5 or chance.random() < 0.3:
-                self.buffer.put("g", ticket_id, frame(ticket_id, self.held.pop(ticket_id)))
+                self.buffer.put("g", ticket_id, self.held.pop(ticket_id))
 
     def learn(self, chance: random.Random) -> None:
         collected = self.intake.poll(self.version, wait_s=0.0)
@@ -222,12 +226,16 @@ class Run:
         assert len(collected.groups) == self.groups * len(self.lanes) and set(collected.taken_at) == set(names)
         ages = [self.version - group.finished_version for group in collected.groups]
         assert min(ages) >= 0 and max(ages) <= self.bound
+        for group in collected.groups:
+            (span,) = group.rollouts[0].version_spans
+            assert span.lineage == self.makers[span.version], "trained on a group of weights that were lost"
         self.trained.append([group.ticket_id for group in collected.groups])
+        self.makers.append(self.learners)
         self.version += 1
         self.intake.open(self.version)
         if chance.random() < 0.4:
-            self.saved = [*self.saved[-1:], (self.version, self.intake.settled.to_dict())]
-            self.intake.commit(Ledgers.from_dict(self.saved[0][1]).expect(len(self.lanes)), self.version)
+            self.saved = [*self.saved[-1:], (self.version, self.history, self.intake.settled.to_dict())]
+            self.intake.commit(Ledgers.from_dict(self.saved[0][2]).expect(len(self.lanes)), self.version)
 
     @property
     def bound(self) -> int:
