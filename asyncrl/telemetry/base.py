@@ -1,4 +1,4 @@
-"""Where numbers go. A tracker that fails never stops training; it says so once and is left out."""
+"""Where numbers go. A tracker that fails never stops training; it is told once, and tried again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ Where it listens is in a file beside the run, in the form of Prometheus's file-b
 configuration finds every process of every run, restarted and joined ones too.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -91,7 +92,8 @@ class Exporter(Collector):
 
     def close(self) -> None:
         """Stop listening."""
-        self._target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._target.unlink()
         self._server.shutdown()
         self._server.server_close()
 
@@ -164,5 +166,8 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
 
 def _announce(target: Path, host: str, port: int, labels: Mapping[str, str]) -> None:
     reached = socket.gethostname() if host in ANY_HOST else host
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, json.dumps([{"targets": [f"{reached}:{port}"], "labels": labels}]))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, json.dumps([{"targets": [f"{reached}:{port}"], "labels": labels}]))
+    except OSError as error:
+        log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, reached, port, error)

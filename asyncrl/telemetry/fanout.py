@@ -1,57 +1,86 @@
-"""Several trackers behind one, and the alarms. A tracker that fails is left out with one message; training never notices."""
+"""Several trackers behind one, and the alarms. A tracker that fails is told once and tried again; training never notices."""
 
-import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.jsonl import JsonlTracker
 
-log = logging.getLogger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+"""Between two attempts with a tracker that fails: some take a minute to find out that they cannot be reached."""
 
 
 class Trackers:
-    """Hands everything to every tracker that still works."""
+    """Hands everything to every tracker; one that fails is let alone for a while, and opened or asked again then."""
 
     def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
-        """Open each tracker; one that cannot be opened is left out. `alarms` watch what is logged by step."""
+        """Open each tracker. `alarms` watch what is logged by step."""
         self._alarms = alarms
-        self._trackers: list[Tracker] = []
-        for opener in openers:
-            try:
-                self._trackers.append(opener())
-            except Exception:
-                log.exception("a tracker cannot be opened and is left out; training goes on")
+        self._trackers = [_Kept(opener) for opener in openers]
+        self._each("open", lambda tracker: None)
 
     def add(self, tracker: Tracker) -> None:
         """One more, open already."""
-        self._trackers.append(tracker)
+        self._trackers.append(_Kept(lambda: tracker))
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all, with the alarms."""
         watched = metrics if step is None else {**metrics, **self._alarms.watch(metrics, step)}
-        self._each(lambda tracker: tracker.log(watched, step=step))
+        self._each("log", lambda tracker: tracker.log(watched, step=step))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts to all."""
-        self._each(lambda tracker: tracker.samples(records))
+        self._each("samples", lambda tracker: tracker.samples(records))
 
     def close(self) -> None:
         """Close all."""
-        self._each(lambda tracker: tracker.close())
+        for kept in self._trackers:
+            kept.close()
         self._trackers.clear()
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                call(tracker)
-            except Exception:
-                self._trackers.remove(tracker)
-                log.exception("%s failed and is left out from now on; training goes on", type(tracker).__name__)
+    def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
+        for kept in self._trackers:
+            kept.call(what, call)
+
+
+class _Kept:
+    """One tracker. What it is not told while it is let alone, it never hears."""
+
+    def __init__(self, opener: Callable[[], Tracker]) -> None:
+        self._opener = opener
+        self._tracker: Tracker | None = None
+        self._may_fail = BestEffort()
+        self._pause_s, self._again_at_s = FIRST_PAUSE_S, 0.0
+
+    def call(self, what: str, call: Callable[[Tracker], None]) -> None:
+        """Never raises."""
+        now_s = time.monotonic()
+        if now_s < self._again_at_s:
+            return
+        if self._may_fail(f"{what} of {self._name}", lambda: call(self._opened())):
+            self._pause_s = FIRST_PAUSE_S
+        else:
+            self._again_at_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Never raises."""
+        if self._tracker:
+            self._may_fail(f"close of {self._name}", self._tracker.close)
+
+    @property
+    def _name(self) -> str:
+        return type(self._tracker).__name__ if self._tracker else "a tracker that is not open yet"
+
+    def _opened(self) -> Tracker:
+        self._tracker = self._tracker or self._opener()
+        return self._tracker
 
 
 def open_trackers(

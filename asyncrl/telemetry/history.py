@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.files import tell_unreadable
+
 REJECTED = "groups/rejected_"
 Row = dict[str, float]
 Series = tuple[tuple[int, float], ...]
@@ -42,9 +44,13 @@ class Tail:
             self._offset, self._inside_line = 0, False
         if size == self._offset:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError as error:
+            tell_unreadable(self.path, error)
+            return []
         whole, newline, _ = data.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         lines = whole.split(b"\n") if newline else []
@@ -53,7 +59,10 @@ class Tail:
         return [record for line in lines if line and (record := self._parse(line)) is not None]
 
     def _size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:

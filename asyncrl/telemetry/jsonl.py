@@ -1,15 +1,24 @@
 """Metrics and samples as JSON lines: always written, readable with any tool, whole after a crash up to the last line."""
 
+import errno
 import json
+import logging
 import math
+import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.telemetry.base import SampleRecord
+
+log = logging.getLogger(__name__)
+
+WAITING = 1000
+"""Lines that are kept while their file cannot be written."""
 
 
 class JsonlTracker:
@@ -20,8 +29,8 @@ class JsonlTracker:
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
         """Append to the file `metrics`; and rollouts to the file `samples`, if this process has any."""
-        self._metrics = _open(metrics)
-        self._samples = _open(samples) if samples else None
+        self._metrics = Lines(metrics)
+        self._samples = Lines(samples) if samples else None
         self._nonfinite: Counter[str] = Counter()
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
@@ -31,18 +40,18 @@ class JsonlTracker:
         record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
         if self._nonfinite:
             record["nonfinite"] = dict(self._nonfinite)
-        _write(self._metrics, [record])
+        self._metrics.write([record])
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Write one line for each rollout."""
         if self._samples:
-            _write(self._samples, [to_json(asdict(record)) for record in records])
+            self._samples.write([to_json(asdict(record)) for record in records])
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._samples):
-            if file:
-                file.close()
+        for lines in (self._metrics, self._samples):
+            if lines:
+                lines.close()
 
 
 def finite(value: float) -> float | None:
@@ -62,18 +71,63 @@ def to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
+class Lines:
+    """A file of JSON lines that may be out of reach for a while (a full disk): the newest lines wait until it takes them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        self._may_fail = BestEffort()
+        self.write([])
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line for each record, after those that wait. Never raises OSError."""
+        # Lone surrogates (half an emoji from a tokenizer) survive as escapes: ensure_ascii stays on.
+        self._waiting.extend(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
+        while len(self._waiting) > WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._may_fail(f"writing {self._path}", self._flush)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        if self._file and not _is_at(self._file, self._path):
+            self.close()
+        try:
+            self._file = self._file or _open(self._path)
+            data = b"".join(self._waiting)
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        except OSError:
+            self.close()  # it may end within a line, which opening it mends
+            raise
+        self._waiting.clear()
+        if self._lost:
+            log.warning("%s lacks %d lines: only %d could wait until it was written again", self._path, self._lost, WAITING)
+            self._lost = 0
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """False when somebody has deleted or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
 def _open(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab+")
+    file = path.open("ab+", buffering=0)
     # A killed process may have left half a line: what follows must not be glued to it.
     if file.tell() > 0:
         file.seek(-1, 2)
         if file.read(1) != b"\n":
             file.write(b"\n")
     return file
-
-
-def _write(file: IO[bytes], records: Sequence[Mapping[str, Any]]) -> None:
-    # Lone surrogates (half an emoji from a tokenizer) survive as escapes: ensure_ascii stays on.
-    file.write(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
-    file.flush()

@@ -6,12 +6,15 @@ Modules log as ever, with `logging.getLogger(__name__)`; what they pass as `extr
      "event": "ticket 12 of lane train failed: ...", "ticket_id": 12, "lane": "train"}
 """
 
+import contextlib
 import json
 import logging
+import logging.handlers
 import os
 import re
 import sys
 from collections.abc import MutableMapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +61,54 @@ class _Redacted(logging.Formatter):
         return self._secrets.sub(HIDDEN, self._inner.format(record))
 
 
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A log that cannot be written is told once on standard error; every line tries again."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Never raises."""
+        lost = self._lost
+        try:
+            super().emit(record)
+        except OSError:  # it cannot be opened
+            self.handleError(record)
+        if lost and lost == self._lost:
+            self._lost = 0
+            logging.getLogger(__name__).warning("%d lines before these could not be written", lost)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called while an exception is handled."""
+        self._lost += 1
+        if self._lost == 1:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"{self.baseFilename} cannot be written and is tried again: {sys.exception()}\n")
+        if self.stream is not None:
+            with contextlib.suppress(OSError):
+                self.stream.close()
+        self.stream = None  # the next line opens it again
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        with Path(self.baseFilename).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):  # what was written last was cut off
+                stream.write("\n")
+        return stream
+
+
 def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
     """Log everything from INFO up to `directory/<role>.jsonl`; as readable lines to standard error too where `console`.
 
     Calling it again replaces what the last call set up.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
     context, secrets = LogContext(role), _secrets()
-    file = logging.FileHandler(directory / f"{role}.jsonl", encoding="utf-8")
+    file = _LogFile(directory / f"{role}.jsonl")
     file.setFormatter(_Redacted(_json_formatter(), secrets))
     handlers: list[logging.Handler] = [file]
     if console:

@@ -1,5 +1,6 @@
 """Trackers write what happened, and nothing that happens to them reaches training."""
 
+import errno
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer.base import Audit
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.control.base import MemberStatus
+from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers, open_trackers
@@ -162,27 +164,105 @@ class Recorder:
 
 
 @pytest.mark.parametrize("failing", ["log", "samples", "close"])
-def test_a_failing_tracker_is_left_out_with_one_message(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
+    failing: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
     bad, good = Recorder(failing), Recorder()
     trackers = Trackers([lambda: bad, lambda: good], Alarms(probe_limit=0.05))
     for step in range(3):
         trackers.log({"a": 1.0}, step=step)
         trackers.samples([record()])
+    if failing != "close":
+        assert bad.calls.count(failing) == 1 and bad.calls[-1] == failing, "it is let alone"
+        for _ in range(20):
+            clock[0] += fanout.LONGEST_PAUSE_S
+            trackers.log({"a": 1.0}, step=4)
+            trackers.samples([record()])
+        assert bad.calls.count(failing) == 21
+        bad.failing = ""
+        clock[0] += fanout.LONGEST_PAUSE_S
+        trackers.log({"a": 1.0}, step=5)
+        trackers.samples([record()])
+        assert bad.calls[-2:] == ["log", "samples"], "and it is back"
     trackers.close()
-    assert good.calls == ["log", "samples"] * 3 + ["close"]
-    assert bad.calls.count(failing) == 1 and bad.calls[-1] == failing
-    (message,) = caplog.records
-    assert "Recorder failed and is left out" in message.message and message.exc_info
+    assert good.calls[-1] == "close" and good.calls[:-1] == ["log", "samples"] * (len(good.calls) // 2)
+    (message,) = [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
+    assert message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
 
 
-def test_a_tracker_that_cannot_be_opened_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> Recorder:
-        raise ImportError("no such library")
+def test_a_tracker_that_cannot_be_opened_is_opened_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, late, good = [100.0], Recorder(), Recorder()
+    monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
 
-    good = Recorder()
-    trackers = Trackers([broken, lambda: good], Alarms(probe_limit=0.05))
+    def opener() -> Recorder:
+        if clock[0] < 150.0:
+            raise ImportError("no such library")
+        return late
+
+    trackers = Trackers([opener, lambda: good], Alarms(probe_limit=0.05))
     trackers.log({"a": 1.0})
     assert good.calls == ["log"] and len(caplog.records) == 1
+    clock[0] = 160.0
+    trackers.log({"a": 1.0})
+    assert late.calls == ["log"]
+
+
+class FullDisk:
+    """A raw file that takes `room` bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: self.room])
+        self.room -= taken
+        return int(taken)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_lines_wait_for_room_on_the_disk_and_none_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, room = tmp_path / "m.jsonl", jsonl._open, [1 << 20]
+    monkeypatch.setattr(jsonl, "_open", lambda path: FullDisk(real(path), room[0]))
+    tracker = JsonlTracker(path)
+    tracker.log({"a": 1.0}, step=1)
+    tracker._metrics._file.room, room[0] = 10, 0  # type: ignore[union-attr]
+    for step in range(2, 6):
+        tracker.log({"a": 1.0}, step=step)
+    room[0] = 1 << 20
+    tracker.log({"a": 1.0}, step=6)
+    tracker.close()
+    tail = Tail(path)
+    assert [line["step"] for line in tail.read()] == [1, 2, 3, 4, 5, 6] and tail.unreadable == 1
+    assert [entry.levelname for entry in caplog.records if "m.jsonl" in entry.message] == ["ERROR"]
+
+
+def test_no_more_lines_wait_than_memory_is_meant_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    lines = jsonl.Lines(tmp_path / "file" / "m.jsonl")
+    for step in range(jsonl.WAITING + 5):
+        lines.write([{"step": step}])
+    (tmp_path / "file").unlink()
+    lines.write([{"step": -1}])
+    written = Tail(tmp_path / "file" / "m.jsonl").read()
+    assert len(written) == jsonl.WAITING and written[0] == {"step": 6} and "lacks 6 lines" in caplog.text
+
+
+def test_a_file_that_was_deleted_is_written_anew(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"a": 1.0}, step=1)
+    (tmp_path / "m.jsonl").unlink()
+    tracker.log({"a": 1.0}, step=2)
+    assert [line["step"] for line in Tail(tmp_path / "m.jsonl").read()] == [2]
 
 
 def test_without_wandb_it_is_not_imported(tmp_path: Path) -> None:
@@ -254,7 +334,7 @@ def test_a_status_that_is_not_ours_is_none_and_said_once(tmp_path: Path, content
     (tmp_path / "status.json").write_text(content)
     assert read_status(tmp_path / "status.json") is None
     assert read_status(tmp_path / "status.json") is None
-    assert caplog.text.count("status.json cannot be read") == 1
+    assert caplog.text.count("status.json cannot be read and counts as not there") == 1
 
 
 def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
@@ -317,6 +397,31 @@ def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
     assert half["event"] == "a lone \ud83d half"
     assert [line["process"] for line in lines(tmp_path / "logs" / "other.jsonl")] == ["other"]
     assert " WARNING generator-3 v12 asyncrl.x: late 5\n" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_written_costs_its_lines_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "learner.jsonl"
+    logger = logging.getLogger("asyncrl.x")
+    with logging_restored():
+        path.symlink_to("/dev/full")
+        setup_logging("learner", tmp_path, console=False)
+        logger.info("no room")
+        path.unlink()
+        path.mkdir()
+        logger.info("no file")
+        path.rmdir()
+        path.write_text("half a li")
+        logger.info("room")
+        tail = Tail(path)
+        assert [line["event"] for line in tail.read()] == ["room", "3 lines before these could not be written"]
+        assert tail.unreadable == 1
+        path.unlink()
+        logger.info("a file of its own")
+    assert [line["event"] for line in lines(path)] == ["a file of its own"]
+    said = capsys.readouterr().err
+    assert said.count("cannot be written and is tried again: [Errno 28] No space left on device") == 1 and "Traceback" not in said
 
 
 def test_an_exception_is_one_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,15 +190,31 @@ def full_disk(trace: TraceWriter) -> Iterator[None]:
     file.close()
 
 
-def test_a_timeline_that_cannot_be_written_ends_with_one_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = Timeline(tmp_path / "trace.json")
+def test_a_timeline_that_cannot_be_written_is_told_and_goes_on_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path)
     assert timeline._trace
     with full_disk(timeline._trace):
-        for version in range(3):
-            timeline.checkpoint(version, 1.0)
-    (said,) = [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
-    assert "training goes on" in said.message
+        timeline.checkpoint(0, 1.0)
+    path.unlink()
+    path.mkdir()
+    for version in (1, 2):
+        timeline.checkpoint(version, 1.0)
+    path.rmdir()
+    timeline.checkpoint(3, 1.0)
     timeline.close()
+    timeline.checkpoint(4, 1.0)
+    said = [entry.message for entry in caplog.records if entry.levelno >= logging.ERROR]
+    assert len(said) == 2 and "the run goes on" in said[0] and "Is a directory" in said[1]
+    assert [event["name"] for event in slices(path)] == ["checkpoint 3"]
     nowhere = Timeline(None)
     nowhere.checkpoint(1, 1.0)
     nowhere.close()
+
+
+def test_what_a_timeline_cannot_express_costs_that_entry_only(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "trace.json")
+    timeline.checkpoint(0, float("nan"))
+    timeline.checkpoint(1, 1.0)
+    timeline.close()
+    assert [event["name"] for event in slices(tmp_path / "trace.json")] == ["checkpoint 1"]
