@@ -49,10 +49,12 @@ def json_schema() -> Schema:
     parts["OwnClass"] = {"anyOf": [OWN, _section({"name": OWN}, required=["name"], closed=False)]}
     parts["LearnerConfig"]["properties"]["hooks"]["items"] = {"$ref": "#/$defs/OwnClass"}
     for keys, kind in (CHOICES | CHOICE_LISTS).items():
-        parts[kind] = _choice(kind, in_list=keys in CHOICE_LISTS)
+        in_list = keys in CHOICE_LISTS
+        name = f"{kind}_item" if in_list and kind in CHOICES.values() else kind
+        parts[name] = _choice(kind, in_list=in_list)
         place = _place(top, parts, keys)
-        target = place["items"] if keys in CHOICE_LISTS else place
-        target["$ref"] = f"#/$defs/{kind}"
+        target = place["items"] if in_list else place
+        target["$ref"] = f"#/$defs/{name}"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl run", **top, "$defs": parts}
 
 

@@ -2,13 +2,16 @@
 
 With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a token is
     token      exp(l_t)            per-token, biased, low variance
-    sequence   exp(sum_t l_t)      unbiased for whole responses, high variance
+    sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped to +-20, too
     geometric  exp(mean_t l_t)     length-independent distance of a response
 A rejected token has weight 0. Denominators of the loss count it all the same: leaving it out would make every kept
-token heavier the more is rejected. Without a proximal column the ratio is 1 (bypass: the loss itself corrects).
+kept token heavier the more is rejected. Without a proximal column the ratio is 1 (bypass: the loss itself corrects).
+
+`normalise` divides the weights by their mean over the tokens of the optimizer step, at the other levels over its sequences,
+rejected ones counted as 0. The step is `step`, of all ranks and micro-batches; without it `batch` is the whole step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import NonNegative, Positive
-from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.ratios import LOG_RATIO_BOUND, binary_kl, log_ratio, probabilities, sums
 from asyncrl.algo.tokens import TokenBatch
 
 Level = Literal["token", "sequence", "geometric"]
@@ -39,21 +42,27 @@ def none(batch: TokenBatch) -> Correction:
     return _correction(torch.ones_like(batch.behaviour_logprobs_T), _all(batch))
 
 
-def truncate(batch: TokenBatch, *, level: Level = "token", cap: Positive = 2.0, normalise: bool = False) -> Correction:
-    """w = min(ratio, cap): truncated importance sampling.
-
-    Args:
-        normalise: divide the weights by their mean, over tokens at token level, else over sequences. The mean is that
-            of the micro-batch, so the gradient then depends on how the batch was cut.
+def truncate(
+    batch: TokenBatch,
+    *,
+    level: Level = "token",
+    cap: Positive = 2.0,
+    floor: NonNegative = 0.0,
+    normalise: bool = False,
+    step: TokenBatch | None = None,
+) -> Correction:
+    """w = ratio, at least floor and at most cap: truncated importance sampling.
 
     Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training", for token level with cap 2.
     """
+
+    def weigh(batch: TokenBatch) -> Tensor:
+        return _ratio_T(batch, level).clamp(floor, cap)
+
     ratio_T = _ratio_T(batch, level)
-    weights_T = ratio_T.clamp(max=cap)
-    if normalise and batch.tokens:
-        weights_T = weights_T / (weights_T if level == "token" else batch.mean_S(weights_T)[batch.lengths_S > 0]).mean()
-    return _correction(weights_T, _all(batch), truncated=ratio_T > cap)
+    scale = _mean(weigh, step or batch, level) if normalise else 1.0
+    return _correction(weigh(batch) / scale, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
 
 
 def mask(
@@ -62,10 +71,18 @@ def mask(
     level: Level = "token",
     low: NonNegative = 0.5,
     high: Positive = 5.0,
+    normalise: bool = False,
+    step: TokenBatch | None = None,
 ) -> Correction:
     """w = ratio inside [low, high], 0 outside. Source: Ling team 2025 (arXiv:2510.18855), IcePop."""
+
+    def weigh(batch: TokenBatch) -> Tensor:
+        ratio_T = _ratio_T(batch, level)
+        return torch.where((ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)
+
     ratio_T = _ratio_T(batch, level)
-    return _correction(ratio_T, (ratio_T >= low) & (ratio_T <= high))
+    scale = _mean(weigh, step or batch, level) if normalise else 1.0
+    return _correction(weigh(batch) / scale, (ratio_T >= low) & (ratio_T <= high))
 
 
 def reject(
@@ -73,7 +90,7 @@ def reject(
     *,
     high: Positive,
     low: Positive | None = None,
-    divergence: Literal["k1", "k2", "k3"] = "k1",
+    divergence: Literal["k1", "k2", "k3", "tv", "binary_kl"] = "k1",
     level: Level = "sequence",
     weights: Literal["none", "token", "sequence"] = "token",
     cap: Positive = 2.0,
@@ -81,13 +98,15 @@ def reject(
     """w = min(ratio, cap) where a divergence from the behaviour policy is within bounds, 0 elsewhere.
 
     Args:
-        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats.
-        low: lower bound on the ratio for k1, 1 / high by default; k2 and k3 have none.
+        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on |p - q| for tv and
+            on KL(q || p) of the sampled token against all others for binary_kl, in nats, q by mu and p by pi_proximal.
+        low: lower bound on the ratio for k1, 1 / high by default; the others have none.
         divergence: what is bounded.
         level: of the divergence: of each token, summed over a sequence, or its mean over a sequence (geometric).
         weights: level of the kept weights; none is 1.
 
-    Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level.
+    Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
+    (arXiv:2602.04879) for the two of probabilities.
     """
     keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
     weights_T = torch.ones_like(batch.behaviour_logprobs_T) if weights == "none" else _ratio_T(batch, weights).clamp(max=cap)
@@ -105,6 +124,21 @@ def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, ca
     return _correction(ratio_T.clamp(max=cap), keep_T)
 
 
+def combined(correction: Correction, rejections: Iterable[Correction]) -> Correction:
+    """The weights of the first where none rejects."""
+    keep_T = correction.keep_T
+    for other in rejections:
+        keep_T = keep_T & other.keep_T
+    return Correction(torch.where(keep_T, correction.weights_T, 0.0), keep_T, {**correction.metrics, **sums(rejected=~keep_T)})
+
+
+def _mean(weigh: Callable[[TokenBatch], Tensor], step: TokenBatch, level: Level) -> Tensor:
+    """Mean weight of a step; never 0, so that a step without any weight keeps zeros."""
+    weights_T = weigh(step)
+    counted = weights_T if level == "token" else step.mean_S(weights_T)[step.lengths_S > 0]
+    return counted.mean().clamp(min=torch.finfo(counted.dtype).tiny)
+
+
 def _log_ratio_T(batch: TokenBatch) -> Tensor:
     return log_ratio(batch.anchor_logprobs_T.detach(), batch.behaviour_logprobs_T)
 
@@ -115,7 +149,7 @@ def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
     if level == "token":
         return log_ratio_T.exp()
     log_ratio_S = batch.sum_S(log_ratio_T) if level == "sequence" else batch.mean_S(log_ratio_T)
-    return log_ratio_S.exp()[batch.sequence_T]  # may be infinite; every weight made of it is capped or rejected
+    return log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence_T]
 
 
 def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[float, float]) -> Tensor:
@@ -124,12 +158,21 @@ def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[floa
     if divergence == "k1":
         ratio_T = _ratio_T(batch, level)
         return (ratio_T >= low) & (ratio_T <= high)
-    l_T = _log_ratio_T(batch)
-    divergence_T = 0.5 * l_T.square() if divergence == "k2" else torch.expm1(l_T) - l_T
+    divergence_T = _divergence_T(batch, divergence)
     if level == "token":
         return divergence_T <= high
     divergence_S = batch.sum_S(divergence_T) if level == "sequence" else batch.mean_S(divergence_T)
     return (divergence_S <= high)[batch.sequence_T]
+
+
+def _divergence_T(batch: TokenBatch, divergence: str) -> Tensor:
+    l_T = _log_ratio_T(batch)
+    if divergence == "k2":
+        return 0.5 * l_T.square()
+    if divergence == "k3":
+        return torch.expm1(l_T) - l_T
+    p_T, q_T = probabilities(batch.anchor_logprobs_T, batch.behaviour_logprobs_T)
+    return (p_T - q_T).abs() if divergence == "tv" else binary_kl(p_T, q_T)
 
 
 def _all(batch: TokenBatch) -> Tensor:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.ranges import NonNegative, Positive
-from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.ratios import binary_kl, log_ratio, probabilities, sums
 from asyncrl.algo.tokens import TokenBatch
-
-PROBABILITY_EPS = 1e-8
 
 
 def dppo_tv(
@@ -25,7 +23,7 @@ def dppo_tv(
     cap: Positive = 3.0,
 ) -> TokenLoss:
     """-w min(r, cap) A ln pi, left out where A > 0 and p - q > limit_high, or A <= 0 and q - p > limit_low."""
-    p_T, q_T = _probabilities(batch, logprobs_T)
+    p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
     return _masked(batch, logprobs_T, p_T - q_T > limit_high, q_T - p_T > limit_low, cap)
 
 
@@ -38,16 +36,9 @@ def dppo_kl(
     cap: Positive = 3.0,
 ) -> TokenLoss:
     """As dppo_tv with the binary KL(q || p) beyond a limit, in nats, and p on the side that A pushes it to."""
-    p_T, q_T = _probabilities(batch, logprobs_T)
-    sampled_T = torch.where(q_T > 0, q_T * ((q_T + PROBABILITY_EPS) / (p_T + PROBABILITY_EPS)).log(), 0.0)
-    others_T = (1 - q_T) * ((1 - q_T + PROBABILITY_EPS) / (1 - p_T + PROBABILITY_EPS)).log()
-    kl_T = sampled_T + others_T
+    p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
+    kl_T = binary_kl(p_T, q_T)
     return _masked(batch, logprobs_T, (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T), cap)
-
-
-def _probabilities(batch: TokenBatch, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q; a column with a log-probability above 0 counts as certain."""
-    return logprobs_T.detach().clamp(max=0.0).exp(), batch.anchor_logprobs_T.detach().clamp(max=0.0).exp()
 
 
 def _masked(batch: TokenBatch, logprobs_T: Tensor, too_high_T: Tensor, too_low_T: Tensor, cap: float) -> TokenLoss:

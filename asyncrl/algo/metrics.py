@@ -2,7 +2,7 @@
 
 Sums are floats by name; names that end in `/max` or `/min` are reduced so, all others by addition (`merge`). Ratios here
 are raw: a clipped or truncated ratio cannot show the tail that ends a run. Log-ratios, and the log-probabilities behind
-perplexities, are clamped to +-20: all is finite for any behaviour log-probability but NaN.
+perplexities and `reference/nll`, are clamped to +-20: all is finite for any behaviour or reference log-probability but NaN.
 
     mismatch/*   proximal against behaviour: staleness plus the numerical difference of generator and learner
     policy/*     current against proximal: how far this update has moved
@@ -61,11 +61,12 @@ def policy_metrics(
         "drift": (current_T, batch.behaviour_logprobs_T),
     }
     for name, (to_T, from_T) in pairs.items():
-        columns |= _ratio_columns(name, batch, log_ratio(to_T.detach(), from_T))
+        # Equal is a ratio of 1, also where both are infinite.
+        columns |= _ratio_columns(name, batch, torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T)))
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
     if batch.reference_logprobs_T is not None:
-        columns["reference/nll"] = -batch.reference_logprobs_T
+        columns["reference/nll"] = -batch.reference_logprobs_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         columns["reference/k3"] = _k3(log_ratio(batch.reference_logprobs_T, current_T))
     columns |= _batch_columns(batch)
     if max_response_tokens is not None:

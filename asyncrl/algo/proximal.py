@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from asyncrl.algo.ratios import LOG_RATIO_BOUND
+
 
 def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:
     """ln pi_proximal = ln mu + a (ln pi - ln mu), a = (lag - 1) / lag: on the line from the behaviour to the current policy.
@@ -15,4 +17,7 @@ def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) 
     Source: AReaL (Fu et al. 2025, arXiv:2505.24298), its log-linear approximation.
     """
     share_T = (1.0 - 1.0 / lag_T.clamp(min=1)).clamp(min=0.0)
-    return behaviour_logprobs_T + share_T * (logprobs_T.detach() - behaviour_logprobs_T)
+    logprobs_T = logprobs_T.detach()
+    # As in every ratio, the distance counts up to the bound; so the line is finite for an infinite ln mu.
+    behaviour_logprobs_T = behaviour_logprobs_T.clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)
+    return behaviour_logprobs_T + share_T * (logprobs_T - behaviour_logprobs_T)

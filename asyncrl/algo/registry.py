@@ -85,11 +85,12 @@ NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
 }
 """Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`."""
 
-ON_REQUEST = frozenset({"entropy_T"})
+ON_REQUEST = frozenset({"entropy_T", "step"})
 """What the learner passes by keyword to functions that have it: see `takes`."""
 
 ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
     ("policy_loss", "clip_cov"): ("covariance_low", "covariance_high"),
+    ("correction", "truncate"): ("floor", "cap"),
     ("correction", "mask"): ("low", "high"),
     ("correction", "reject"): ("low", "high"),
     ("correction", "veto"): ("low", "high"),

@@ -37,6 +37,8 @@ class GroupRewards:
     """[G] reward of the greedy response to each prompt: remax."""
     logprobs_T: Tensor | None = None
     """Of the policy at the start of the update: optimal_token_baseline."""
+    reference_logprobs_T: Tensor | None = None
+    """Of the reference model: for an advantage of your own."""
     sum_squared_probs_T: Tensor | None = None
     """Sum over the vocabulary of squared probabilities: optimal_token_baseline."""
 
@@ -49,6 +51,7 @@ class GroupRewards:
             "values_T": tokens,
             "greedy_rewards_group": (self.num_groups,),
             "logprobs_T": tokens,
+            "reference_logprobs_T": tokens,
             "sum_squared_probs_T": tokens,
         }
         columns = {name: getattr(self, name) for name in expected}

@@ -7,6 +7,8 @@ from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.errors import ConfigError
 
+SHARE_SLACK = 1e-9
+
 
 def select(
     batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | None, *, max_drift: float | None, top_entropy: float
@@ -45,4 +47,5 @@ def highest_entropy(batch: TokenBatch, entropy_T: Tensor, share: float) -> Tenso
     first_T = (lengths_S.cumsum(0) - lengths_S)[batch.sequence_T]
     rank_T = torch.empty_like(order)
     rank_T[order] = torch.arange(batch.tokens, device=order.device) - first_T
-    return rank_T < (lengths_S * share).ceil()[batch.sequence_T]
+    # Without the slack rounding adds a token: 0.07 * 100 is 7.000000000000001.
+    return rank_T < (lengths_S.double() * share - SHARE_SLACK).ceil()[batch.sequence_T]

@@ -84,5 +84,9 @@ class TokenBatch:
 
 
 def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
-    """[count]: sum of the values with each segment index; differentiable."""
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, segment, values)
+    """[count]: sum of the values with each segment index; differentiable.
+
+    Added up in float64: one after the other in float32, 100,000 values of 0.01 are 7e-4 off, more than GSPO's clip.
+    """
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(0, segment, values.double())
+    return sums.to(values.dtype)

@@ -113,6 +113,11 @@ def _stale_tokens_are_corrected(config: "Config") -> Iterator[str]:
                 f"{lag} steps old (staleness.max_lag); set proximal: recompute with a correction, policy_loss: "
                 "truncated_reinforce, or max_lag: 0"
             )
+        if algorithm.rejections:
+            yield (
+                "algorithm.rejections compare proximal and behaviour policy, but algorithm.proximal is behaviour, the same; drop "
+                "them, or set proximal: recompute"
+            )
     elif correction == "none" and lag > 0 and not _is_own(algorithm.policy_loss):
         yield (
             f"algorithm.correction is none, but algorithm.proximal is {algorithm.proximal}, whose loss leaves the age of tokens "
@@ -133,6 +138,25 @@ def _interpolation_saves_something(config: "Config") -> Iterator[str]:
         yield (
             "algorithm.proximal is log_linear, which is the behaviour policy itself at staleness.max_lag 0; set proximal: "
             "behaviour with correction: none, or recompute"
+        )
+
+
+def _rejections_reject(config: "Config") -> Iterator[str]:
+    for choice in config.algorithm.rejections:
+        if choice.name in ("none", "truncate"):
+            yield (
+                f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject or veto, or make it the "
+                "correction"
+            )
+
+
+def _normalised_weights_are_known(config: "Config") -> Iterator[str]:
+    """Their mean over the optimizer step is made before the step."""
+    algorithm = config.algorithm
+    if algorithm.correction.params.get("normalise") and algorithm.proximal == "log_linear":
+        yield (
+            "algorithm.correction.normalise needs the weights of the whole step before it, but algorithm.proximal is log_linear, "
+            "which gives them in the middle of it; set proximal: recompute, or normalise: false"
         )
 
 
@@ -196,16 +220,19 @@ def _critic_is_used(config: "Config") -> Iterator[str]:
 
 def _fresh_tokens_are_kept(config: "Config") -> Iterator[str]:
     """The ratio of a token that the policy itself has just sampled is 1."""
-    correction = config.algorithm.correction
-    if correction.name not in ("mask", "reject", "veto") or correction.params.get("divergence", "k1") != "k1":
-        return
-    for key, side in (("low", -1.0), ("high", 1.0)):
-        bound = correction.params.get(key)
-        if isinstance(bound, int | float) and side * (bound - 1.0) < 0:
-            yield (
-                f"algorithm.correction.{key} is {bound}, but the ratio of a fresh token is 1: `{correction.name}` would reject "
-                f"all data of the policy itself; set it {'above' if side > 0 else 'below'} 1"
-            )
+    algorithm = config.algorithm
+    chosen = {"correction": algorithm.correction}
+    chosen |= {f"rejections.{index}": choice for index, choice in enumerate(algorithm.rejections)}
+    for where, correction in chosen.items():
+        if correction.name not in ("mask", "reject", "veto") or correction.params.get("divergence", "k1") != "k1":
+            continue
+        for key, side in (("low", -1.0), ("high", 1.0)):
+            bound = correction.params.get(key)
+            if isinstance(bound, int | float) and side * (bound - 1.0) <= 0:
+                yield (
+                    f"algorithm.{where}.{key} is {bound}, but the ratio of a fresh token is 1, give or take rounding: "
+                    f"`{correction.name}` would reject data of the policy itself; set it {'above' if side > 0 else 'below'} 1"
+                )
 
 
 def _gdpo_sees_parts(config: "Config") -> Iterator[str]:
@@ -238,6 +265,8 @@ RULES: tuple[Rule, ...] = (
     _store_holds_what_is_open,
     _shards_divide,
     _stale_tokens_are_corrected,
+    _rejections_reject,
+    _normalised_weights_are_known,
     _interpolation_saves_something,
     _kl_acts,
     _kl_estimator_fits_its_place,

@@ -44,6 +44,8 @@ class AlgorithmConfig(Part):
     """Loss of a token, from its advantage and its probabilities."""
     correction: Choice = Choice(name="truncate")
     """Behaviour to proximal: importance weights of stale tokens."""
+    rejections: tuple[Choice, ...] = ()
+    """Further corrections, of which only the rejections count: the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
     """Decoupled (weights at the start of the update, by a forward pass or interpolated), or bypass (the behaviour policy)."""
     aggregation: Choice = Choice(name="token-mean")

@@ -13,7 +13,11 @@ CHOICES: dict[Keys, str] = {
     ("algorithm", "aggregation"): "aggregation",
     ("algorithm", "kl", "estimator"): "kl",
 }
-CHOICE_LISTS: dict[Keys, str] = {("algorithm", "filters"): "filter", ("algorithm", "shaping"): "shaping"}
+CHOICE_LISTS: dict[Keys, str] = {
+    ("algorithm", "rejections"): "correction",
+    ("algorithm", "filters"): "filter",
+    ("algorithm", "shaping"): "shaping",
+}
 
 
 def kind_at(keys: Keys) -> str | None:

@@ -62,7 +62,7 @@ FREE: dict[str, str] = {
     "batch": "groups group_size minibatches epochs",
     "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
     "staleness": "max_lag window_groups policy",
-    "algorithm": "policy_loss correction proximal aggregation filters max_refills shaping mask_truncated",
+    "algorithm": "policy_loss correction rejections proximal aggregation filters max_refills shaping mask_truncated",
     "algorithm.kl": "coefficient estimator placement target horizon reference_decay",
     "algorithm.entropy": "coefficient target step maximum",
     "critic": "clip warmup_steps",

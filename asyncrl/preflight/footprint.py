@@ -59,8 +59,8 @@ def memory_lines(config: Config, shape: ModelShape, machine: Machine) -> Iterato
 
 def disk_lines(config: Config, shape: ModelShape) -> Iterator[Line]:
     """Of the checkpoints."""
-    one = checkpoint_bytes(shape, config.model, critic=_has_critic(config))
-    critic = ", as much for the critic" if _has_critic(config) else ""
+    one = checkpoint_bytes(shape, config.model, critic=_needs(config, "values_T"))
+    critic = ", as much for the critic" if _needs(config, "values_T") else ""
     yield bytes_line("this host", "checkpoint", one, f"weights, optimizer, Hugging Face export: parameters x 16{critic}")
     kept = config.checkpoint.keep
     yield bytes_line("this host", "disk", one * (kept + 1), f"checkpoint x (keep {kept} + the one being written)")
@@ -70,17 +70,17 @@ def _on_gpu(config: Config, machine: Machine) -> bool:
     return bool(machine.gpu_bytes) and config.learner.device != "cpu"
 
 
-def _has_critic(config: Config) -> bool:
-    return "values_T" in registry.needs("advantage", config.algorithm.advantage.name)
+def _needs(config: Config, column: str) -> bool:
+    return column in registry.needs("advantage", config.algorithm.advantage.name)
 
 
 def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
     parts = trained_bytes(shape, config.model, config.learner)
     models = {"learner weights": parts["weights"], "gradients": parts["gradients"], "optimizer": parts["optimizer"]}
     models["activations"] = activations_bytes(shape, config.model, config.learner)
-    if config.algorithm.kl.coefficient:
+    if config.algorithm.kl.coefficient or _needs(config, "reference_logprobs_T"):
         models["reference"] = parts["weights"]
-    if _has_critic(config):
+    if _needs(config, "values_T"):
         models["critic"] = sum(parts.values())
     return models
 

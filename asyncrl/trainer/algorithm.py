@@ -8,7 +8,7 @@ from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import StepResult, Trainer
 from asyncrl.trainer.coefficients import Coefficients
 from asyncrl.trainer.estimate import Estimator
-from asyncrl.trainer.measure import columns_of, measures_proximal
+from asyncrl.trainer.measure import columns_of, measures_proximal, normalises
 from asyncrl.trainer.objective import Objective, critic_loss
 from asyncrl.trainer.plan import Plan, Planner, PlanSettings
 
@@ -44,6 +44,7 @@ class Algorithm:
                 estimator=Estimator.build(config, max_response_tokens=max_response_tokens),
                 columns=columns,
                 proximal=measures_proximal(config, batch),
+                over_step=normalises(config),
                 settings=settings,
             ),
             objective=Objective.build(config, max_response_tokens=max_response_tokens),
@@ -71,7 +72,7 @@ class Algorithm:
         results = tuple(
             trainer.step(
                 minibatch.microbatches,
-                self.objective.loss(minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy),
+                self.objective.loss(minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy, step=minibatch.tokens),
             )
             for _ in range(self.epochs)
             for minibatch in plan.minibatches

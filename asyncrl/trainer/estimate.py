@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Group, Rollout
 
 GREEDY = "greedy_rewards_group"
-USABLE = frozenset({"values_T", "logprobs_T", "sum_squared_probs_T", GREEDY})
+USABLE = frozenset({"values_T", "logprobs_T", "reference_logprobs_T", "sum_squared_probs_T", GREEDY})
 """Columns of `GroupRewards` that cost extra and are there when an advantage needs them."""
 
 
@@ -92,6 +92,7 @@ class Estimator:
             values_T=measured.get("values_T"),
             greedy_rewards_group=_greedy(groups) if self.needs_greedy else None,
             logprobs_T=measured.get("logprobs_T"),
+            reference_logprobs_T=measured.get("reference_logprobs_T"),
             sum_squared_probs_T=measured.get("sum_squared_probs_T"),
         )
 

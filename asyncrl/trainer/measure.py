@@ -30,8 +30,16 @@ def columns_of(algorithm: AlgorithmConfig, batch: BatchConfig) -> frozenset[str]
 
 
 def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:
-    """With one optimizer step per batch the proximal policy is the one that the step itself evaluates."""
-    return algorithm.proximal == "recompute" and batch.epochs * batch.minibatches > 1
+    """With one optimizer step per batch the proximal policy is the one that the step itself evaluates.
+
+    Weights that are divided by their mean over the step must be known before it all the same.
+    """
+    return algorithm.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or normalises(algorithm))
+
+
+def normalises(algorithm: AlgorithmConfig) -> bool:
+    """Whether the correction's weights depend on all tokens of the optimizer step."""
+    return bool(algorithm.correction.params.get("normalise"))
 
 
 def measure(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts, token_mean
-from asyncrl.algo.corrections import Correction
+from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.proximal import log_linear
@@ -27,7 +27,8 @@ class Objective:
     """An algorithm's loss with every choice resolved to a function."""
 
     policy_loss: Callable[..., TokenLoss]
-    correction: Callable[[TokenBatch], Correction]
+    correction: Callable[..., Correction]
+    rejections: tuple[Callable[[TokenBatch], Correction], ...]
     aggregation: Callable[..., Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
     kl_in_loss: bool
@@ -45,6 +46,7 @@ class Objective:
         return cls(
             policy_loss=resolve("policy_loss", config.policy_loss),
             correction=resolve("correction", config.correction),
+            rejections=tuple(resolve("correction", choice) for choice in config.rejections),
             aggregation=resolve("aggregation", config.aggregation),
             kl=resolve("kl", config.kl.estimator),
             kl_in_loss=config.kl.placement == "loss",
@@ -52,13 +54,15 @@ class Objective:
             max_response_tokens=max_response_tokens,
         )
 
-    def loss(self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float) -> LossFunction:
-        """The loss function of one optimizer step, given its token and sequence counts over all ranks."""
+    def loss(
+        self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float, step: TokenBatch | None = None
+    ) -> LossFunction:
+        """The loss function of one optimizer step, given its counts, and where the correction asks its tokens, of all ranks."""
 
         wants_entropy = registry.takes(self.policy_loss, "entropy_T")
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
-            tokens, corrected = self._correct(microbatch.tokens, logprobs_T)
+            tokens, corrected = self._correct(microbatch.tokens, logprobs_T, step)
             extra = {"entropy_T": entropy_T} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
@@ -84,13 +88,14 @@ class Objective:
 
         return loss_of
 
-    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor) -> tuple[TokenBatch, Mapping[str, float]]:
+    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor, step: TokenBatch | None) -> tuple[TokenBatch, Mapping[str, float]]:
         """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are the same."""
         if self.proximal == "behaviour":
             return tokens, {}
         if tokens.proximal_logprobs_T is None:
             tokens = replace(tokens, proximal_logprobs_T=self._proximal_T(tokens, logprobs_T))
-        correction = self.correction(tokens)
+        correction = self.correction(tokens, **({} if step is None else {"step": step}))
+        correction = combined(correction, (reject(tokens) for reject in self.rejections))
         return replace(tokens, weights_T=correction.weights_T), correction.metrics
 
     def _proximal_T(self, tokens: TokenBatch, logprobs_T: Tensor) -> Tensor:

@@ -47,11 +47,12 @@ class Sequence:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def pack(lengths: Sequenced[int], budget_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` in as few bins of at most `budget_tokens` as first-fit decreasing finds, with even loads.
+def pack(lengths: Sequenced[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
+    """Indices of `lengths` in bins of at most `budget_tokens` with even loads, in as few rounds of `ranks` bins as possible.
 
-    The second pass keeps the number of bins and gives each item, longest first, to the emptiest bin that can take it.
-    Raises ShapeError when an item alone is over the budget.
+    First-fit decreasing says how many rounds. Their bins are filled anew, if that fits: each item, longest first, goes to the
+    emptiest bin. So every rank has work in every round, as long as there are as many items. Raises ShapeError when an item
+    alone is over the budget.
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
@@ -60,7 +61,8 @@ def pack(lengths: Sequenced[int], budget_tokens: int) -> list[list[int]]:
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     first_fit = _fill(order, lengths, budget_tokens)
-    balanced = _balance(order, lengths, budget_tokens, len(first_fit))
+    num_bins = min(-(-len(first_fit) // ranks) * ranks, len(lengths))
+    balanced = _balance(order, lengths, budget_tokens, num_bins)
     return [sorted(members) for members in balanced or first_fit]
 
 
@@ -111,7 +113,7 @@ def deal(sequences: Sequenced[Sequence], budget_tokens: int, ranks: int) -> list
     """Indices of the sequences with a kept token: of each rank, of each of its micro-batches."""
     kept = [i for i, sequence in enumerate(sequences) if sequence.keep.any()]
     lengths = [sequences[i].tokens for i in kept]
-    shares = share_out(pack(lengths, budget_tokens), ranks, lengths)
+    shares = share_out(pack(lengths, budget_tokens, ranks), ranks, lengths)
     return [[[kept[j] for j in members] for members in bins] for bins in shares]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.tokens import TokenBatch
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.trainer.estimate import Estimator
 from asyncrl.trainer.masks import Masks, masked_shares, masks
@@ -44,6 +45,8 @@ class Minibatch:
 
     microbatches: tuple[MicroBatch, ...]
     counts: Counts
+    tokens: TokenBatch | None = None
+    """Those of all ranks, where the correction depends on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class Planner:
     """What is measured before the advantages are made."""
     proximal: bool
     """True: the measured log-probabilities are those of the proximal policy."""
+    over_step: bool = False
+    """True: minibatches bring the tokens of all ranks."""
     settings: PlanSettings
 
     def assemble(self, groups: Sequenced[Group], version: int) -> tuple[Sequence, ...]:
@@ -137,6 +142,7 @@ class Planner:
         return Minibatch(
             microbatches=tuple(microbatch([sequences[i] for i in members], settings.device) for members in bins),
             counts=Counts(tokens=sum(kept), sequences=sum(count > 0 for count in kept)),
+            tokens=microbatch(sequences, settings.device).tokens if self.over_step else None,
         )
 
 

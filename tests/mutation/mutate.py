@@ -22,7 +22,7 @@ TIMEOUT_S = 300
 
 
 class Mutant(NamedTuple):
-    """Replace the first `old` after `after` by `new`, in a module of asyncrl.algo."""
+    """Replace the first `old` after `after` by `new`, in a module of asyncrl.algo, or of asyncrl if it has a slash."""
 
     module: str
     old: str
@@ -53,6 +53,14 @@ TESTS = {
     "metrics": "algo_metrics",
     "registry": "registry",
     "ranges": "registry",
+    "trainer/objective": "composition",
+    "trainer/algorithm": "composition",
+    "trainer/plan": "composition",
+    "trainer/estimate": "composition",
+    "trainer/masks": "composition plan",
+    "trainer/measure": "composition measure",
+    "trainer/packing": "packing composition",
+    "config/agreements": "config_schema",
 }
 """Which tests must notice a change in a module."""
 
@@ -65,6 +73,8 @@ MUTANTS = [
     Mutant("tokens", "self.lengths_S.clamp(min=1)", "self.lengths_S"),
     Mutant("tokens", "values_T if self.weights_T is None else values_T * self.weights_T", "values_T"),
     Mutant("tokens", "if self.proximal_logprobs_T is None else self.proximal_logprobs_T", ""),
+    Mutant("tokens", "dtype=torch.float64, device=values.device).index_add(0, segment, values.double())",
+           "dtype=values.dtype, device=values.device).index_add(0, segment, values)"),
     Mutant("rewards", "(self.sizes_S - ddof).clamp(min=1)", "self.sizes_S"),
     Mutant("rewards", "(self.sizes_S - ddof).clamp(min=1)", "(self.sizes_S - ddof)"),
     Mutant("rewards", "return variance_S.sqrt()", "return variance_S"),
@@ -137,15 +147,30 @@ MUTANTS = [
     Mutant("selection", "batch.behaviour_logprobs_T", "batch.anchor_logprobs_T"),
     Mutant("selection", "descending=True", "descending=False"),
     Mutant("selection", ".ceil()", ".floor()"),
+    Mutant("selection", " - SHARE_SLACK", ""),
+    Mutant("selection", "lengths_S.double()", "lengths_S.float()"),
     Mutant("selection", "keep_T & high_T", "high_T"),
     Mutant("value", "torch.maximum(", "torch.minimum("),
     Mutant("value", "old_values_T - clip, old_values_T + clip", "returns_T - clip, returns_T + clip"),
     Mutant("value", "0.5 * torch.maximum", "torch.maximum"),
-    Mutant("corrections", "ratio_T.clamp(max=cap)", "ratio_T.clamp(min=cap)", after="def truncate"),
+    Mutant("corrections", ".clamp(floor, cap)", ".clamp(min=cap)", after="def truncate"),
+    Mutant("corrections", ".clamp(floor, cap)", ".clamp(max=cap)", after="def truncate"),
     Mutant("corrections", "cap: Positive = 2.0", "cap: Positive = 3.0", after="def truncate"),
-    Mutant("corrections", "truncated=ratio_T > cap", "truncated=ratio_T < cap"),
-    Mutant("corrections", "[batch.lengths_S > 0]).mean()", ").mean()"),
-    Mutant("corrections", "(ratio_T >= low) & (ratio_T <= high)", "(ratio_T <= high)", after="def mask"),
+    Mutant("corrections", "truncated=(ratio_T > cap)", "truncated=(ratio_T < cap)"),
+    Mutant("corrections", "(ratio_T > cap) | (ratio_T < floor)", "(ratio_T > cap)"),
+    Mutant("corrections", "[step.lengths_S > 0]", ""),
+    Mutant("corrections", ".clamp(min=torch.finfo(counted.dtype).tiny)", ""),
+    Mutant("corrections", "_mean(weigh, step or batch, level)", "_mean(weigh, batch, level)", after="def truncate"),
+    Mutant("corrections", "_mean(weigh, step or batch, level)", "_mean(weigh, batch, level)", after="def mask"),
+    Mutant("corrections", "torch.where((ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)", "ratio_T"),
+    Mutant("corrections", "log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "log_ratio_S"),
+    Mutant("corrections", "keep_T = keep_T & other.keep_T", "keep_T = other.keep_T"),
+    Mutant("corrections", "sums(rejected=~keep_T)})", "{}})", after="def combined"),
+    Mutant("corrections", "torch.where(keep_T, correction.weights_T, 0.0)", "correction.weights_T"),
+    Mutant("corrections", "(p_T - q_T).abs()", "(p_T - q_T)"),
+    Mutant("corrections", "binary_kl(p_T, q_T)", "binary_kl(q_T, p_T)", after="def _divergence_T"),
+    Mutant("corrections", "_correction(weigh(batch) / scale, (ratio_T >= low) & (ratio_T <= high))",
+           "_correction(weigh(batch) / scale, (ratio_T <= high))", after="def mask"),
     Mutant("corrections", "1.0 / high if low is None else low", "0.0 if low is None else low"),
     Mutant("corrections", '0.5 * l_T.square() if divergence == "k2"', 'l_T.square() if divergence == "k2"'),
     Mutant("corrections", "torch.expm1(l_T) - l_T", "torch.expm1(-l_T) + l_T"),
@@ -186,6 +211,9 @@ MUTANTS = [
     Mutant("shaping", "reward - penalty", "reward + penalty", after="return"),
     Mutant("proximal", "1.0 - 1.0 / lag_T", "1.0 / lag_T"),
     Mutant("proximal", "logprobs_T.detach()", "logprobs_T"),
+    Mutant("proximal", ".clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)", ""),
+    Mutant("metrics", "torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))", "log_ratio(to_T.detach(), from_T)"),
+    Mutant("metrics", "batch.reference_logprobs_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.reference_logprobs_T"),
     Mutant("metrics", '"policy": (current_T, batch.anchor_logprobs_T)', '"policy": (current_T, batch.behaviour_logprobs_T)'),
     Mutant("metrics", "ratio_T = log_ratio_T.exp()", "ratio_T = log_ratio_T.exp().clamp(max=2.0)"),
     Mutant("metrics", 'f"{name}/k1": -log_ratio_T', 'f"{name}/k1": log_ratio_T'),
@@ -232,6 +260,26 @@ MUTANTS = [
     Mutant("ranges", "value > 1,", "value >= 1,"),
     Mutant("ranges", "0 <= value <= 1", "0 <= value"),
     Mutant("ranges", "isinstance(value, int | float) and not isinstance(value, bool)", "isinstance(value, int | float)"),
+    Mutant("trainer/objective", "(losses_T, tokens, counts)", "(losses_T, tokens, Counts.of(tokens))"),
+    Mutant("trainer/objective", "losses_T + kl_coefficient * kl_T", "losses_T + kl_coefficient * tokens.weighted(kl_T)"),
+    Mutant("trainer/objective", "{} if step is None else", "{} if True else"),
+    Mutant("trainer/objective", "for reject in self.rejections)", "for reject in ())"),
+    Mutant("trainer/objective", "token_mean(token_loss.losses_T, tokens, counts)", "token_loss.losses_T.mean()"),
+    Mutant("trainer/algorithm", "minibatch.counts,", "plan.minibatches[0].counts,", after="def train_policy"),
+    Mutant("trainer/algorithm", "critic_loss(minibatch.counts,", "critic_loss(plan.minibatches[0].counts,"),
+    Mutant("trainer/algorithm", "kl, entropy = self.coefficients.kl,", "kl, entropy = self.coefficients._kl_config.coefficient,"),
+    Mutant("trainer/algorithm", "step=minibatch.tokens", "step=None"),
+    Mutant("trainer/plan", "sum(count > 0 for count in kept)", "len(kept)"),
+    Mutant("trainer/plan", "microbatch(sequences, settings.device).tokens", "microbatch([sequences[0]], settings.device).tokens"),
+    Mutant("trainer/plan", "sequence.keep & ~mask.any", "sequence.keep"),
+    Mutant("trainer/estimate", "response_tokens=len(rollout.response_ids)", "response_tokens=int(rollout.action_mask.sum())"),
+    Mutant("trainer/estimate", "token_rewards_T=-kl_coefficient * kl_T", "token_rewards_T=kl_coefficient * kl_T"),
+    Mutant("trainer/masks", "sequence.lag > max_lag", "sequence.lag >= max_lag"),
+    Mutant("trainer/measure", "> 1 or normalises(algorithm))", "> 1)"),
+    Mutant("trainer/packing", "-(-len(first_fit) // ranks) * ranks", "len(first_fit)"),
+    Mutant("trainer/packing", "balanced or first_fit", "balanced or []"),
+    Mutant("trainer/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),
+    Mutant("config/agreements", "side * (bound - 1.0) <= 0", "side * (bound - 1.0) < 0"),
 ]  # fmt: skip
 
 
@@ -277,7 +325,7 @@ def main(only: str | None) -> int:
         if is_killed(copy, " ".join(dict.fromkeys(TESTS[mutant.module] for mutant in chosen))):
             raise SystemExit("the tests fail without any mutant; mend that first")
         for mutant in chosen:
-            path = copy / f"asyncrl/algo/{mutant.module}.py"
+            path = copy / "asyncrl" / ("" if "/" in mutant.module else "algo") / f"{mutant.module}.py"
             original = path.read_text()
             path.write_text(mutate(original, mutant))
             killed = is_killed(copy, TESTS[mutant.module])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo import registry
 from asyncrl.algo.proximal import log_linear
+from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.errors import ConfigError, ShapeError
@@ -394,6 +395,16 @@ def test_log_linear_proximal_lies_one_version_behind():
     proximal_T = log_linear(behaviour_T, logprobs_T, torch.tensor([0, 1, 2, 4]))
     assert proximal_T.tolist() == pytest.approx([-1.0, -1.0, -2.0, -2.5])
     assert not proximal_T.requires_grad
+
+
+@pytest.mark.parametrize("behaviour", [math.inf, -math.inf, 100.0, -100.0])
+def test_log_linear_proximal_is_finite_for_any_behaviour(behaviour):
+    """Its ratios to both ends are, too, at every lag: no NaN reaches a loss."""
+    behaviour_T, logprobs_T = torch.full((4,), behaviour), torch.full((4,), -3.0)
+    proximal_T = log_linear(behaviour_T, logprobs_T, torch.tensor([0, 1, 2, 40]))
+    far = math.copysign(20.0, behaviour)
+    assert proximal_T.tolist() == pytest.approx([-3.0 + far, -3.0 + far, -3.0 + far / 2, -3.0 + far / 40])
+    assert log_ratio(proximal_T, behaviour_T).isfinite().all()
 
 
 def test_every_registered_advantage_is_tested_here():

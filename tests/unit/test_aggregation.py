@@ -1,5 +1,7 @@
 """Aggregations: the definitions of GRPO, DAPO and Dr. GRPO written out, and independence of how a batch is cut."""
 
+import dataclasses
+
 import pytest
 import torch
 from algo_cases import Case, make_case, pick
@@ -116,3 +118,14 @@ def test_the_sum_of_many_tokens_in_float32_is_exact_enough():
         exact = aggregate(name, case, counts).item()
         float32 = aggregate(name, case._replace(logprobs_T=case.logprobs_T.float()), counts).item()
         assert float32 == pytest.approx(exact, rel=1e-5), name
+
+
+def test_sums_along_long_sequences_keep_their_precision():
+    """One after the other in float32, 100,000 times 0.01 is 1000.67."""
+    batch = dataclasses.replace(make_case(1, lengths=[100_000, 0, 5_000], proximal=False).batch, weights_T=None)
+    values_T = torch.full((105_000,), 0.01, requires_grad=True)
+    sums_S = batch.sum_S(values_T)
+    assert sums_S.dtype == torch.float32
+    assert sums_S.tolist() == pytest.approx([1000.0, 0.0, 50.0], rel=1e-6)
+    sums_S.sum().backward()
+    assert values_T.grad is not None and values_T.grad.dtype == torch.float32 and (values_T.grad == 1.0).all()

@@ -98,6 +98,22 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
     assert finish(merged) == pytest.approx(finish(whole), abs=1e-6)  # a standard deviation is the root of a difference of sums
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("proximal", [True, False])
+def test_an_infinite_column_gives_finite_metrics(value, proximal):
+    """Without a proximal column the behaviour column stands on both sides of the mismatch, whose ratio is then 1."""
+    case = make_case(5, lengths=[3, 2], proximal=proximal)
+    behaviour_T = case.batch.behaviour_logprobs_T.clone()
+    behaviour_T[1] = value
+    reference_T = torch.tensor([-1.0, value, -30.0, -1.0, -1.0])
+    batch = dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T, reference_logprobs_T=reference_T)
+    published = finish(policy_metrics(batch, case.logprobs_T))
+    assert all(map(math.isfinite, published.values()))
+    assert published["reference/nll"] == pytest.approx((1 + math.copysign(20, -value) + 20 + 1 + 1) / 5)
+    if not proximal:
+        assert (published["mismatch/ratio"], published["mismatch/k1"]) == (1.0, 0.0)
+
+
 def test_a_maximum_with_nan_is_nan_in_any_order():
     parts = [{"a/max": 1.0}, {"a/max": float("nan")}, {"a/max": 2.0}]
     assert all(math.isnan(merge(order)["a/max"]) for order in itertools.permutations(parts))

@@ -112,6 +112,24 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(correction="none", proximal="log_linear") | SEVERAL, "algorithm.proximal is log_linear, whose loss leaves"),
     (algorithm(correction="none") | FRESH, None),
     (algorithm(correction="none", policy_loss="mine:f"), None),
+    (algorithm(rejections=["truncate"]), "has `truncate`, which rejects nothing; take mask, reject or veto"),
+    (algorithm(rejections=[{"name": "reject", "high": 1.0}]), "algorithm.rejections.0.high is 1.0"),
+    (algorithm(rejections=["veto", {"name": "reject", "high": 1.01, "level": "geometric"}]), None),
+    (algorithm(**BYPASS, rejections=["veto"]), "algorithm.rejections compare proximal and behaviour policy"),
+    (algorithm(correction={"name": "truncate", "normalise": True}), None),
+    (
+        algorithm(correction={"name": "truncate", "normalise": True}, proximal="log_linear") | SEVERAL,
+        "algorithm.correction.normalise needs the weights of the whole step before it",
+    ),
+    *[
+        (
+            algorithm(correction={"name": name, key: 1.0}),
+            f"algorithm.correction.{key} is 1.0, but the ratio of a fresh token is 1",
+        )
+        for name, key in [("mask", "low"), ("mask", "high"), ("veto", "low"), ("veto", "high")]
+    ],
+    (algorithm(correction={"name": "reject", "high": 1.0, "divergence": "k3"}), None),
+    (algorithm(correction={"name": "reject", "high": 1.0}), "set it above 1"),
     (algorithm(proximal="log_linear"), "costs no forward pass; set proximal: recompute"),
     (algorithm(proximal="log_linear") | SEVERAL | FRESH, "is the behaviour policy itself"),
     (algorithm(proximal="log_linear") | SEVERAL, None),
@@ -142,7 +160,6 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(correction={"name": "reject", "high": 0.9}), "set it above 1"),
     (algorithm(correction={"name": "reject", "high": 0.01, "divergence": "k3"}), None),
     (algorithm(correction={"name": "reject", "high": 1.01}), None),
-    (algorithm(correction={"name": "mask", "low": 1, "high": 1}), None),  # the registry's to refuse
     (algorithm(advantage="gdpo", shaping=[{"name": "soft_overlong", "buffer_tokens": 4}]), "make it a reward function"),
     (algorithm(advantage="gdpo", kl=KL | {"placement": "reward", "estimator": "k1"}), "set placement: loss"),
     (algorithm(advantage={"name": "gdpo", "weights": {"other": 1}}), "names other; the parts of the reward are exact_match"),

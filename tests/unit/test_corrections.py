@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
-from asyncrl.algo.corrections import Correction
+from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.tokens import TokenBatch
 
 Rows = list[list[float]]
@@ -33,7 +33,9 @@ def at_level(rows: Rows, level: str, function: Callable[[float], float] = math.e
     """The ratio (or a divergence) of each token at a level."""
     if level == "token":
         return [[function(x) for x in row] for row in rows]
-    return [[function(sum(row) / (max(1, len(row)) if level == "geometric" else 1))] * len(row) for row in rows]
+    return [
+        [function(max(-20.0, min(20.0, sum(row) / (max(1, len(row)) if level == "geometric" else 1))))] * len(row) for row in rows
+    ]
 
 
 def spread(rows: Rows, level: str, function: Callable[[float], float]) -> Rows:
@@ -47,17 +49,23 @@ def none(rows: Rows) -> tuple[Rows, Rows]:
     return at_level(rows, "token", lambda x: 1.0), at_level(rows, "token", lambda x: True)
 
 
-def truncate(rows: Rows, level: str = "token", cap: float = 2.0, normalise: bool = False) -> tuple[Rows, Rows]:
-    weights = [[min(w, cap) for w in row] for row in at_level(rows, level)]
-    if normalise:
-        counted = [w for row in weights for w in (row if level == "token" else row[:1])]
-        weights = [[w * len(counted) / sum(counted) for w in row] for row in weights]
-    return weights, none(rows)[1]
+def normalised(weights: Rows, level: str) -> Rows:
+    counted = [w for row in weights for w in (row if level == "token" else row[:1])]
+    return [[w * len(counted) / (sum(counted) or 1.0) for w in row] for row in weights]
 
 
-def mask(rows: Rows, level: str = "token", low: float = 0.5, high: float = 5.0) -> tuple[Rows, Rows]:
+def truncate(
+    rows: Rows, level: str = "token", cap: float = 2.0, floor: float = 0.0, normalise: bool = False
+) -> tuple[Rows, Rows]:
+    weights = [[max(floor, min(w, cap)) for w in row] for row in at_level(rows, level)]
+    return normalised(weights, level) if normalise else weights, none(rows)[1]
+
+
+def mask(rows: Rows, level: str = "token", low: float = 0.5, high: float = 5.0, normalise: bool = False) -> tuple[Rows, Rows]:
     ratios = at_level(rows, level)
-    return ratios, [[low <= r <= high for r in row] for row in ratios]
+    keep = [[low <= r <= high for r in row] for row in ratios]
+    weights = [[r * k for r, k in zip(*pair, strict=True)] for pair in zip(ratios, keep, strict=True)]
+    return normalised(weights, level) if normalise else weights, keep
 
 
 def reject(
@@ -76,6 +84,19 @@ def reject(
     return kept_weights, [[d <= high for d in row] for row in spread(rows, level, function)]
 
 
+def reject_probabilities(case: Case, high: float, divergence: str, level: str = "sequence") -> tuple[Rows, Rows]:
+    """Of the sampled token against all others; weights 1."""
+    batch = case.batch
+    moved: Rows = [[] for _ in range(batch.num_sequences)]
+    for s, to, of in zip(
+        batch.sequence_T.tolist(), batch.anchor_logprobs_T.tolist(), batch.behaviour_logprobs_T.tolist(), strict=True
+    ):
+        p, q = math.exp(to), math.exp(of)
+        moved[s].append(abs(p - q) if divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)))
+    keep = [[d <= high for d in row] for row in spread(moved, level, lambda d: d)]
+    return none(moved)[0], keep
+
+
 def veto(rows: Rows, low: float = 1e-4, high: float = 1e4, cap: float = 2.0) -> tuple[Rows, Rows]:
     ratios = at_level(rows, "token")
     return truncate(rows, "token", cap)[0], [[all(low <= r <= high for r in row)] * len(row) for row in ratios]
@@ -87,7 +108,9 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("truncate", truncate, {}),
     *[("truncate", truncate, {"level": level, "cap": 1.3}) for level in LEVELS],
     *[("truncate", truncate, {"level": level, "cap": 1.3, "normalise": True}) for level in LEVELS],
+    ("truncate", truncate, {"floor": 0.8, "cap": 1.5}),
     ("mask", mask, {}),
+    *[("mask", mask, {"level": level, "low": 0.8, "high": 1.5, "normalise": True}) for level in LEVELS],
     *[("mask", mask, {"level": level, "low": 0.8, "high": 1.5}) for level in LEVELS],
     *[("reject", reject, {"high": 1.3, "level": level}) for level in LEVELS],
     ("reject", reject, {"high": 1.3}),
@@ -117,11 +140,84 @@ def test_weights_are_the_formula_written_out(name, oracle, params, seed):
     assert not correction.weights_T.requires_grad
 
 
-def test_truncated_tokens_are_counted():
+@pytest.mark.parametrize("divergence", ["tv", "binary_kl"])
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_rejection_by_probabilities_is_the_formula_written_out(divergence, level, seed):
+    case = make_case(seed)
+    params = {"high": 0.1, "divergence": divergence, "level": level}
+    correction = correct("reject", {**params, "weights": "none"}, case.batch)
+    _, keep = reject_probabilities(case, **params)
+    assert correction.keep_T.tolist() == [x for row in keep for x in row]
+    assert correction.weights_T.tolist() == correction.keep_T.tolist()
+
+
+@pytest.mark.parametrize("divergence", ["tv", "binary_kl"])
+def test_two_outcomes_diverge_by_what_the_paper_says(divergence):
+    """q 0.2, p 0.3: |p - q| is 0.1, KL(q || p) is 0.2 ln(2/3) + 0.8 ln(8/7) = 0.02573."""
+    batch = batch_of([math.log(0.2)], [math.log(0.3)])
+    value = {"tv": 0.1, "binary_kl": 0.0257314}[divergence]
+    for high, kept in [(value + 1e-6, True), (value - 1e-6, False)]:
+        assert correct("reject", {"high": high, "divergence": divergence}, batch).keep_T.tolist() == [kept]
+
+
+def batch_of(behaviour: list[float], proximal: list[float], lengths: list[int] | None = None) -> TokenBatch:
+    lengths = lengths or [1] * len(behaviour)
+    return TokenBatch(
+        sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_sequences=len(lengths),
+        behaviour_logprobs_T=torch.tensor(behaviour),
+        proximal_logprobs_T=torch.tensor(proximal),
+        advantages_T=torch.ones(len(behaviour)),
+    )
+
+
+@pytest.mark.parametrize(("length", "count", "gap"), [(16_384, 2, 0.01), (400, 4, 0.3)])
+@pytest.mark.parametrize("name", ["truncate", "mask"])
+def test_long_answers_have_finite_normalised_weights(name, length, count, gap):
+    """Ordinary data: a product over thousands of tokens underflows float32 long before any single ratio is far from 1."""
+    tokens = length * count
+    batch = batch_of([-1.0] * tokens, [-1.0 - gap] * tokens, [length] * count)
+    weights_T = correct(name, {"level": "sequence", "normalise": True}, batch).weights_T
+    assert torch.isfinite(weights_T).all()
+    assert weights_T.tolist() == [1.0 if name == "truncate" else 0.0] * tokens
+
+
+@pytest.mark.parametrize("name", ["truncate", "mask"])
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_normalised_weights_of_a_step_do_not_depend_on_how_it_was_cut(name, level, seed, data):
+    """Not even with one sequence to a micro-batch, where a mean of its own would make every weight 1."""
+    case = make_case(seed)
+    order = data.draw(st.permutations(range(case.batch.num_sequences)))
+    params = {"level": level, "normalise": True}
+    step = pick(case, order).batch
+    correction = registry.resolve("correction", name, params)
+    parts = [correction(pick(case, [index]).batch, step=step) for index in order]
+    torch.testing.assert_close(torch.cat([part.weights_T for part in parts]), correct(name, params, step).weights_T)
+
+
+def test_further_rejections_keep_the_weights_of_the_first():
+    case = make_case(11, lengths=[20, 20, 20, 20])
+    first = correct("truncate", {"cap": 1.2}, case.batch)
+    others = [correct("mask", {"low": 0.6, "high": 1.6}, case.batch), correct("veto", {"low": 0.3, "high": 4.0}, case.batch)]
+    both = combined(first, others)
+    keep_T = others[0].keep_T & others[1].keep_T
+    assert 0 < keep_T.sum() < min(int(other.keep_T.sum()) for other in others)
+    assert both.keep_T.tolist() == keep_T.tolist()
+    torch.testing.assert_close(both.weights_T, first.weights_T * keep_T, atol=0, rtol=0)
+    assert both.metrics == {"truncated": first.metrics["truncated"], "rejected": float((~keep_T).sum())}
+    assert torch.equal(combined(first, []).weights_T, first.weights_T)
+
+
+def test_truncated_tokens_are_counted_on_both_sides():
     case = make_case(1, lengths=[30])
-    expected = sum(math.exp(x) > 1.3 for x in log_ratios(case)[0])
-    assert 0 < expected < 30
-    assert correct("truncate", {"cap": 1.3}, case.batch).metrics["truncated"] == expected
+    for params in ({"cap": 1.3}, {"cap": 1.3, "floor": 0.9}):
+        expected = sum(math.exp(x) > 1.3 or math.exp(x) < params.get("floor", 0.0) for x in log_ratios(case)[0])
+        assert 0 < expected < 30
+        assert correct("truncate", params, case.batch).metrics["truncated"] == expected
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), [c for c in CASES if not c[2].get("normalise")])

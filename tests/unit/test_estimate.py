@@ -149,3 +149,15 @@ def test_a_users_advantage_names_what_it_needs(tmp_path):
     torch.testing.assert_close(plan.returns_T, value_targets(flat(batch, values_T=batch.column("values_T"))))
     with pytest.raises(ConfigError, match=r"needs \['entropy_T'\]; it may need"):
         planned(batch, advantage=Choice(name=f"{file}:wrong"))
+
+
+def test_a_users_advantage_may_need_the_reference_alone(tmp_path):
+    """Without any KL of ours: the model is loaded and measured because the advantage asks, and nothing is added to the loss."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def log_reference(rewards):\n    return rewards.column('reference_logprobs_T')\n"
+        "log_reference.needs = {'reference_logprobs_T'}\n"
+    )
+    batch = mixed_batch()
+    plan = planned(batch, advantage=Choice(name=f"{file}:log_reference"))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), batch.column("reference_logprobs_T"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo import registry
 from asyncrl.algo.losses import TokenLoss
+from asyncrl.algo.selection import highest_entropy
 from asyncrl.algo.value import value_loss
 from asyncrl.errors import ConfigError
 
@@ -386,6 +387,15 @@ def test_only_the_tokens_of_highest_entropy_of_each_sequence_are_trained(seed, s
         keep += [t.entropy in lowest for t in row]
     expected = [value if kept else 0.0 for value, kept in zip(without.losses_T.tolist(), keep, strict=True)]
     assert loss.losses_T.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("percent", [7, 15, 30, 55, 60, 80])
+def test_a_share_is_rounded_up_exactly(percent):
+    """In whole numbers: ceil(percent * length / 100), of every length; no rounding of the share adds a token."""
+    lengths = [*range(1, 130), 4096]
+    case = make_case(1, lengths=lengths)
+    keep_T = highest_entropy(case.batch, case.entropy_T, percent / 100)
+    assert case.batch.sum_S(keep_T.double()).tolist() == [-(-percent * length // 100) for length in lengths]
 
 
 def test_top_entropy_needs_entropies():

@@ -40,6 +40,26 @@ def test_number_of_bins_is_within_the_bound_of_first_fit_decreasing(lengths: lis
         assert any(length > budget // 3 for length in lengths)  # then the volume bound is not OPT: awkward large items
 
 
+@given(LENGTHS, st.integers(64, 200), st.integers(1, 9))
+def test_no_rank_idles_while_there_are_sequences_to_share(lengths: list[int], budget: int, ranks: int) -> None:
+    """Every round is full, and there is no more of them than first-fit decreasing needs."""
+    bins = pack(lengths, budget, ranks)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in members) <= budget for members in bins)
+    rounds = -(-len(pack(lengths, budget)) // ranks)
+    assert len(bins) == min(rounds * ranks, len(lengths))
+
+
+def test_six_sequences_are_shared_out_to_four_ranks() -> None:
+    shares = share_out(pack([6, 6, 5, 5, 4, 4], 12, 4), 4, [6, 6, 5, 5, 4, 4])
+    assert all(any(members for members in share) for share in shares)
+
+
+def test_where_the_even_spread_does_not_fit_first_fit_stays() -> None:
+    """3, 3, 2, 2, 2 fill two bins of 6 exactly; the emptiest bin first would need 7."""
+    assert sorted(map(sorted, pack([3, 3, 2, 2, 2], 6))) == [[0, 1], [2, 3, 4]]
+
+
 def test_loads_are_even_where_first_fit_would_fill_one_bin_and_leave_a_rest() -> None:
     bins = pack([10] * 11, 100)
     assert sorted(len(members) for members in bins) == [5, 6]
