@@ -20,6 +20,7 @@ from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap
+from asyncrl.progress import beat
 from asyncrl.types import INITIAL, Group, History
 
 log = logging.getLogger(__name__)
@@ -190,5 +191,6 @@ class Evaluation:
         results, until_s = self.poll(), time.monotonic() + wait_s
         while self._done < self._opened and time.monotonic() < until_s:
             time.sleep(0.05)
+            beat()
             results += self.poll()
         return results

@@ -23,6 +23,7 @@ from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, ResultError, RewardError, TransferError, WireError
+from asyncrl.progress import beat, begin
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _LEASE_AT_ONCE = 4
 """Tickets per request: small, so that generators that start together share the credit."""
+_SHOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class Generator:
         self._id, self._incarnation = hello.generator_id, hello.incarnation
         await self._control.join(hello)
         self._on_version(self._version)
+        begin("generate")
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -117,9 +120,11 @@ class Generator:
                 tasks.create_task(self._renew_forever())
                 tasks.create_task(self._beat_forever())
                 tasks.create_task(self._obey_orders())
+                tasks.create_task(self._show_progress())
         except* _RunIsOver:
             log.info("the run is over")
         finally:
+            begin("leave")
             await self._return_tickets()
             await self._control.leave()
 
@@ -312,6 +317,13 @@ class Generator:
         await self._engine.abort_requests()
 
     # --- being seen ------------------------------------------------------------------------------------------------
+
+    async def _show_progress(self) -> None:
+        """To the supervisor. A loop that turns while the engine stands still is none."""
+        while True:
+            await self._engine.progress()
+            beat()
+            await asyncio.sleep(_SHOWN_S)
 
     async def _beat_forever(self) -> None:
         tokens_before, at_s, logged_at_s = 0, time.monotonic(), 0.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from asyncrl.buffer.intake import Collected
+from asyncrl.progress import Pace, begin
 from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import StepResult, Trainer
 from asyncrl.trainer.hooks import Hooks
@@ -79,8 +80,9 @@ class Stopwatch:
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
-    def time(self, name: str) -> Any:
-        """Add the block's duration to `name`."""
+    def time(self, name: str, pace: Pace = Pace.NORMAL) -> Any:
+        """Add the block's duration to `name`, and say that it begins."""
+        begin(name, pace)
         started_at, started_s = time_of_day(), time.perf_counter()
         try:
             yield
@@ -93,6 +95,7 @@ class Stopwatch:
 def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, *, version: int, steps: int) -> None:
     """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
     planner = algorithm.planner
+    begin("publish")
     run.publish(version)
     while version < steps:
         clock = Stopwatch()
@@ -103,7 +106,7 @@ def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, 
             measured = planner.measure(trainer, sequences)
         with clock.time("plan"):
             plan = planner.plan(collected.groups, sequences, measured, algorithm.coefficients.kl)
-        with clock.time("hooks"):
+        with clock.time("hooks", Pace.SLOW):
             hook_metrics = hooks.before_step(plan)
         with clock.time("critic"):
             critic_results = algorithm.train_critic(trainer, plan)
@@ -124,7 +127,9 @@ def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, 
             coefficients=coefficients,
             hook_metrics=hook_metrics,
         )
-        with clock.time("hooks"):
+        with clock.time("hooks", Pace.SLOW):
             after = hooks.after_step(step)
+        begin("report")
         run.report(replace(step, hook_metrics={**hook_metrics, **after}))
+        begin("checkpoint", Pace.SLOW)
         run.checkpoint(version, last=version == steps)

@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_REAP_S = 10.0
 _SECRET_ENDINGS = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
 
 
@@ -75,13 +78,27 @@ def receive_bytes(channel: socket.socket, count: int) -> bytearray:
 
 def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
     """Terminate, wait at most `grace_s`, then kill. Returns the exit status."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return process.wait(timeout=10.0)
+    stop_processes([process], grace_s=grace_s)
+    return process.wait(timeout=0.0)
+
+
+def stop_processes(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> list[int]:
+    """Terminate all, wait at most `grace_s` for all together, then kill. Returns the ids of those that the kernel holds on to."""
+    if grace_s:
+        for process in processes:
+            process.terminate()
+        _wait(processes, grace_s)
+    for process in processes:
+        process.kill()
+    _wait(processes, _REAP_S)
+    return [process.pid for process in processes if process.poll() is None]
+
+
+def _wait(processes: Iterable["subprocess.Popen[bytes]"], wait_s: float) -> None:
+    until_s = time.monotonic() + wait_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, until_s - time.monotonic()))
 
 
 def find_holder(path: Path) -> psutil.Process | None:

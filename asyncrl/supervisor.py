@@ -1,14 +1,15 @@
-"""Starts the processes of a run, restarts the ones that die, and leaves nothing behind.
+"""Starts the processes of a run, restarts the ones that die or hang, and leaves nothing behind.
 
     starting -> running -> exited 0          its work is done
                    |  ^--- back-off --- died  restarted, at most `max_restarts` times in ten minutes
-                   v
+                   v                     ^--- silent for too long (see asyncrl/progress.py): killed
                 given up                     the whole run stops and says why
 
 A process that exits with `USER_ERROR` made its point already: restarting would only repeat it. Processes may be added and
 drained while the run goes on.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from asyncrl.errors import RunError
-from asyncrl.processes import stop_process
+from asyncrl.processes import stop_processes
+from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,8 @@ _RESTART_WINDOW_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
 _LEFT_S = 10.0
-_REAP_S = 10.0
+_KILL_S = 60.0
+"""A killed process that is still there then never goes: a driver or a disk holds it in the kernel."""
 _STANDBY_AFTER_S = 60.0
 """A start is the busiest time of a machine; a standby that cannot live is not tried more often than this either."""
 
@@ -52,14 +55,41 @@ class ProcessSpec:
     """Starts one that waits beside it, and takes its place when told to (a line on stdin). None: there is none."""
     grace_s: float = 15.0
     """Between SIGTERM and SIGKILL."""
+    workers: Sequence[str] = ()
+    """Who in it says that it gets on, where there are several: places 0, 1, ... of its board."""
+
+
+@dataclass(slots=True)
+class _Family:
+    """A process with all that it started, and the board where they show that they get on."""
+
+    process: subprocess.Popen[bytes]
+    watch: Watch
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """Also what a dead process left in its session: engine cores, reward workers, senders."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """After its process has ended: nothing is left of it."""
+        self.kill()
+        self.watch.board.close()
 
 
 @dataclass(slots=True)
 class _Child:
     spec: ProcessSpec
-    process: subprocess.Popen[bytes] | None = None
-    standby: subprocess.Popen[bytes] | None = None
+    family: _Family | None = None
+    standby: _Family | None = None
     standby_at_s: float = 0.0
+    hung: str | None = None
+    """Why it was killed."""
+    hung_at_s: float = 0.0
     deaths_s: deque[float] = field(default_factory=deque)
     start_at_s: float = 0.0
     finished: bool = False
@@ -68,7 +98,7 @@ class _Child:
 
     @property
     def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.family is not None and self.family.is_running
 
 
 class Supervisor:
@@ -79,10 +109,13 @@ class Supervisor:
         specs: Sequence[ProcessSpec],
         *,
         max_restarts: int,
+        limits: Limits = UNLIMITED,
         on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
     ) -> None:
         self._children = {spec.name: _Child(spec) for spec in specs}
         self._max_restarts = max_restarts
+        self._limits = limits
+        self._attention = Attention()
         self._on_change = on_change
         self._stop_reason: str | None = None
 
@@ -103,6 +136,7 @@ class Supervisor:
             RunError: a process found a user's mistake, or died too often.
         """
         while self._stop_reason is None and not self.is_over:
+            self._attention.look()
             for child in list(self._children.values()):
                 self._look_after(child)
             on_tick()
@@ -118,8 +152,8 @@ class Supervisor:
         """Ask a process to leave; it is not started again. Returns at once; its name is free when `names` lacks it."""
         child = self._children[name]
         child.kill_at_s = time.monotonic() + child.spec.grace_s
-        if child.process is not None and child.is_running:
-            child.process.terminate()
+        if child.family is not None and child.is_running:
+            child.family.process.terminate()
 
     @property
     def names(self) -> dict[str, bool]:
@@ -128,9 +162,8 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         """Process ids of what is running now, by name."""
-        return {
-            name: child.process.pid for name, child in self._children.items() if child.process is not None and child.is_running
-        }
+        running = {name: child.family for name, child in self._children.items() if child.is_running}
+        return {name: family.process.pid for name, family in running.items() if family is not None}
 
     def restarts(self) -> dict[str, int]:
         """How often each process died within the last ten minutes."""
@@ -141,16 +174,15 @@ class Supervisor:
         until_s = time.monotonic() + grace_s
         while time.monotonic() < until_s and any(child.is_running for child in self._children.values()):
             time.sleep(0.1)
-        running = [child for child in self._children.values() if child.is_running]
-        for child in running:
-            assert child.process is not None
-            child.process.terminate()
-        for child in running:
-            assert child.process is not None
-            stop_process(child.process, grace_s=child.spec.grace_s)
+        grace_s = max((child.spec.grace_s for child in self._children.values()), default=0.0)
+        families = [child.family for child in self._children.values() if child.family is not None]
+        for pid in stop_processes([family.process for family in families], grace_s=grace_s):
+            log.error("process %d cannot be killed: the kernel holds it; look at its disk and its driver", pid)
+        for family in families:
+            family.bury()
         for child in self._children.values():
-            _kill_session(child.process)
-            _end(child.standby)
+            child.family = None
+            self._dismiss(child)
         self._on_change({})
 
     @property
@@ -166,23 +198,35 @@ class Supervisor:
     def _look_after(self, child: _Child) -> None:
         if child.kill_at_s is not None:
             self._see_off(child, child.kill_at_s)
-            return
-        if child.is_running:
+        elif child.family is not None and child.is_running:
+            self._look_at(child, child.family)
             self._tend_standby(child)
-            return
-        if child.finished:
-            return
-        if child.process is not None:
-            self._bury(child)
-        if not child.finished and child.process is None and time.monotonic() >= child.start_at_s:
+        elif child.family is not None:
+            self._bury(child, child.family)
+        elif not child.finished and time.monotonic() >= child.start_at_s:
             self._start(child)
 
+    def _look_at(self, child: _Child, family: _Family) -> None:
+        """Kill a process that is there and does not get on; it is buried like any that dies."""
+        if child.hung is None:
+            child.hung, child.hung_at_s = family.watch.look(self._attention.now_s), self._attention.now_s
+            if child.hung is not None:
+                log.error("%s hangs and is killed: %s", child.spec.name, child.hung)
+                family.kill()
+        elif self._attention.now_s - child.hung_at_s > _KILL_S:
+            self._give_up(
+                child,
+                f"{child.spec.name} hangs ({child.hung}) and cannot be killed: the kernel holds process {family.process.pid}; "
+                "look at its disk and its driver (dmesg), and start the run again when it is gone",
+            )
+
     def _see_off(self, child: _Child, kill_at_s: float) -> None:
-        if child.process is not None and child.is_running:
+        if child.family is not None and child.is_running:
             if time.monotonic() > kill_at_s:
-                child.process.kill()
+                child.family.kill()
             return
-        _kill_session(child.process)
+        if child.family is not None:
+            child.family.bury()
         self._leave_out(child, "left as it was asked to")
 
     def _leave_out(self, child: _Child, how: str) -> None:
@@ -198,26 +242,72 @@ class Supervisor:
         self._leave_out(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
-        child.process = _called(child.standby) or _launch(child.spec, child.spec.argv, subprocess.DEVNULL)
-        child.standby, child.standby_at_s = None, time.monotonic() + _STANDBY_AFTER_S
-        log.info("%s started as process %d", child.spec.name, child.process.pid)
+        child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
+        child.hung = None
+        child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
+        log.info("%s started as process %d", child.spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
+    def _launch(self, spec: ProcessSpec, argv: Sequence[str], stdin: int) -> _Family:
+        board = Board(spec.workers or (spec.name,))
+        with _output(spec.log_path) as output:
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(spec.env) | board.variable(0),
+                stdin=stdin,
+                bufsize=0,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
+                start_new_session=True,
+                pass_fds=[board.descriptor],
+            )
+        return _Family(process, Watch(board, self._limits))
+
     def _tend_standby(self, child: _Child) -> None:
+        if child.standby is not None and (hung := child.standby.watch.look(self._attention.now_s)):
+            log.warning("the standby of %s hangs and is replaced: %s", child.spec.name, hung)
+            self._dismiss(child)
         argv = child.spec.standby_argv
         if argv is None or time.monotonic() < child.standby_at_s:
             return
-        if child.standby is None or child.standby.poll() is not None:
-            _end(child.standby)
-            child.standby = _launch(child.spec, argv, subprocess.PIPE)
+        if child.standby is None or not child.standby.is_running:
+            self._dismiss(child)
+            child.standby = self._launch(child.spec, argv, subprocess.PIPE)
             child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
-            log.info("a standby of %s started as process %d", child.spec.name, child.standby.pid)
+            log.info("a standby of %s started as process %d", child.spec.name, child.standby.process.pid)
 
-    def _bury(self, child: _Child) -> None:
-        assert child.process is not None
-        status = child.process.returncode
-        _kill_session(child.process)
-        child.process = None
+    def _called(self, child: _Child) -> _Family | None:
+        """The standby, told that it is needed; None when there is none that lives."""
+        standby = child.standby
+        if standby is None or standby.process.stdin is None:
+            return None
+        if hung := standby.watch.look(self._attention.now_s):
+            log.warning("the standby of %s hangs and is not used: %s", child.spec.name, hung)
+            self._dismiss(child)
+            return None
+        try:
+            with standby.process.stdin as pipe:
+                pipe.write(b"\n")
+        except BrokenPipeError:
+            self._dismiss(child)
+            return None
+        child.standby = None
+        return standby
+
+    def _dismiss(self, child: _Child) -> None:
+        """End the standby, if there is one."""
+        standby, child.standby = child.standby, None
+        if standby is None or standby.process.stdin is None:
+            return
+        standby.kill()
+        standby.process.stdin.close()
+        stop_processes([standby.process], grace_s=0.0)
+        standby.watch.board.close()
+
+    def _bury(self, child: _Child, family: _Family) -> None:
+        status, child.family = family.process.returncode, None
+        family.bury()
         if status == 0 and (child.spec.ends_run or not self._has_leader):
             child.finished = True
             log.info("%s finished", child.spec.name)
@@ -237,7 +327,7 @@ class Supervisor:
         while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
             child.deaths_s.popleft()
         name, deaths = child.spec.name, len(child.deaths_s)
-        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        cause = child.hung or (f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}")
         if deaths > self._max_restarts:
             self._give_up(
                 child,
@@ -260,20 +350,6 @@ def last_words(path: Path, lines: int = 15) -> str:
         return ""
 
 
-def _launch(spec: ProcessSpec, argv: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
-    with _output(spec.log_path) as output:
-        return subprocess.Popen(
-            list(argv),
-            env=dict(spec.env),
-            stdin=stdin,
-            bufsize=0,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
-            start_new_session=True,
-        )
-
-
 def _output(path: Path) -> IO[bytes]:
     """Where a process prints to: our own standard error when its log cannot be opened, for which no run need end."""
     try:
@@ -281,33 +357,3 @@ def _output(path: Path) -> IO[bytes]:
     except OSError as error:
         log.warning("%s cannot be written (%s); what would stand there goes to standard error", path, error)
         return os.fdopen(os.dup(2), "wb")
-
-
-def _called(standby: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
-    """The standby, told that it is needed; None when there is none that lives."""
-    if standby is None or standby.stdin is None:
-        return None
-    try:
-        with standby.stdin as pipe:
-            pipe.write(b"\n")
-    except BrokenPipeError:
-        _end(standby)
-        return None
-    return standby
-
-
-def _end(standby: subprocess.Popen[bytes] | None) -> None:
-    if standby is not None and standby.stdin is not None:
-        _kill_session(standby)
-        standby.stdin.close()
-        standby.wait(timeout=_REAP_S)
-
-
-def _kill_session(process: subprocess.Popen[bytes] | None) -> None:
-    """Kill what a dead process left in its session: engine cores, reward workers, senders."""
-    if process is None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

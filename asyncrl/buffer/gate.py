@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
 from asyncrl.buffer.base import GIVEN_UP, LearnerBuffer, Take
 from asyncrl.errors import WireError
+from asyncrl.progress import beat
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Gate:
         """
         groups: list[Group] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
+            beat()
             name = name_of(ticket_id)
             try:
                 groups.append(self._group(name, frame))

@@ -53,6 +53,15 @@ def _samples_differ(config: "Config") -> Iterator[str]:
         yield f"eval.samples is {config.eval.samples} at eval.temperature 0: all samples would be the same; set a temperature"
 
 
+def _hangs_are_told_from_transfers(config: "Config") -> Iterator[str]:
+    hang_s, deadline_s = config.control.hang_s, config.weights.deadline_s
+    if hang_s < 2 * deadline_s:
+        yield (
+            f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for weights.deadline_s ({deadline_s:g} "
+            f"s): it would be killed for that; use hang_s >= {2 * deadline_s:g} or lower the deadline"
+        )
+
+
 def _system_message_has_a_template(config: "Config") -> Iterator[str]:
     if config.data.system is not None and not config.model.chat_template:
         yield "data.system is set, but model.chat_template is false; set it to true or drop the system message"
@@ -258,6 +267,7 @@ def _is_own(choice: Choice) -> bool:
 
 RULES: tuple[Rule, ...] = (
     _groups_can_be_compared,
+    _hangs_are_told_from_transfers,
     _samples_differ,
     _system_message_has_a_template,
     _one_store,

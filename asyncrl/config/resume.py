@@ -73,7 +73,7 @@ FREE: dict[str, str] = {
     "lease_s",
     "weights": "transport deadline_s bucket_mib probe_tokens probe_limit",
     "store": "url bind password_env fsync max_gib",
-    "control": "bind heartbeat_s timeout_s stall_s max_restarts",
+    "control": "bind heartbeat_s timeout_s stall_s hang_s slow_s max_restarts",
     "eval": "every prompts samples temperature",
     "checkpoint": "every keep",
     "telemetry": "wandb wandb_project tensorboard trackio trackio_project trace prometheus_port prometheus_host samples_per_step",

@@ -299,6 +299,10 @@ class ControlConfig(Part):
     """A generator silent this long is counted dead; its tickets are issued again."""
     stall_s: PositiveFloat = 1800.0
     """The learner stops with an explanation when no group arrives this long."""
+    hang_s: Annotated[float, Field(ge=60)] = 300.0
+    """A process that makes no progress this long is killed and started again."""
+    slow_s: Annotated[float, Field(ge=60)] = 1800.0
+    """The same while it starts, loads a model, writes a checkpoint or runs your hooks."""
     max_restarts: NonNegative = 5
     """Restarts of one process within ten minutes before the run stops."""
 

@@ -71,6 +71,10 @@ class Engine(Protocol):
         """Drop every running request: their callers get EngineError. Used when weights turn out to be wrong."""
         ...
 
+    async def progress(self) -> None:
+        """Return when the engine gets on: when a token is sampled, or, where nothing may run, when its processes answer."""
+        ...
+
     def stats(self) -> EngineStats:
         """Counters for telemetry."""
         ...

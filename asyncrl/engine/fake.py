@@ -156,6 +156,10 @@ class FakeEngine:
         for task in self._running:
             task.cancel()
 
+    async def progress(self) -> None:
+        """See `Engine.progress`."""
+        self._require_alive()
+
     def stats(self) -> EngineStats:
         """Counters."""
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 """The receiver's own deadline is to fire first: it knows what it waited for."""
 _CLOSE_S = 5.0
+_LOOK_S = 0.2
 
 
 class VLLMEngine:
@@ -209,6 +210,25 @@ class VLLMEngine:
         self._paused_since_s = None
 
     # --- the processes ---------------------------------------------------------------------------------------------
+
+    async def progress(self) -> None:
+        """See `Engine.progress`. Without a bound: an engine that receives weights answers when it has them."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        before = self._sampled()
+        while self._running and self._paused_since_s is None:
+            await asyncio.sleep(_LOOK_S)
+            if self._sampled() != before:
+                return
+        try:
+            await self._llm.is_paused()
+        except EngineDeadError as error:
+            raise _dead() from error
+
+    def _sampled(self) -> tuple[int, int]:
+        """Tokens of requests that have ended and of those that run. vLLM tells of the latter in its own bookkeeping only."""
+        states = self._llm.output_processor.request_states.values()
+        return self._sampled_tokens, sum(state.detokenizer.num_output_tokens() for state in states)
 
     def stats(self) -> EngineStats:
         """Counters for telemetry; tokens count when their rollout ends."""

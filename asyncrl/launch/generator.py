@@ -38,6 +38,7 @@ from asyncrl.launch.wiring import (
     train_limits,
     wire_key,
 )
+from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
@@ -79,9 +80,11 @@ async def _generate(
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
+    begin("load the model", Pace.SLOW)
     scorer = RewardPool(config.reward, config.run.root)
     await scorer.start()  # first: a function that cannot be loaded is known in a second
     engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
+    begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back

@@ -85,6 +85,7 @@ class Head:
         self._is_recovered = False
         self.frames: list[bytes] = []
         """Of the groups that the last successful `poll` found."""
+        self._rounds = 0
         self._collected: Collected | None = None
         self._decoded: list[tuple[Group, bytes]] = []  # for the next step
         self._decoder = GroupDecoder(wire_key())
@@ -239,6 +240,11 @@ class Head:
         """What the last successful `poll` found."""
         assert self._collected is not None
         return self._collected
+
+    def is_in_touch(self) -> bool:
+        """Whether the control plane has done something since the last call: without it no weights arrive anywhere."""
+        before, self._rounds = self._rounds, self._hub.rounds
+        return self._rounds != before
 
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """How many groups the next step has; empty while they are not all there."""

@@ -20,7 +20,7 @@ from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, Stor
 from asyncrl.launch.allowance import check_allowed
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.keys import JoinKeys, is_given, join_keys
-from asyncrl.launch.up import generator_specs, stop_on_signals
+from asyncrl.launch.up import generator_specs, limits_of, stop_on_signals
 from asyncrl.launch.wiring import STORE_VARIABLE
 from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
@@ -60,7 +60,8 @@ def run_generators(
     here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
     prefix = f"{socket.gethostname()}.{os.getpid()}."
     specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
-    with Supervisor(specs, max_restarts=config.control.max_restarts) as supervisor, stop_on_signals(supervisor) as stopped:
+    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
+    with supervisor, stop_on_signals(supervisor) as stopped:
         supervisor.run()
     return stopped.status
 

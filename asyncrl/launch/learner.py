@@ -26,6 +26,7 @@ from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.starts import record_start
 from asyncrl.launch.wiring import join_store, wire_key
 from asyncrl.learner import Step, run_learner
+from asyncrl.progress import Pace, beat, begin
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.checkpoint import CheckpointStore
@@ -81,6 +82,8 @@ class LearnerRun:
         message = b""
         while not message:
             message = self._trainer.broadcast(self._poll(self._head, version) if self._head else None)
+            if self._head is None or self._head.is_in_touch():
+                beat()
         if message == STOP:
             self._save_at_last(version)
             raise SystemExit(128 + signal.SIGTERM)
@@ -122,6 +125,7 @@ class LearnerRun:
             self._is_overdue = not self._try_to_save(version)
 
     def _save_at_last(self, version: int) -> None:
+        begin("last checkpoint", Pace.SLOW)
         for _ in range(LAST_ATTEMPTS):  # counted, not timed: every rank must give up at the same one
             if self._try_to_save(version):
                 return
@@ -182,6 +186,7 @@ def main() -> None:
 
 def train(config: Config, directory: RunDirectory, store: StoreConnection, logs: LogContext) -> None:
     """One rank's whole life."""
+    begin("load the model", Pace.SLOW)
     hooks = Hooks.load(config.learner.hooks)
     columns = columns_of(config.algorithm, config.batch)
     stop = threading.Event()
@@ -214,7 +219,9 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection, logs:
         run = LearnerRun(config, trainer, checkpoints, probe, algorithm.coefficients, head, stop, logs)
         run_learner(trainer, run, algorithm, hooks, version=state.version, steps=config.learner.steps)
         if head:
+            begin("last evaluation")
             head.finish()
+        begin("end", Pace.SLOW)
 
 
 def _rendezvous(config: Config) -> Rendezvous:
@@ -224,6 +231,8 @@ def _rendezvous(config: Config) -> Rendezvous:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         port=int(os.environ.get("MASTER_PORT") or "0"),
+        # The supervisor, which knows who hangs, comes first; this bound holds where a wait for a slow rank was none.
+        timeout_s=config.control.slow_s + config.control.hang_s,
     )
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from asyncrl import progress
 from asyncrl.config.load import load_config
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import run_role
@@ -29,13 +30,22 @@ GRACE_S = 25.0
 """Between SIGTERM and SIGKILL, for all ranks together."""
 
 
+def workers_of(ranks: int) -> list[str]:
+    """Who shows the supervisor that he gets on: this process, and each rank. One that hangs costs all, as its death does."""
+    return ["who starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
+
+
 def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[bytes]"]:
     """Start `python -m asyncrl.launch.learner arguments` once per rank, as standbys."""
+    board = progress.inherited()
     return [
         subprocess.Popen(
             [sys.executable, "-m", "asyncrl.launch.learner", *arguments, FLAG],
             stdin=subprocess.PIPE,
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"},
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            | ({} if board is None else progress.variable(board, 1 + rank)),
+            pass_fds=[] if board is None else [board],
         )
         for rank in range(ranks)
     ]
@@ -55,7 +65,9 @@ def begin(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Exit status of all ranks together; does not end those that still run."""
     first, until_s = 0, float("inf")
+    progress.begin("wait for the ranks")
     while True:
+        progress.beat()
         statuses = [process.poll() for process in processes]
         failed = [status for status in statuses if status]
         if failed and not first:

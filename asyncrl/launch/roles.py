@@ -20,6 +20,7 @@ from asyncrl.errors import (
 )
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.processes import die_with_parent
+from asyncrl.progress import attach
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.unpickling import refuse_pickles_from_wires
 
@@ -42,6 +43,7 @@ def run_role(role: Callable[[], None]) -> None:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(int(parent) if parent else None)
     signal.signal(signal.SIGTERM, _leave)
+    attach()
     refuse_pickles_from_wires()
     try:
         role()

@@ -5,8 +5,11 @@ nothing else: no lock, no connection, nothing on a GPU.
 """
 
 import argparse
+import select
 import sys
 from pathlib import Path
+
+from asyncrl.progress import Pace, beat, begin
 
 FLAG = "--standby"
 """The argument of a process that begins as one."""
@@ -23,6 +26,10 @@ def parse_arguments(prog: str) -> argparse.Namespace:
 
 def wait_until_needed() -> str:
     """What whoever started this process says when it is needed: one line on stdin. Exits when he is gone."""
+    begin("stand by", Pace.QUICK)
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        beat()
+    begin("start", Pace.SLOW)
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)

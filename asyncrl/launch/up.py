@@ -21,11 +21,13 @@ from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.launch.own_store import KeptStore, own_store
+from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.resume import nothing_left, refuse_changes
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.view import show_result, viewer
 from asyncrl.launch.wiring import connect_store
+from asyncrl.progress import Limits
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.trainer.checkpoint import CheckpointStore
@@ -59,7 +61,8 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
             nonlocal is_recorded
             is_recorded = may_fail("the record of processes", lambda: directory.write_processes(pids))
 
-        supervisor = stack.enter_context(Supervisor(specs, max_restarts=config.control.max_restarts, on_change=record))
+        limits, max_restarts = limits_of(config), config.control.max_restarts
+        supervisor = stack.enter_context(Supervisor(specs, max_restarts=max_restarts, limits=limits, on_change=record))
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
@@ -97,6 +100,11 @@ def _claimed(config: Config, directory: RunDirectory, may_fail: BestEffort, *, f
             replace_text(directory.config, dump_config(config), durable=True)
         may_fail("removal of old Prometheus targets", directory.forget_targets)
         yield directory.keys()
+
+
+def limits_of(config: Config) -> Limits:
+    """When a process counts as hung."""
+    return Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
 
 
 def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
@@ -151,6 +159,7 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
         log_path=directory.logs / "learner.out",
         ends_run=True,
         grace_s=30.0,  # it ends its step and saves
+        workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.errors import CheckpointError, CheckpointsRefused
+from asyncrl.progress import beat
 from asyncrl.trainer.files import FileOps
 
 log = logging.getLogger(__name__)
@@ -302,6 +303,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
 
 
 def _sha256(path: Path) -> str:
+    beat()
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

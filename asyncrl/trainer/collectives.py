@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -36,6 +37,9 @@ class Ranks:
         """Waits for all ranks. Raises RunError when one is missing after `timeout_s`, or the port is taken."""
         self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
         timeout = timedelta(seconds=rendezvous.timeout_s)
+        # The groups that DeepSpeed makes beside this one take the default, which is as short as 10 minutes.
+        defaults: Any = dist.distributed_c10d
+        defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
         try:
             store = _store(rendezvous, timeout)
             _keep_to_interface(rendezvous.address)

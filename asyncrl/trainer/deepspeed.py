@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.engine_settings import choose_device, join_deepspeed
@@ -168,6 +169,7 @@ class DeepSpeedTrainer:
         }
 
     def _measure(self, microbatch: MicroBatch, columns: Collection[str]) -> dict[str, Tensor]:
+        beat()
         measured: dict[str, Tensor] = {}
         if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
             columns_RT = self._token_columns(self._policy.engine, microbatch, "sum_squared_probs_T" in columns)

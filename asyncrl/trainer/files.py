@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from asyncrl.errors import RunError
 from asyncrl.files import sync
+from asyncrl.progress import beat
 
 LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
 
@@ -29,6 +30,7 @@ class FileOps:
 
     def fsync(self, path: Path) -> None:
         """Make a file's content, or a directory's entries, durable."""
+        beat()
         sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -59,6 +61,7 @@ class Writes:
 
     def attempt(self, write: Callable[[], object]) -> None:
         """Run `write`, unless one has failed already."""
+        beat()
         if self.failure:
             return
         try:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from asyncrl.algo.metrics import merge
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.engine_settings import engine_settings, warm_up
@@ -48,6 +49,7 @@ class TrainedModel:
             return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
         sums: Mapping[str, float] = {}
         for i, microbatch in enumerate(microbatches):
+            beat()
             self.engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
             sums = merge([sums, self._backward(microbatch, outputs(microbatch), loss)])
         grad_norm = self._apply()
@@ -119,5 +121,6 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple
     """
     for name, parameter in model.named_parameters():
         sharded = hasattr(parameter, "ds_tensor")
+        beat()
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None) if sharded else nullcontext():
             yield name, parameter
