@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -101,12 +103,14 @@ def _wait(processes: Iterable["subprocess.Popen[bytes]"], wait_s: float) -> None
             process.wait(timeout=max(0.0, until_s - time.monotonic()))
 
 
-def find_holder(path: Path) -> psutil.Process | None:
+def find_holder(path: Path) -> "psutil.Process | None":
     """The process that holds the lock in the file at `path`, as far as one can be seen: of this host, container and user.
 
     The kernel says so: it does not matter what the file holds, whether it was deleted meanwhile, or what clocks do.
     """
     names = {str(path.resolve()), f"{path.resolve()} (deleted)"}
+    import psutil  # not where only a config is looked at
+
     for pid in psutil.pids():
         if _holds_lock(Path(f"/proc/{pid}"), names):
             with contextlib.suppress(psutil.NoSuchProcess):
