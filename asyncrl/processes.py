@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 10.0
 _SECRET_ENDINGS = ("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS")
 
@@ -40,6 +41,12 @@ def close_to_others() -> None:
     """Have the kernel refuse our memory and descriptors (ptrace, /proc/PID/mem, /proc/PID/fd) to processes of our own user."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Have the kernel make descendants whose parents have died our children, or no longer."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def is_secret(name: str) -> bool:

@@ -1,5 +1,6 @@
 """`asyncrl down`: stop a run and prove that nothing of it is left."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -20,17 +21,25 @@ def stop_run(run: Path | None) -> None:
     supervisor = directory.supervisor()
     members = processes_of(directory.path)
     if supervisor is not None:
+        members = [*_descendants(supervisor), supervisor, *members]
         supervisor.send_signal(signal.SIGTERM)
-        members.append(supervisor)
     alive = _wait(members, PATIENCE_S)
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
-        process.kill()
-    _wait(alive, 10.0)
-    if left := processes_of(directory.path):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
         raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
     killed = f" ({len(alive)} had to be killed)" if alive else ""
     print(f"{directory.path}: stopped, no process is left{killed}")  # noqa: T201 - the command's output
+
+
+def _descendants(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Nobody can leave them while it lives: see `launch.family`."""
+    try:
+        return list(supervisor.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config, StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.launch.allowance import check_allowed
 from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.launch.family import family
 from asyncrl.launch.keys import JoinKeys, is_given, join_keys
 from asyncrl.launch.up import generator_specs, limits_of, stop_on_signals
 from asyncrl.launch.wiring import STORE_VARIABLE
@@ -61,8 +62,8 @@ def run_generators(
     prefix = f"{socket.gethostname()}.{os.getpid()}."
     specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
-    with supervisor, stop_on_signals(supervisor) as stopped:
-        supervisor.run()
+    with family() as members, supervisor, stop_on_signals(supervisor) as stopped:
+        supervisor.run(members.tend)
     return stopped.status
 
 

@@ -18,6 +18,7 @@ from asyncrl.files import replace_text
 from asyncrl.launch.directory import RunDirectory, needing
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
+from asyncrl.launch.family import family
 from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.launch.own_store import KeptStore, own_store
@@ -46,6 +47,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
         return 0
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, fresh=fresh))
+        members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=plain)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
         url, tend_store = _store(config, directory, stack)
@@ -72,6 +74,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
             tend_store()
             may_fail("scaling", scaled.tend)
             may_fail("the view", view)
+            may_fail("the reaper", members.tend)
             if not is_recorded:
                 record(supervisor.pids())
 

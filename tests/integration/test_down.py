@@ -14,6 +14,7 @@ from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.down import processes_of, stop_run
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
+from asyncrl.launch.family import family
 
 pytestmark = pytest.mark.integration
 
@@ -63,3 +64,63 @@ def test_the_store_belongs_to_the_run(choice: Choice, tmp_path: Path, monkeypatc
     monkeypatch.setenv(RUN_VARIABLE, str(tmp_path.resolve()))
     with StoreServer(StoreConfig(), tmp_path / "store", server=choice) as server:
         assert [found.pid for found in processes_of(tmp_path)] == [server.pid]
+
+
+FAMILY = """
+import subprocess, sys, time
+from pathlib import Path
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.family import family
+from asyncrl.launch.up import stop_on_signals
+from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.trainer.files import RunLock
+
+directory = RunDirectory(Path(sys.argv[1]))
+leave = f"env -i setsid sh -c 'sleep 600 & echo $! >> {left}; exec sleep 601' & sleep 0.5; exit 0"
+code = f"import subprocess, time; subprocess.run(['sh', '-c', {leave!r}]); time.sleep(600)"
+spec = ProcessSpec(name="g0", argv=[sys.executable, "-c", code], env={"PATH": sys.argv[3]}, log_path=directory.logs / "g0.out")
+with RunLock(directory.supervisor_lock), family() as members, Supervisor([spec], max_restarts=0) as supervisor:
+    with stop_on_signals(supervisor):
+        supervisor.run(members.tend)
+""".replace("{left}", "{sys.argv[2]}")
+
+
+def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, left = RunDirectory(tmp_path / "run"), tmp_path / "left"
+    directory.create(fresh=True)
+    directory.config.write_text("run: {name: run}\n")
+    argv = [sys.executable, "-c", FAMILY, str(directory.path), str(left), os.environ["PATH"]]
+    with subprocess.Popen(argv) as supervisor:
+        try:
+            until_s = time.monotonic() + 60
+            while not (left.exists() and left.read_text().strip()):
+                assert time.monotonic() < until_s and supervisor.poll() is None
+                time.sleep(0.05)
+            escaped = psutil.Process(int(left.read_text()))
+            while escaped.parent().ppid() != supervisor.pid:  # type: ignore[union-attr]
+                assert time.monotonic() < until_s, "nobody adopted it"
+                time.sleep(0.05)
+            assert processes_of(directory.path) == [], "the mark is gone"
+            stop_run(directory.path)
+            assert supervisor.wait(60) == 0
+        finally:
+            supervisor.kill()
+    assert not escaped.is_running() or escaped.status() == psutil.STATUS_ZOMBIE
+    assert "no process is left" in capsys.readouterr().out
+
+
+def test_adopted_processes_that_end_are_taken_leave_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.family.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl.launch.family.UNCLAIMED_S", 0.2)
+    with family() as members:
+        done = subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], capture_output=True, text=True, check=True)
+        pid, until_s = int(done.stdout), time.monotonic() + 60
+        ours = subprocess.Popen(["sleep", "600"])
+        while psutil.pid_exists(pid):
+            assert time.monotonic() < until_s
+            members.tend()
+            time.sleep(0.02)
+        assert ours.poll() is None, "who lives is let alone"
+    assert ours.wait(10) in (-9, 0)
