@@ -24,11 +24,15 @@ from typing import IO
 from asyncrl.errors import RunError
 from asyncrl.processes import stop_processes
 from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
+from asyncrl.telemetry.deaths import Deaths
 
 log = logging.getLogger(__name__)
 
 USER_ERROR = 2
 """Exit status of a process that found a mistake of the user's: never restarted."""
+FAULT_FOUND = 3
+"""Exit status of a process that found a fault which may be there again: after `SAME_FAULTS` in a row it is."""
+SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
@@ -95,6 +99,10 @@ class _Child:
     finished: bool = False
     kill_at_s: float | None = None
     """Set when it was asked to leave."""
+    deaths: Deaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deaths = Deaths(self.spec.log_path)
 
     @property
     def is_running(self) -> bool:
@@ -326,8 +334,15 @@ class Supervisor:
         child.deaths_s.append(now_s)
         while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
             child.deaths_s.popleft()
-        name, deaths = child.spec.name, len(child.deaths_s)
+        name, deaths, said = child.spec.name, len(child.deaths_s), child.deaths.note()
         cause = child.hung or (f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}")
+        if status == FAULT_FOUND and min(child.deaths.in_a_row, deaths) >= SAME_FAULTS:
+            self._give_up(
+                child,
+                f"{name} died {child.deaths.in_a_row} times in a row of the same fault, and would again: {said}; "
+                f"mend that, then the same command goes on. {child.spec.log_path} has the rest",
+            )
+            return
         if deaths > self._max_restarts:
             self._give_up(
                 child,
@@ -337,7 +352,8 @@ class Supervisor:
             return
         delay_s = min(_FIRST_BACKOFF_S * 2 ** (deaths - 1), _LONGEST_BACKOFF_S)
         child.start_at_s = now_s + delay_s
-        log.warning("%s died (%s); restart %d of %d in %.1f s", name, cause, deaths, self._max_restarts, delay_s)
+        last = f"; it last said: {said}" if said else ""
+        log.warning("%s died (%s)%s; restart %d of %d in %.1f s", name, cause, last, deaths, self._max_restarts, delay_s)
 
 
 def last_words(path: Path, lines: int = 15) -> str:

@@ -10,9 +10,11 @@ from types import FrameType
 from asyncrl.errors import (
     AsyncRLError,
     BufferFenced,
+    CheckpointError,
     ConfigError,
     ControlRefused,
     DataError,
+    EngineError,
     ForeignRunError,
     RewardError,
     RunError,
@@ -21,7 +23,7 @@ from asyncrl.errors import (
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.processes import die_with_parent
 from asyncrl.progress import attach
-from asyncrl.supervisor import USER_ERROR
+from asyncrl.supervisor import FAULT_FOUND, USER_ERROR
 from asyncrl.unpickling import refuse_pickles_from_wires
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,12 @@ NOT_MENDED_BY_A_RESTART = (
 )
 
 
+LIKELY_AGAIN = (CheckpointError, EngineError)
+"""Of what is here: a file, a library, a device. What came from others (groups, the store, a peer) may differ next time."""
+
+
 def run_role(role: Callable[[], None]) -> None:
-    """Run a role's body and exit: 0 done, 2 a mistake that a restart would repeat, 1 anything else."""
+    """Run a role's body and exit: 0 done, 2 a restart would repeat the mistake, 3 it may repeat the fault, 1 anything else."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(int(parent) if parent else None)
     signal.signal(signal.SIGTERM, _leave)
@@ -50,9 +56,9 @@ def run_role(role: Callable[[], None]) -> None:
     except NOT_MENDED_BY_A_RESTART as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(USER_ERROR)
-    except AsyncRLError:
+    except AsyncRLError as error:
         log.exception("ended by an error")
-        sys.exit(1)
+        sys.exit(FAULT_FOUND if isinstance(error, LIKELY_AGAIN) else 1)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.resume import nothing_left, refuse_changes
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
-from asyncrl.launch.view import show_result, viewer
+from asyncrl.launch.view import show_result, viewer, wants_lines
 from asyncrl.launch.wiring import connect_store
 from asyncrl.progress import Limits
 from asyncrl.supervisor import ProcessSpec, Supervisor
@@ -41,14 +41,14 @@ LEAVE_S = 20.0
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> int:
     """Run until the training is done or somebody stops it; the exit status says which. Raises RunError."""
     directory = RunDirectory(config.run.directory)
-    may_fail = BestEffort()
+    may_fail, lines = BestEffort(), wants_lines(plain=plain)
     if not fresh and (reason := nothing_left(config, directory)):
         print(reason, flush=True)  # noqa: T201 - the command's output
         return 0
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, fresh=fresh))
         members = stack.enter_context(family())
-        setup_logging("supervisor", directory.logs, console=plain)
+        setup_logging("supervisor", directory.logs, console=lines)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
         url, tend_store = _store(config, directory, stack)
         learner_url, generator_url = (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
@@ -68,7 +68,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
-        view = stack.enter_context(viewer(directory, plain=plain))
+        view = stack.enter_context(viewer(directory, lines=lines))
 
         def on_tick() -> None:
             tend_store()

@@ -14,12 +14,18 @@ from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
 from asyncrl.telemetry.state import DashboardState, StateReader, read_state
 
 
+def wants_lines(*, plain: bool) -> bool:
+    """Whether a run is shown in lines: somebody said so, or there is no terminal for the dashboard."""
+    return plain or not Console().is_terminal
+
+
 @contextmanager
-def viewer(directory: RunDirectory, *, plain: bool) -> Iterator[Callable[[], None]]:
-    """A function that shows what is new, to be called often; on a terminal the dashboard, else one line per step."""
-    console = Console()
-    view: View = PlainReporter(lambda line: print(line, flush=True)) if plain or not console.is_terminal else Dashboard(console)  # noqa: T201
-    reader = StateReader(directory.path)
+def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], None]]:
+    """A function that shows what is new from now on, to be called often: in lines, or as the dashboard."""
+    now = time.time()
+    view: View = PlainReporter(lambda line: print(line, flush=True), since=now) if lines else Dashboard(Console())  # noqa: T201
+    # Beside lines the supervisor, which is this process, logs to the console itself.
+    reader = StateReader(directory.path, since=now, without="supervisor" if lines else "")
     shown_at_s = 0.0
 
     def show() -> None:

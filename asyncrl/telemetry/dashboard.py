@@ -21,6 +21,8 @@ from asyncrl.telemetry.text import data_size, duration, number, one_line, share,
 
 SILENT_S = 10.0
 """A learner or generator silent this long is worth a warning."""
+NOTE_S = 60.0
+"""For which a warning of a process is shown."""
 STATE_STYLES = {
     "sampling": "green",
     "training": "green",
@@ -77,6 +79,8 @@ def _advice(state: DashboardState, width: int) -> Line:
         return one_line(Text(visible(state.status.message), "bold"), width)
     if state.status and state.status.is_final:
         return Text(f"the run has {state.status.state}"[:width], "bold")
+    if state.notes and state.now - state.notes[-1].at < NOTE_S:
+        return one_line(Text(f"! {visible(str(state.notes[-1]))}", "bold yellow"), width)
     return one_line(Text(f"> {bottleneck(state)}", "magenta"), width)
 
 

@@ -1,5 +1,6 @@
-"""Watching a run: a live dashboard on a terminal, one line per step elsewhere."""
+"""Watching a run: a live dashboard on a terminal; elsewhere lines: each step, each warning, and what is being waited for."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +9,18 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
+from asyncrl.telemetry.notes import Note
 from asyncrl.telemetry.state import DashboardState, StateReader
-from asyncrl.telemetry.text import duration, number, share
+from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0
 """The learner says how it is once a second."""
+QUIET_S, LONG_QUIET_S = 9.0, 60.0
+"""Nobody who looks at lines should have to guess for longer; the same thing again is told less often once steps were made."""
+REPEAT_S = 60.0
 
 
 class View(Protocol):
@@ -47,23 +53,50 @@ class Dashboard:
 
 
 class PlainReporter:
-    """One line for each step, for logs and pipes."""
+    """Lines for logs and pipes: one for each step and each new warning, and while neither comes what is being waited for."""
 
-    def __init__(self, write: Callable[[str], object] = print) -> None:
+    def __init__(self, write: Callable[[str], object] = print, *, since: float = 0.0) -> None:
+        """Steps from before `since` (Unix seconds) are left out: a run that is resumed has told them."""
         self._write = write
+        self._since = since
         self._step = -1
+        self._told_at: dict[str, float] = {}
+        """Warnings, without their numbers: which repeats within a minute is left out."""
+        self._noted_at = 0.0
+        self._said_at = 0.0
+        self._waiting = ""
 
     def show(self, state: DashboardState) -> None:
-        """Write the steps that are new; after a resume they are written again."""
+        """Write what is new; after a learner went back, its steps are written again."""
+        self._said_at = self._said_at or state.now
         steps = state.trained_steps
         self._step = min(self._step, steps[-1]) if steps else self._step
         for step in steps:
             if step > self._step:
-                self._write(step_line(state, step))
                 self._step = step
+                if state.history.rows[step].get("time", self._since) >= self._since:
+                    self._say(step_line(state, step), state.now)
+        for note in state.notes:
+            if note.at > self._noted_at:
+                self._noted_at = note.at
+                self._tell(note, state.now)
+        quiet_s, waiting = state.now - self._said_at, waiting_for(state)
+        if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not steps else LONG_QUIET_S):
+            self._waiting = waiting
+            self._say(f"{duration(state.elapsed_s)}  {waiting}" if state.elapsed_s is not None else waiting, state.now)
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _tell(self, note: Note, now: float) -> None:
+        shape = re.sub(r"\d+", "#", str(note))
+        if now - self._told_at.get(shape, 0.0) >= REPEAT_S:
+            self._told_at[shape] = now
+            self._say(f"! {visible(str(note))}", now)
+
+    def _say(self, line: str, now: float) -> None:
+        self._write(line)
+        self._said_at = now
 
 
 def step_line(state: DashboardState, step: int) -> str:

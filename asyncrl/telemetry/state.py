@@ -13,6 +13,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History, Row, Series, Tail
+from asyncrl.telemetry.notes import Note, NoteReader
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
 SAMPLES = 8
@@ -22,6 +23,9 @@ RECENT_ROWS = 12
 """Lines of a generator's metrics that make its recent idle share: a minute."""
 RECENT_STEPS = 20
 """Steps that make the speed for the time left, and the learner's idle share."""
+STUCK_S, STUCK_STEPS = 30.0, 5.0
+"""Without a step for so long, and for the time of so many steps, the speed of the last steps says nothing of the rest."""
+NOTES = 8
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
 """Counters of the buffer that tell of work given up or done again."""
 
@@ -41,6 +45,10 @@ class DashboardState:
     """Share of the last minute in which generators had nothing to sample; mean over generators."""
     paused_generators: float | None = None
     """Share of the last minute in which they stood still for new weights."""
+    notes: tuple[Note, ...] = ()
+    """The newest warnings and errors of all processes, the last one last."""
+    doing: Mapping[str, str] = field(default_factory=dict)
+    """What each process said last of itself."""
 
     def series(self, name: str) -> Series:
         """(step, value) pairs of a learner metric."""
@@ -102,6 +110,8 @@ class DashboardState:
         if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
             return None
         seconds_per_step = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
+        if self.now - recent[-1][1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
+            return None  # it does not get on at that speed
         return max(0, self.status.total_steps - self.step) * seconds_per_step
 
     @property
@@ -116,9 +126,17 @@ class DashboardState:
 class StateReader:
     """Reads a run directory again and again, each time only what is new."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` is the run directory; it need not be complete yet."""
+    def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
+        """`directory` is the run directory; it need not be complete yet.
+
+        Of a run that has just been started, `since` is when: status and notes from before are left out. `without` is a process
+        whose notes are shown in another way.
+        """
         self.directory = directory
+        self._since = since or 0.0
+        status = None if since else read_status(directory / "status.json")
+        self._note_reader = NoteReader(directory / "logs", since=status.started_at if status else self._since, without=without)
+        self._notes: deque[Note] = deque(maxlen=NOTES)
         self._learner = Tail(directory / "metrics" / "learner.jsonl")
         self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)
         self._generators: dict[str, tuple[Tail, deque[Row]]] = {}
@@ -131,6 +149,9 @@ class StateReader:
             self._history.add(record)
         self._recent_samples.extend(sample_from(record) for record in self._samples.read())
         status = read_status(self.directory / "status.json")
+        if status and status.started_at < self._since:
+            status = None
+        self._notes.extend(self._note_reader.read())
         rows = self._generator_rows()
         members = _members(status, rows)
         alive = [rows[member.generator_id] for member in members if member.generator_id in rows]
@@ -143,6 +164,8 @@ class StateReader:
             samples=tuple(self._recent_samples),
             idle_generators=_mean_share(alive, "idle_s"),
             paused_generators=_mean_share(alive, "paused_s"),
+            notes=tuple(self._notes),
+            doing=dict(self._note_reader.doing),
         )
 
     def _generator_rows(self) -> dict[str, deque[Row]]:

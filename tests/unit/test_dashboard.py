@@ -1,10 +1,12 @@
 """What a person needs is on the picture, at every size, and nothing a model wrote can leave its line."""
 
 import io
+import json
 import re
 import time
 import unicodedata
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.control.base import MemberStatus
-from asyncrl.telemetry.advice import bottleneck
+from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.dashboard import render, sample_lines
 from asyncrl.telemetry.history import History
@@ -175,7 +177,8 @@ def state_with(
 ) -> DashboardState:
     history = History()
     if learner is not None:
-        history.add({"step": 1, "idle/learner": learner, "staleness/in_queue": queued})
+        for step in (1, 2, 3):
+            history.add({"step": step, "idle/learner": learner, "staleness/in_queue": queued})
     members = tuple(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={}) for index in range(count)
     )
@@ -315,6 +318,89 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
     for figure in ("reward ", "lag 1.31 max 4", "gen 1208", "lrn 1,380", "idle lrn 12% gen 40%", "5.12 s", "left"):
         assert figure in written[-1]
     assert all("\n" not in line and len(line) < 200 for line in written)
+
+
+def log_line(directory: Path, process: str, level: str, text: str, at: float, **more: object) -> None:
+    (directory / "logs").mkdir(exist_ok=True)
+    time_ = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+    record = {"time": time_, "level": level, "process": process, "logger": "asyncrl.generator", "event": text} | more
+    with (directory / "logs" / f"{process}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=1)
+    now = time.time()
+    log_line(run.directory, "g0", "warning", "of the start before", now - 1000)
+    written: list[str] = []
+    reporter, reader = (
+        PlainReporter(written.append, since=now - 1),
+        StateReader(run.directory, since=now - 900, without="supervisor"),
+    )
+    log_line(run.directory, "g0", "info", "starting the engine", now)
+    log_line(run.directory, "g0", "warning", "version 7 was not received: \x1b[2J no", now)
+    log_line(run.directory, "g0", "warning", "a library complains", now, logger="vllm.core")
+    log_line(run.directory, "learner", "error", "ended by an error", now + 1, exception="Traceback\n  line\nValueError: bad")
+    log_line(run.directory, "learner", "error", "rank 1 says the same", now + 1, rank=1)
+    log_line(run.directory, "supervisor", "warning", "is on the console already", now + 1)
+    reporter.show(reader.read())
+    log_line(run.directory, "g0", "warning", "version 8 was not received: \x1b[2J no", now + 2)  # the same, within a minute
+    reporter.show(reader.read())
+    assert [line for line in written if line.startswith("!")] == [
+        "! g0: version 7 was not received: ␛[2J no",
+        "! learner: ended by an error: ValueError: bad",
+    ]
+
+
+def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    written: list[str] = []
+    now = time.time()
+    reporter = PlainReporter(written.append, since=now)
+    reader = StateReader(tmp_path, since=now - 1)
+    log_line(tmp_path, "learner", "info", "loading the model", now)
+    log_line(tmp_path, "g0", "info", "starting the engine", now)
+    for second in range(31):
+        reporter.show(replace(reader.read(), now=now + second))
+    assert written == ["no step yet: waiting for the learner (loading the model)"] * 3, "every ten seconds, before the first step"
+    run = SyntheticRun(tmp_path, generators=0)
+    run.started_at = now
+    write_status(tmp_path / "status.json", run.status())
+    for second in range(31, 42):
+        reporter.show(replace(reader.read(), now=now + second))
+    assert written[3:] == [f"{duration(now + 36 - now)}  waiting for the first generator: g0 (starting the engine)"]
+
+
+def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4, generators=2)
+    state = read_state(run.directory)
+    assert state.status and waiting_for(state) == "waiting for the groups of step 5: 12 are ready, 64 are being sampled"
+    dirty = tuple(replace(member, state="dirty", version=-1) for member in state.members)
+    stuck = replace(state, members=dirty, paused_generators=0.9)
+    assert waiting_for(stuck) == bottleneck(stuck) != ""
+    assert bottleneck(stuck).startswith("no generator has weights that it may sample with (g0, g1)"), (
+        "and not: train larger batches"
+    )
+    assert waiting_for(replace(state, status=replace(state.status, state="finished"))) is None
+
+
+def test_the_time_left_is_not_told_while_nothing_gets_on(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4)
+    state = read_state(run.directory)
+    rows = state.history.rows
+    for step in rows:
+        rows[step]["time"] = 1000.0 + 2.0 * step
+    assert replace(state, now=1010.0).eta_s == pytest.approx(2.0 * 396)
+    assert replace(state, now=1036.0).eta_s == pytest.approx(2.0 * 396)
+    assert replace(state, now=1039.0).eta_s is None, "30 s without a step of 2 s"
+
+
+def test_the_newest_warning_is_on_the_dashboard_for_a_minute(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4)
+    log_line(run.directory, "g1", "warning", "refused version 3", time.time())
+    state = read_state(run.directory)
+    assert "! g1: refused version 3" in "\n".join(picture(state, 80, 24))
+    assert "refused" not in "\n".join(picture(replace(state, now=state.now + 61), 80, 24))
 
 
 def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def directory_of(path: Path) -> RunDirectory:
 def test_before_the_first_status(tmp_path: Path) -> None:
     values = status_values(directory_of(tmp_path / "new"))
     assert values["state"] is None and values["up"] is False and values["members"] == [] and values["metrics"] == {}
-    assert values["advice"] == "no step yet"
+    assert values["advice"] == "no step yet: waiting for the learner"
 
 
 def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Real children, tiny ones: restart, crash loop, a user's mistake, and nobody left behind."""
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.supervisor import USER_ERROR, ProcessSpec, Supervisor
+from asyncrl.supervisor import FAULT_FOUND, SAME_FAULTS, USER_ERROR, ProcessSpec, Supervisor
 
 
 def spec(name: str, code: str, tmp_path: Path, *, has_standby: bool = False, **more: object) -> ProcessSpec:
@@ -184,3 +185,31 @@ def test_a_process_that_was_added_and_cannot_run_is_left_out(tmp_path, status):
         supervisor.add(spec("g0", f"import sys; sys.exit({status})", tmp_path, is_extra=True))
         until(supervisor, lambda: "g0" not in supervisor.names)
         assert supervisor.pids().keys() == {"learner"}
+
+
+FAULT = "import sys; print('noise'); print('asyncrl.errors.CheckpointError: step 7 holds {what}'); sys.exit({status})"
+
+
+def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tmp_path, caplog):
+    loop = spec("learner", "import os\n" + FAULT.format(what="' + str(os.getpid()) + ' tensors", status=FAULT_FOUND), tmp_path)
+    with Supervisor([loop], max_restarts=50) as supervisor, pytest.raises(RunError) as caught:
+        supervisor.run(tick_s=0.02)
+    assert re.match(
+        r"learner died 3 times in a row of the same fault, and would again: CheckpointError: step 7 holds \d+ tensors; mend that",
+        str(caught.value),
+    )
+    deaths = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]
+    assert len(deaths) == SAME_FAULTS - 1, "a number that differs each time is the same fault"
+    assert re.search(r"learner died \(status 3\); it last said: CheckpointError: step 7 holds .*; restart 1 of 50 in", deaths[0])
+
+
+def test_faults_that_differ_or_are_none_of_these_use_up_the_restarts(tmp_path):
+    tries = tmp_path / "tries"
+    count = f"import pathlib; p = pathlib.Path({str(tries)!r}); p.open('a').write('x'); n = p.stat().st_size - 1\n"
+    differ = count + FAULT.format(what="' + 'abcdefgh'[n] + '", status=FAULT_FOUND)
+    for code in (differ, FAULT.format(what="nothing", status=1)):
+        with (
+            Supervisor([spec("learner", code, tmp_path)], max_restarts=3) as supervisor,
+            pytest.raises(RunError, match="died 4 times"),
+        ):
+            supervisor.run(tick_s=0.02)

@@ -1,0 +1,65 @@
+"""What the processes of a run say in their logs that a person should hear: warnings and errors, and what each is doing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.telemetry.history import Tail
+
+LAST_BYTES = 1 << 16
+"""Of logs that are there already."""
+LOUD = ("warning", "error", "critical")
+OWN = "asyncrl"
+"""Loggers below it; libraries warn of much that is no trouble here."""
+LONGEST = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line of a log."""
+
+    at: float
+    """Unix seconds."""
+    process: str
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.process}: {self.text}"
+
+
+class NoteReader:
+    """Reads the logs of a run directory again and again, each time only what is new."""
+
+    def __init__(self, directory: Path, *, since: float, without: str = "") -> None:
+        """`directory` holds the logs; left out is what was said before `since` (Unix seconds), and one process's log."""
+        self._directory = directory
+        self._without = without
+        self._since = since
+        self._tails: dict[str, Tail] = {}
+        self.doing: dict[str, str] = {}
+        """By process, the newest thing that it said of itself."""
+
+    def read(self) -> list[Note]:
+        """What is loud and new, in order of time."""
+        for path in (path for path in sorted(self._directory.glob("*.jsonl")) if path.stem != self._without):
+            self._tails.setdefault(path.stem, Tail(path, last_bytes=LAST_BYTES))
+        found = [note for tail in self._tails.values() for record in tail.read() if (note := _note(record)) is not None]
+        found = sorted((note for note in found if note.at >= self._since), key=lambda note: note.at)
+        self.doing.update({note.process: note.text for note in found if note.level == "info"})
+        return [note for note in found if note.level in LOUD]
+
+
+def _note(record: Mapping[str, Any]) -> Note | None:
+    """None for what is no line of ours."""
+    try:
+        at = datetime.fromisoformat(str(record["time"])).timestamp()
+        logger, process, level, text = (str(record[name]) for name in ("logger", "process", "level", "event"))
+    except (KeyError, ValueError):
+        return None
+    if logger.partition(".")[0] != OWN or record.get("rank"):  # rank 0 speaks for all
+        return None
+    cause = str(record.get("exception") or "").strip().rpartition("\n")[2]
+    return Note(at, process, level, f"{text}: {cause}"[:LONGEST] if cause else text[:LONGEST])

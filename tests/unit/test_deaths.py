@@ -1,0 +1,61 @@
+"""What the log of a dead process is worth in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.telemetry.deaths import Deaths, last_error
+
+VLLM = """\
+(EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100]   File "x.py", line 1
+(EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100] torch._inductor.exc.InvalidCxxCompiler: No working C++ compiler found
+(EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100] torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++
+2026-11-22 12:00:01.000 ERROR   g0 v- asyncrl.launch.roles: ended by an error
+Traceback (most recent call last):
+asyncrl.errors.EngineError: vLLM did not start with model 'm' on cpu: Engine core initialization failed. See root cause above.
+[rank0]:[W1122 12:00:02] Warning: destroy_process_group() was not called
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        ("only\nthis\n\n", "this"),
+        ("Traceback\nValueError: no\n", "ValueError: no"),
+        ("a.b.CError: one\nDError: two\nmore noise\n", "DError: two"),
+        ("\x1b[31mRuntimeError: red\x1b[0m\n", "RuntimeError: red"),
+        ("2026-01-01 00:00:00.000 ERROR   g0 v- asyncrl.launch.roles: DataError: t.jsonl:3: no\n", "DataError: t.jsonl:3: no"),
+        ("Error: a word\n", "Error: a word"),
+        ("KError: " + "x" * 1000, "KError: " + "x" * 392),
+    ],
+)
+def test_the_last_error_is_the_cause(text, words):
+    assert last_error(text) == words[:400]
+
+
+def test_an_error_that_points_back_is_told_with_the_first():
+    assert last_error(VLLM) == (
+        "EngineError: vLLM did not start with model 'm' on cpu: Engine core initialization failed. See root cause above. "
+        "(first: InductorError: InvalidCxxCompiler: No working C++)"
+    )
+
+
+def test_every_life_has_its_own_words_and_those_in_a_row_are_counted(tmp_path: Path):
+    path = tmp_path / "g0.out"
+    path.write_text("OldError: of the run before\n")
+    deaths = Deaths(path)
+
+    def die(text: str) -> tuple[str, int]:
+        with path.open("a") as file:
+            file.write(text)
+        return deaths.note(), deaths.in_a_row
+
+    assert die("") == ("", 1), "killed before it said a word"
+    assert die("AError: port 5001 is taken\n") == ("AError: port 5001 is taken", 1)
+    assert die("AError: port 5002 is taken\n") == ("AError: port 5002 is taken", 2)
+    assert die("BError: another\n") == ("BError: another", 1)
+    assert die("") == ("", 1) and die("") == ("", 1), "silence is not the same fault"
+    path.unlink()
+    assert die("CError: in a new file\n")[1] == 1
