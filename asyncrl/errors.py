@@ -53,6 +53,10 @@ class ControlRefused(ControlError):
     """The learner will not have this generator: another release, another config, a name that is taken."""
 
 
+class UpdatesRefused(ControlError):
+    """Weights arrive at the generators, and none of them may sample with them: sending them again is no use."""
+
+
 class TransferError(AsyncRLError):
     """A weight transfer failed, was cut off, or did not verify."""
 

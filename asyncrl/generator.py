@@ -27,6 +27,7 @@ from asyncrl.progress import beat, begin
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
+from asyncrl.weights.refusal import ProbeRefused
 from asyncrl.wire.schema import encode_group
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class GeneratorSettings:
     lease_s: float
     heartbeat_s: float
     probe_limit: float
+    dtype: str = "float32"
+    """Of the model: what differences of its log-probabilities are ordinary."""
     wire_key: bytes = b""
 
 
@@ -281,6 +284,11 @@ class Generator:
             self._newest = weights
             self._on_version(order.version)
             probe_max = await self._probe(order)
+        except ProbeRefused as error:
+            log.warning("version %d is refused: %s", order.version, error)
+            return UpdateReport(
+                version=order.version, lineage=weights.lineage, applied=False, reason=str(error), probe_max=error.difference
+            )
         except TransferError as error:
             log.warning("version %d was not received: %s", order.version, error)
             return UpdateReport(version=order.version, lineage=weights.lineage, applied=False, reason=str(error))
@@ -305,10 +313,7 @@ class Generator:
         if difference <= self._settings.probe_limit:  # NaN is not
             return difference
         await self._discard_running()
-        raise TransferError(
-            f"the probe differs from the learner's by {difference:.4g} nats, allowed is {self._settings.probe_limit}: "
-            "the weights in the engine are not those that were sent"
-        )
+        raise ProbeRefused(difference, limit=self._settings.probe_limit, dtype=self._settings.dtype)
 
     async def _discard_running(self) -> None:
         """What is being sampled is given back, and nothing is sampled until good weights arrive."""

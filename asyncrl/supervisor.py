@@ -24,7 +24,7 @@ from typing import IO
 from asyncrl.errors import RunError
 from asyncrl.processes import stop_processes
 from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
-from asyncrl.telemetry.deaths import Deaths
+from asyncrl.telemetry.deaths import Deaths, last_message
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class Supervisor:
             child.start_at_s = time.monotonic() + _LEFT_S
             log.info("%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S)
         elif status == USER_ERROR:
-            said = last_words(child.spec.log_path)
+            said = last_message(child.deaths.printed())
             self._give_up(child, said or f"{child.spec.name} refused to start; see {child.spec.log_path}")
         else:
             self._schedule_restart(child, status)

@@ -18,6 +18,8 @@ from asyncrl.types import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
+MOST_REFUSALS = 3
+"""Updates in a row that fail the probe of a generator: the same bytes will not turn out better."""
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
 _UNKNOWN = -1
@@ -78,6 +80,10 @@ class _Member:
     failures: int = 0
     """In a row, of updates and of senders."""
     has_sender: bool = True
+    refused: int = 0
+    """Updates in a row that arrived and failed the probe."""
+    reason: str = ""
+    """Of the newest of these."""
 
     @property
     def next_transport(self) -> str:
@@ -100,7 +106,8 @@ class UpdateSchedule:
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    probe_max: float = 0.0
+    probe_max: float | None = None
+    """Of the newest report that has one, refused or not."""
     _members: dict[str, _Member] = field(default_factory=dict)
 
     def phase(self, holder: str) -> Phase:
@@ -166,12 +173,24 @@ class UpdateSchedule:
             return []
         if Weights(report.version, report.lineage) != member.target:
             return []
+        if report.applied or report.probe_max > 0:
+            self.probe_max = report.probe_max
         if not report.applied:
+            if report.probe_max > 0:  # else it did not arrive, which says nothing of what was sent
+                member.refused, member.reason = member.refused + 1, report.reason
             return self._fail(holder, now_s)
         self.updates += 1
-        self.probe_max = report.probe_max
+        member.refused = 0
         member.phase, member.version, member.failures, member.until_s = Phase.IDLE, report.version, 0, now_s
         return self._begin(holder, now_s)
+
+    @property
+    def hopeless(self) -> str | None:
+        """Why no generator will ever take an update, when each has refused `MOST_REFUSALS` in a row."""
+        members = self._members.values()
+        if not members or min(member.refused for member in members) < MOST_REFUSALS:
+            return None
+        return next(member.reason for member in members)
 
     def tick(self, now_s: float) -> list[Action]:
         """Let deadlines pass and back-offs end."""

@@ -37,8 +37,8 @@ from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
 from asyncrl.control.messages import CODEC, UnknownMember
 from asyncrl.control.peers import Peers
-from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
-from asyncrl.errors import AsyncRLError, ControlError, WireError
+from asyncrl.control.updates import MOST_REFUSALS, Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
+from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,10 @@ class ControlHub:
         """See `LearnerControl`."""
         if self._failure is not None:
             raise ControlError(f"the control thread died: {self._failure!r}; its traceback is in the log") from self._failure
+        if self._hopeless is not None:
+            raise UpdatesRefused(
+                f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: {self._hopeless}"
+            )
 
     def members(self) -> list[MemberStatus]:
         """See `LearnerControl`."""
@@ -305,7 +309,7 @@ class ControlHub:
 
     def _hear_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         if not report.applied:
-            log.warning("generator %s did not apply version %d: %s", holder, report.version, report.reason)
+            log.warning("generator %s refused version %d: %s", holder.rpartition(":")[0], report.version, report.reason)
         try:
             self._on_report(holder.rpartition(":")[0], report)
         finally:
@@ -377,13 +381,15 @@ class ControlHub:
 
     def _take_snapshot(self) -> None:
         self._statuses = self._membership.statuses(time.monotonic())
-        self._counters = {
+        self._counters: dict[str, float] = {
             "joined": self._membership.joined,
             "left": self._membership.left,
             "died": self._membership.died,
             "updates": self._schedule.updates,
             "updates_failed": self._schedule.failed,
             "senders_killed": self._killed,
-            "probe_max": self._schedule.probe_max,
             "messages_rejected": self._rejected,
         }
+        if self._schedule.probe_max is not None:
+            self._counters["probe_max"] = self._schedule.probe_max
+        self._hopeless = self._schedule.hopeless

@@ -76,18 +76,23 @@ def main() -> None:
 async def _generate(
     config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory, context: LogContext
 ) -> None:
+    log.info("importing vLLM")
     from asyncrl.engine.vllm import VLLMEngine
 
+    log.info("reading the prompts")
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
     scorer = RewardPool(config.reward, config.run.root)
+    log.info("starting the reward processes")
     await scorer.start()  # first: a function that cannot be loaded is known in a second
+    log.info("starting the engine, which loads the model and warms up")
     engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
     begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
+    log.info("starting the reward processes")
     record = RunRecord(store, join_keys().record)
     control = ControlClient(
         await _control_endpoint(store, record),
@@ -112,6 +117,7 @@ async def _generate(
                 lease_s=config.generator.lease_s,
                 heartbeat_s=config.control.heartbeat_s,
                 probe_limit=config.weights.probe_limit,
+                dtype=config.model.dtype,
                 wire_key=wire_key(),
             ),
             on_version=context.follow,

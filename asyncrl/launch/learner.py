@@ -195,6 +195,7 @@ def train(config: Config, directory: RunDirectory, store: StoreConnection, logs:
         if config.learner.ranks == 1:  # with more, the process that started them holds it
             stack.enter_context(RunLock(directory.lock))
         rendezvous = _rendezvous(config)
+        log.info("loading the model")
         trainer = DeepSpeedTrainer(
             config.model,
             config.learner,

@@ -19,6 +19,7 @@ from asyncrl.errors import (
     RewardError,
     RunError,
     StoreRefused,
+    UpdatesRefused,
 )
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.processes import die_with_parent
@@ -37,6 +38,7 @@ NOT_MENDED_BY_A_RESTART = (
     BufferFenced,
     StoreRefused,
     ControlRefused,
+    UpdatesRefused,
 )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 READ_BYTES = 1 << 20
 """Of the end of a log: engines print thousands of lines."""
-LONGEST = 400
+LONGEST, LINES = 400, 40
 NOISE = re.compile(r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*")
 """Colours, and what vLLM puts before the lines of its processes."""
 ERROR = re.compile(r"(?:[A-Za-z_][\w.]*\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Gap|Fenced))\b: (?P<text>.*\S)")
@@ -24,6 +24,15 @@ def last_error(text: str) -> str:
         return next((line for line in reversed(lines) if line), "")[:LONGEST]
     last, first = said[-1], said[0]
     return f"{last[:LONGEST]} (first: {first[:LONGEST]})" if VAGUE.search(last) and first != last else last[:LONGEST]
+
+
+def last_message(text: str) -> str:
+    """The last error with the lines below it: an error of ours may be a list of mistakes. Without one, the last lines."""
+    lines = text.rstrip().splitlines()[-LINES:]
+    for index in reversed(range(len(lines))):
+        if found := ERROR.search(_plain(lines[index])):
+            return "\n".join([f"{found['name']}: {found['text']}", *lines[index + 1 :]])
+    return "\n".join(lines)
 
 
 def _plain(line: str) -> str:
@@ -49,13 +58,14 @@ class Deaths:
 
     def note(self) -> str:
         """Read what the process that has just died printed; its last error."""
-        words = last_error(self._printed())
+        words = last_error(self.printed())
         same = words and _shape(words) == _shape(self.words)
         self.in_a_row = self.in_a_row + 1 if same else 1
         self.words = words
         return words
 
-    def _printed(self) -> str:
+    def printed(self) -> str:
+        """What it printed since the last call."""
         try:
             size = self._size()
             start, self._read_to = max(min(self._read_to, size), size - READ_BYTES), size

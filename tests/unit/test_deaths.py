@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.deaths import Deaths, last_error
+from asyncrl.telemetry.deaths import Deaths, last_error, last_message
 
 VLLM = """\
 (EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100] Traceback (most recent call last):
@@ -59,3 +59,10 @@ def test_every_life_has_its_own_words_and_those_in_a_row_are_counted(tmp_path: P
     assert die("") == ("", 1) and die("") == ("", 1), "silence is not the same fault"
     path.unlink()
     assert die("CError: in a new file\n")[1] == 1
+
+
+def test_a_message_of_several_lines_is_told_whole():
+    before = "noise\n2026-01-01 00:00:00.000 ERROR   learner v- asyncrl.launch.roles: "
+    text = "ConfigError: 2 problems in a.yaml\n  a.yaml:1  one\n  a.yaml:2  two"
+    assert last_message(f"{before}{text}\n") == text
+    assert last_message("no such model\n") == "no such model" and last_message("") == ""

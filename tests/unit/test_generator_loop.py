@@ -352,7 +352,7 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
         await world.control.orders.put(world.order(1, probe_error=0.1))
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert not report.applied
-        assert "probe differs" in report.reason
+        assert "probe differs" in report.reason and report.probe_max == pytest.approx(0.1, rel=1e-3)
         await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
         assert world.engine.weights.version == -1
         await world.until(lambda: world.control.beats[-1].state == "dirty")

@@ -20,12 +20,25 @@ def status_after(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize(
-    "error", [errors.ConfigError, errors.ForeignRunError, errors.StoreRefused, errors.ControlRefused, errors.BufferFenced]
+    "error",
+    [
+        errors.ConfigError,
+        errors.ForeignRunError,
+        errors.StoreRefused,
+        errors.ControlRefused,
+        errors.BufferFenced,
+        errors.UpdatesRefused,
+    ],
 )
 def test_what_a_restart_would_repeat_is_not_restarted(error, monkeypatch):
     assert status_after(error("why"), monkeypatch) == roles.USER_ERROR
 
 
-@pytest.mark.parametrize("error", [errors.StoreError, errors.ControlError, errors.EngineError, errors.BufferGap])
+@pytest.mark.parametrize("error", [errors.StoreError, errors.ControlError, errors.TransferError, errors.BufferGap])
 def test_what_may_pass_is_restarted(error, monkeypatch):
     assert status_after(error("why"), monkeypatch) == 1
+
+
+@pytest.mark.parametrize("error", [errors.EngineError, errors.CheckpointError])
+def test_what_is_likely_to_come_again_is_restarted_and_counted(error, monkeypatch):
+    assert status_after(error("why"), monkeypatch) == roles.FAULT_FOUND

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.updates import CloseSender, Deliver, Phase, Prepare, RestartSender, UpdateSchedule
+from asyncrl.control.updates import MOST_REFUSALS, CloseSender, Deliver, Phase, Prepare, RestartSender, UpdateSchedule
 from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
 
 DEADLINE_S, PREPARATION_S = 10.0, 60.0
@@ -83,6 +83,46 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
     run_one(schedule, "slow", 3, 2.0)
     assert schedule.version("slow") == 3
     assert (schedule.updates, schedule.failed, schedule.probe_max) == (5, 0, 0.25)
+
+
+def refused(version: int, difference: float = 0.12) -> UpdateReport:
+    return UpdateReport(version=version, applied=False, reason=f"the probe differs by {difference}", probe_max=difference)
+
+
+def refuse(schedule: UpdateSchedule, holder: str, version: int, now_s: float, report: UpdateReport) -> None:
+    schedule.tick(now_s)
+    schedule.prepared(holder, order(version), now_s)
+    schedule.reported(holder, report, now_s)
+
+
+def test_what_every_generator_refuses_again_and_again_is_hopeless():
+    schedule = make()
+    joined(schedule, "a", "b")
+    assert schedule.probe_max is None, "no update was seen yet"
+    schedule.announce(1, 0.0)
+    for attempt in range(MOST_REFUSALS):
+        assert schedule.hopeless is None
+        schedule.tick(100.0 * attempt)
+        for holder in ("a", "b"):
+            schedule.prepared(holder, order(1), 100.0 * attempt)
+        schedule.reported("a", refused(1), 100.0 * attempt)
+        assert schedule.hopeless is None, "the other one may take it"
+        schedule.reported("b", refused(1), 100.0 * attempt)
+    assert schedule.hopeless == "the probe differs by 0.12" and schedule.probe_max == 0.12
+    refuse(schedule, "b", 1, 5000.0, applied(1))
+    assert schedule.hopeless is None and (schedule.updates, schedule.probe_max) == (1, 0.25)
+    schedule.remove("a")
+    schedule.remove("b")
+    assert schedule.hopeless is None, "there is nobody"
+
+
+def test_what_did_not_arrive_is_no_refusal():
+    schedule = make()
+    joined(schedule, "a")
+    schedule.announce(1, 0.0)
+    for attempt in range(5 * MOST_REFUSALS):
+        refuse(schedule, "a", 1, 100.0 * attempt, failed(1))
+    assert schedule.hopeless is None and schedule.failed == 5 * MOST_REFUSALS
 
 
 def transports_of_failing_updates(schedule, attempts):

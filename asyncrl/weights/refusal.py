@@ -1,0 +1,30 @@
+"""What it means that a generator computes other log-probabilities than the learner, with the weights that it was sent."""
+
+from asyncrl.errors import TransferError
+
+ROUNDING_NATS = {"bfloat16": 0.6, "float32": 1e-3}
+"""Differences on the probe that rounding alone makes, by dtype: the largest seen of several models on a CPU was 0.47 and 5e-5."""
+LARGEST_DIFFERENCE = 1e6
+
+
+class ProbeRefused(TransferError):
+    """Weights have arrived, and the engine computes other log-probabilities with them than the learner."""
+
+    def __init__(self, difference: float, *, limit: float, dtype: str) -> None:
+        """`difference` in nats, perhaps not finite; 1e6 then stands for it."""
+        super().__init__(
+            f"the probe differs from the learner's by {difference:.4g} nats, allowed is {limit:g} (weights.probe_limit): "
+            f"{_meaning(difference, dtype)}"
+        )
+        self.difference = min(difference, LARGEST_DIFFERENCE) if difference == difference else LARGEST_DIFFERENCE
+
+
+def _meaning(difference: float, dtype: str) -> str:
+    if not difference <= ROUNDING_NATS[dtype]:
+        return (
+            f"more than rounding of {dtype} explains; the engine holds other weights, or computes them differently (a kernel, an "
+            "unsupported model): compare with model.dtype float32"
+        )
+    if dtype == "float32":
+        return "rounding of other kernels; if the samples look right, raise weights.probe_limit"
+    return f"ordinary rounding of {dtype}; set weights.probe_limit={2 * difference:.1g}, or model.dtype=float32"
