@@ -92,7 +92,7 @@ async def _generate(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
-    log.info("starting the reward processes")
+    log.info("calling the learner")
     record = RunRecord(store, join_keys().record)
     control = ControlClient(
         await _control_endpoint(store, record),

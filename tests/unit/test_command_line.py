@@ -103,9 +103,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
     "generator": ("no run found at runs", "give the directory"),
     # places that cannot be written
-    "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "give another place", "run.root=DIRECTORY"),
-    "up task.yaml run.root=/proc/nowhere": ("/proc/nowhere", "run.root=DIRECTORY"),
-    "up task.yaml run.root=/dev/full": ("/dev/full", "Not a directory", "run.root=DIRECTORY"),
+    "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "choose another run.root"),
+    "up task.yaml run.root=/proc/nowhere": ("/proc/nowhere", "No such file or directory", "choose another run.root"),
+    "up task.yaml run.root=/dev/full": ("/dev/full/mine", "Not a directory", "choose another run.root"),
 }
 
 
@@ -197,14 +197,14 @@ def test_a_disk_that_refuses_is_named_with_the_place_and_the_way_out(number, typ
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(number, os.strerror(number), "/mnt/runs/mine/logs")
 
-    monkeypatch.setattr("asyncrl.launch.directory.RunDirectory.create", refuse)
+    monkeypatch.setattr("asyncrl.preflight.validate.validated_config", refuse)
     status, _, said = typed("up task.yaml")
     assert status == 2 and said.startswith(f"/mnt/runs/mine/logs: {os.strerror(number)}; ")
     assert "run.root=DIRECTORY" in said and "Traceback" not in said
 
 
 def test_a_fault_of_ours_is_told_from_a_mistake(typed, monkeypatch):
-    def break_(*arguments: object) -> None:
+    def break_(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("asyncrl.preflight.validate.validated_config", break_)
