@@ -85,10 +85,9 @@ def receive_bytes(channel: socket.socket, count: int) -> bytearray:
     return data
 
 
-def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
-    """Terminate, wait at most `grace_s`, then kill. Returns the exit status."""
+def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """As `stop_processes`; one that the kernel holds on to is left to it."""
     stop_processes([process], grace_s=grace_s)
-    return process.wait(timeout=0.0)
 
 
 def stop_processes(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> list[int]:

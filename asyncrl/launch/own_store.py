@@ -8,10 +8,13 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules,
 from asyncrl.config.schema import Config
 from asyncrl.errors import StoreError
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.progress import Attention
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+AGAIN_S = ASK_S = 1.0
+SILENT_S = 15.0
+"""It is back then before those who wait for it give up."""
 
 
 class KeptStore:
@@ -23,9 +26,14 @@ class KeptStore:
         """Whether it answered when it was last tended; False while it starts and loads."""
         self._is_begun = True
         self._again_at_s = 0.0
+        self._attention = Attention()
+        self._ask_at_s = self._heard_at_s = 0.0
 
     def tend(self) -> None:
         """To be called all the time."""
+        if self.is_up and self._is_silent():
+            log.error("the store has not answered for %.0f s and is killed", SILENT_S)
+            self.server.kill()
         if (self.is_up and self.server.is_running) or time.monotonic() < self._again_at_s:
             return
         if self.is_up:
@@ -37,13 +45,22 @@ class KeptStore:
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 
+    def _is_silent(self) -> bool:
+        """Asks it once a second. One that is stopped lives, and answers nobody."""
+        now_s = self._attention.look()
+        if now_s >= self._ask_at_s:
+            self._ask_at_s = now_s + ASK_S
+            if self.server.look() != "silent":
+                self._heard_at_s = now_s
+        return now_s - self._heard_at_s > SILENT_S
+
     def _bring_up(self) -> None:
         if not self._is_begun:
             self.server.stop()
             self.server.begin()
             self._is_begun = True
         elif self.server.comes_up():
-            self.is_up = True
+            self.is_up, self._heard_at_s = True, self._attention.look()
             log.info("the store answers again")
 
 

@@ -9,20 +9,27 @@ _TIMEOUT_S = 60.0
 
 
 class ForkServer:
-    """Forks senders; starts again when it has died, and all senders with it."""
+    """Forks senders; starts again when it has died or hangs, and all senders with it."""
 
     def __init__(self) -> None:
+        self.generation = 0
+        """Which one of its processes forks now."""
         self._start()
 
+    def replace(self, generation: int) -> None:
+        """After a sender of that generation was not forked in all its time: its fork server hangs."""
+        if generation == self.generation:
+            self.close()
+            self._start()
+
     def fork(self) -> socket.socket:
-        """Our end of a new sender's channel, at once. Raises OSError when the fork server hangs."""
+        """Our end of a new sender's channel, at once."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._requests, [b"."], [theirs.fileno()])
-            except (BrokenPipeError, ConnectionResetError):  # it died
-                self.close()
-                self._start()
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it died, or has hung for long
+                self.replace(self.generation)
                 socket.send_fds(self._requests, [b"."], [theirs.fileno()])
         return ours
 
@@ -33,5 +40,6 @@ class ForkServer:
         self._process.wait()
 
     def _start(self) -> None:
+        self.generation += 1
         self._process, self._requests = start_worker("asyncrl.weights.sender")
         self._requests.settimeout(_TIMEOUT_S)

@@ -88,7 +88,7 @@ class SharedMemoryPublisher:
         )
         sender = SenderProcess(
             setup,
-            self._fork_server.fork,
+            self._fork_server,
             probe_ids=self._probe_ids,
             history=self._history,
             take=self._take,

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
+from asyncrl.weights.fork_server import ForkServer
 from asyncrl.weights.sender import LENGTH, pack
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.transports import SenderSetup
@@ -38,7 +39,7 @@ class SenderProcess:
     def __init__(
         self,
         setup: SenderSetup,
-        fork: Callable[[], socket.socket],
+        forks: ForkServer,
         *,
         probe_ids: tuple[int, ...],
         history: str,
@@ -46,7 +47,7 @@ class SenderProcess:
         give_back: Callable[[Published], None],
     ) -> None:
         self._setup = setup
-        self._fork = fork
+        self._forks = forks
         self._probe_ids = probe_ids
         self._history = history
         self._take = take
@@ -97,6 +98,8 @@ class SenderProcess:
     def restart(self) -> None:
         """See `Sender`."""
         self._end()
+        if self._process is None:
+            self._forks.replace(self._generation)
         self._start()
 
     def close(self) -> None:
@@ -123,7 +126,7 @@ class SenderProcess:
         self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
         self._directory.mkdir(parents=True, mode=0o700)
         self._process: int | None = None
-        self._channel = self._fork()
+        self._channel, self._generation = self._forks.fork(), self._forks.generation
         self._channel.setblocking(False)
         self._incoming = bytearray()
         self._outgoing = bytearray()

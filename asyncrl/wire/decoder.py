@@ -13,13 +13,14 @@ import time
 
 from asyncrl.errors import RunError, WireError
 from asyncrl.processes import start_worker, stop_process
+from asyncrl.progress import beat
 from asyncrl.types import Group
 from asyncrl.wire.decoder_process import LENGTH, OUT_OF_MEMORY, memory_of, receive
 from asyncrl.wire.schema import decode_group
 
 log = logging.getLogger(__name__)
 
-START_S = 60.0
+START_S = 30.0
 FRAME_S = 30.0
 """For one frame: the largest takes a second. A decoder that was stopped from outside costs this once."""
 ATTEMPTS = 2
@@ -45,6 +46,7 @@ class GroupDecoder:
         """As `decode_group`. Raises WireError, also for a frame that cannot be tried; RunError when no process starts."""
         reason = ""
         for _ in range(ATTEMPTS):
+            beat()
             try:
                 verdict = self._try(frame)
             except (OSError, EOFError) as error:
@@ -73,6 +75,18 @@ class GroupDecoder:
         return receive(self._channel).decode()
 
     def _start(self) -> None:
+        """One that hangs in its start is replaced too. Raises RunError after the last one."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self._start_one()
+            except RunError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    def _start_one(self) -> None:
+        beat()
         self._process, self._channel = start_worker("asyncrl.wire.decoder_process")
         self._channel.settimeout(START_S)
         try:

@@ -184,6 +184,21 @@ def test_the_fork_server_s_death_is_the_senders_and_all_of_them_come_back(stage)
         assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
 
 
+def test_a_fork_server_that_hangs_is_replaced_once_for_all_its_senders(stage):
+    publisher = stage[0]()
+    forks = publisher._fork_server
+    os.kill(forks._process.pid, signal.SIGSTOP)
+    senders = [publisher.open_sender(1) for _ in range(2)]
+    publisher.publish(1, weights(1), (0.0, 0.0))
+    assert all(sender.prepare("gloo") for sender in senders)
+    hung = forks._process.pid
+    for sender in senders:  # as the schedule has it when they are late
+        sender.restart()
+    assert forks._process.pid != hung and forks.generation == 2
+    for sender in senders:
+        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
 def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):
     publisher = stage[0]()
     publisher.publish(1, weights(1), ())

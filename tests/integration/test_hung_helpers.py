@@ -1,0 +1,84 @@
+"""Helpers that are stopped and never go on: whoever needs them replaces them. Senders are in test_senders.py."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.schema import StoreConfig
+from asyncrl.launch import own_store
+from asyncrl.launch.own_store import KeptStore
+from asyncrl.processes import start_worker
+from asyncrl.types import Group
+from asyncrl.wire import decoder as decoding
+from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.schema import encode_group
+
+pytestmark = pytest.mark.integration
+
+KEY = b"key of the run"
+
+
+def tend_until(kept: KeptStore, condition, wait_s: float = 120.0) -> None:
+    until_s = time.monotonic() + wait_s
+    while not condition():
+        kept.tend()
+        assert time.monotonic() < until_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(own_store, "SILENT_S", 2.0)
+    monkeypatch.setattr(own_store, "ASK_S", 0.2)
+    with StoreServer(StoreConfig(), tmp_path) as server:
+        kept, first = KeptStore(server), server.pid
+        os.kill(first, signal.SIGSTOP)
+        tend_until(kept, lambda: server.is_running and server.pid != first and kept.is_up)
+        assert StoreConnection(server.url).call(lambda client: client.ping())
+        second, until_s = server.pid, time.monotonic() + 4.0
+        while time.monotonic() < until_s:  # an answer is enough to live
+            kept.tend()
+            time.sleep(0.05)
+        assert server.pid == second
+    assert caplog.text.count("has not answered for") == 1
+
+
+def test_a_store_that_was_not_asked_is_not_silent(tmp_path, monkeypatch):
+    """The supervisor slept for longer than the bound."""
+    monkeypatch.setattr(own_store, "SILENT_S", 2.0)
+    with StoreServer(StoreConfig(), tmp_path) as server:
+        kept, first = KeptStore(server), server.pid
+        kept.tend()
+        time.sleep(3.0)
+        os.kill(first, signal.SIGSTOP)
+        kept.tend()
+        os.kill(first, signal.SIGCONT)
+        tend_until(kept, lambda: kept._attention.now_s > 3.0)
+        assert server.pid == first
+
+
+def test_a_decoder_that_hangs_in_its_start_is_replaced(monkeypatch):
+    monkeypatch.setattr(decoding, "START_S", 3.0)
+    started = []
+
+    def start(module: str):
+        process, channel = start_worker(module)
+        if not started:
+            os.kill(process.pid, signal.SIGSTOP)
+        started.append(process.pid)
+        return process, channel
+
+    monkeypatch.setattr(decoding, "start_worker", start)
+    decoder = GroupDecoder(KEY, frame_s=20.0)
+    try:
+        frame = encode_group(Group.dead(7, "why", generator_id="g", version=1), KEY)
+        assert decoder.decode(frame).ticket_id == 7
+        os.kill(started[-1], signal.SIGSTOP)
+        decoder._frame_s = 1.0
+        assert decoder.decode(frame).ticket_id == 7, "nor one that is stopped while idle"
+    finally:
+        decoder.close()
+    assert len(set(started)) >= 3
