@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.buffer.ledger import next_chain
-from asyncrl.errors import WireError
 
-from .content import decode
+from .content import is_good, is_hopeless
 from .lane import Lane, require
 from .store import OOM
 
@@ -53,6 +52,8 @@ class Call:
     max_bytes: int
     name_of: Callable[[int], int]
     """The id that stands in a frame."""
+    window: int | None
+    """Of the learner that calls; None when it is nobody's."""
 
     @property
     def moved(self) -> dict[int, tuple[str, str]]:
@@ -225,6 +226,7 @@ def _fail_call(call: Call) -> None:
 
 def _take_call(call: Call) -> None:
     number, previous, wanted, window = int(call.arguments[2]), call.arguments[3], int(call.arguments[4]), int(call.arguments[5])
+    require(call.window in (None, window), "another window than the learner's", window, call.window)
     if call.reply[0] in (b"GAP", b"FENCED"):
         return
     is_starving = call.after.meta.get("starving") == "1"
@@ -251,7 +253,7 @@ def _reject_call(call: Call) -> None:
     was_counted = call.after.attempts.get(ticket_id, 0) > call.before.attempts.get(ticket_id, 0)
     if was_counted:
         name = call.name_of(ticket_id)
-        require(frame is not None and not _is_good(name, frame), "a good frame was refused", ticket_id, frame)
+        require(frame is not None and not is_good(name, frame), "a good frame was refused", ticket_id, frame)
     if call.reply[0] == b"OK":
         number, chain = int(call.arguments[2]), call.arguments[3]
         kept = call.after.takes[number]
@@ -263,15 +265,10 @@ def _reject_call(call: Call) -> None:
         was_there = ticket_id in call.before.takes[int(call.arguments[2])][2]
         require(was_counted or not was_there or ticket_id in told[1], "a refused frame cost no attempt", ticket_id, told)
         if was_counted:
+            assert frame is not None
             is_last = call.after.attempts[ticket_id] == call.max_attempts or number < call.before.number("last")
+            is_last = is_last or is_hopeless(call.name_of(ticket_id), frame)
             require((ticket_id in told[1]) == is_last, "given up early or late", ticket_id, told)
-
-
-def _is_good(ticket_id: int, frame: bytes) -> bool:
-    try:
-        return decode(frame).ticket_id == ticket_id
-    except WireError:
-        return False
 
 
 def _commit_call(call: Call) -> None:

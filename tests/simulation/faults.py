@@ -9,8 +9,10 @@ CHANCES = {"lost_request": 0.03, "delayed_request": 0.02, "lost_reply": 0.04, "l
 MEAN_S = {
     "generator_kill": 20.0,
     "generator_pause": 30.0,
+    "generator_hang": 60.0,
     "generator_leave": 60.0,
     "learner_kill": 25.0,
+    "learner_hang": 60.0,
     "learner_pause": 50.0,
     "second_learner": 50.0,
     "store_kill": 30.0,
@@ -25,8 +27,12 @@ MEAN_S = {
 """Mean time between two faults of a kind."""
 OTHER = {
     "garbage_frame": 0.2,  # per group
+    "foreign_group": 0.05,  # authentic, and of no use: of another lane, or of other settings
+    "late_group": 0.1,
     "reward_fails": 0.1,
+    "lost_order": 0.1,  # per look of a generator at what is published
     "torn_checkpoint": 0.3,  # per start of a learner
+    "changed_settings": 0.3,
     "ambush": 0.15,  # per rare call of one
     "echo": 0.5,  # whenever the store loses something
     "usurper_of_nothing": 0.3,  # per second learner

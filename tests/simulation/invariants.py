@@ -36,25 +36,35 @@ def check_state(lane: Lane, strays: set[int]) -> None:
 
 
 def check_lineage(
-    history: list[dict[str, Any]], ledgers: Ledgers, produced: dict[int, set[str]], *, groups: int, max_age: int
+    history: list[dict[str, Any]], ledgers: Ledgers, produced: dict[int, set[str]], sampled_by: dict[str, set[tuple[int, int]]]
 ) -> None:
-    """The weights of a checkpoint: every id once, only what was sampled for it and in time, and the ledgers say the same."""
-    shards = len(ledgers.shards)
+    """The weights of a checkpoint: every id once, only what was sampled for it, by the weights that led here and in time, and
+    the ledgers say the same.
+
+    Args:
+        produced: ticket id -> the samples that were made for it.
+        sampled_by: sample -> (version, serial number) of all weights that took part; no two weights have the same number.
+    """
+    shards, serials = len(ledgers.shards), [0, *(entry["serial"] for entry in history)]
     replayed, trained = Ledgers().expect(shards), 0
     consumed = [(shard, i) for entry in history for shard, ids in entry["takes"] for i in ids]
     require(len(consumed) == len(set(consumed)), "an id was trained twice", history)
     for step, entry in enumerate(history):
         require(entry["version"] == step, "a step is missing or repeated", entry["version"], step)
-        require(len(entry["trained"]) == groups, "a step has another size", entry)
+        require(len(entry["trained"]) == entry["groups"], "a step has another size", entry)
         for shard, ids in entry["takes"]:
             replayed.shards[shard].consume(tuple(ids))
         of_takes = [join(shard, i, shards) for shard, ids in entry["takes"] for i in ids]
         of_groups = [i for i, *_ in entry["trained"] + entry["rejected"]]
         require(sorted(of_groups) == sorted(of_takes), "a step's ids are not those of its takes", entry)
         for ticket_id, sample, oldest in entry["trained"]:
-            age = step - oldest
-            require(0 <= age <= max_age, "a group is older than the bound, or younger than its learner", step, ticket_id)
             require(sample in produced.get(ticket_id, ()), "trained on what nobody sampled for it", ticket_id, sample)
+            weights = sampled_by[sample]
+            require(all(version <= step for version, _ in weights), "a group is younger than its learner", step, ticket_id)
+            lost = [one for one in weights if serials[one[0]] != one[1]]
+            require(not lost, "trained on a group of weights that were lost", step, ticket_id, lost)
+            require(oldest == min(weights)[0], "a group says another age", ticket_id, oldest, weights)
+            require(step - oldest <= entry["max_age"], "a group is older than the bound", step, ticket_id, oldest)
         trained += len(entry["trained"])
     for mine, told in zip(replayed.shards, ledgers.shards, strict=True):
         same = all(getattr(mine, name) == getattr(told, name) for name in ("watermark", "above", "takes", "chain"))

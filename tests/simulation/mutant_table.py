@@ -40,6 +40,10 @@ def client(module: str, old: str, new: str, after: str = "") -> Edit:
     return Edit(f"asyncrl/buffer/{module}.py", old, new, after)
 
 
+def types(old: str, new: str, after: str = "") -> Edit:
+    return Edit("asyncrl/types.py", old, new, after)
+
+
 def loop(old: str, new: str, after: str = "") -> Edit:
     """In the simulation's loops, which stand for learner.py and generator.py."""
     return Edit("tests/simulation/processes.py", old, new, after)
@@ -193,7 +197,50 @@ MUTANTS = [
     one("the credit is not told again to a store that forgot it", OPEN_WAITING),
     one("a rejected group does not give its credit back at once", OPEN_REJECTED, survives="it does when the learner next waits"),
     two("a rejected group never gives its credit back", OPEN_WAITING, OPEN_REJECTED),
-    one("a group of a lost history is trained", client("intake", "if max(versions) > version or not all(", "if not all(")),
+    one("a group that is newer than its learner is trained", client("intake", "if max(versions) > version or not all(", "if not all("),
+        survives="only weights of a lost history are newer, and these are found by their lineage"),
+    one("a group one version ahead is trained, of any history", client("intake", "if max(versions) > version or not all(weights in history for weights in sampled_by):", "if max(versions) > version + 1:")),
+    # -- histories
+    one("a group of a lost history is trained when its number has come again", client("intake", " or not all(weights in history for weights in sampled_by):", ":")),
+    one("the judge sees the first rollout only", client("intake", "for rollout in group.rollouts for span", "for rollout in group.rollouts[:1] for span")),
+    one("the judge sees the first span of a rollout only", client("intake", "for span in rollout.version_spans}", "for span in rollout.version_spans[:1]}")),
+    one("the judge sees the last span of a rollout only", client("intake", "for span in rollout.version_spans}", "for span in rollout.version_spans[-1:]}")),
+    one("all that an earlier learner made belongs to the history", types("weights.lineage == last.lineage and weights.version <= last.version", "weights.lineage == last.lineage")),
+    one("the history has one version of an earlier learner too many", types("and weights.version <= last.version", "and weights.version <= last.version + 1")),
+    one("the history has one version of an earlier learner too few", types("and weights.version <= last.version", "and weights.version < last.version")),
+    one("a learner renames the weights that it has loaded", types("if version <= last.version)", "if version < last.version)")),
+    one("a learner forgets the learners before the last", types("(*recent, self.weights(version))", "(self.weights(version),)")),
+    one("a learner forgets what is young enough", types("version - longest_lag <= last.version", "version - longest_lag + 2 <= last.version")),
+    one("two learners have the same lineage", types("return History(lineage, ", "return History(self.lineage or lineage, ")),
+    one("the checkpoint does not hold the history", loop('"history": str(self.history)}', '"history": "0"}')),
+    one("a recovery keeps the history of before", lua("'history', args[9], ", "")),
+    one("tickets carry no history", client("redis", "history=History.parse(history.decode())", "history=INITIAL")),
+    # -- groups that nobody can train on
+    one("an untrainable group is trained", client("gate", "if reason := trainable(group, self.limits):", "if reason := '':")),
+    one("an untrainable group gets another attempt", client("gate", "reason, final=True)", "reason)")),
+    one("a group of another lane is trained", client("gate", "if (group.lane, group.ticket_id) != (self.lane, name):", "if group.ticket_id != name:")),
+    one("a group that was given up has nothing in its place", lua("  give_up(k, rejected, args[7])\n", "")),
+    one("the reason in the place of a frame is not counted", lua("  call('HINCRBY', k.totals, 'bytes', #GIVEN_UP + #reason)\n", "")),
+    one("a group that was given up is refused again", lua("given_up(frame) or ", ""), survives="its digest is not that of the frame that is refused"),
+    # -- settings that change
+    one("a take that is undone stays assigned", lua("    call('HDEL', k.takes, later)\n", "", after="local function unassign_from")),
+    one("a take that is undone leaves its groups taken", lua("    for _, id in ipairs(undone.ids) do call('ZADD', k.ready, id, id) end\n", "")),
+    one("the credit assumes one batch size for the whole past", client("intake", "credit_limit(self._trained, max_lag", "credit_limit(version * self.groups, max_lag")),
+    one("the window of a refill is unbounded", client("intake", "window=self.window)", "window=self.window if not self._accepted else 1 << 30)")),
+    # -- defences found missing from outside
+    one("one expired lease per call", lua("'-inf', now_ms())", "'-inf', now_ms(), 'LIMIT', 0, 1)")),
+    one("the request of a revoked holder stays", lua("  call('HDEL', k.requests, args[1])\n", "")),
+    one("the learner waits after a recovery", lua("'closed', 0, 'starving', 0,", "'closed', 0,")),
+    one("what is committed runs behind", lua("call('HSET', k.meta, 'committed', number, 'watermark'", "call('HSET', k.meta, 'committed', number - 1, 'watermark'")),
+    one("leases end with whole seconds", lua("* 1000 + math.floor(tonumber(time[2]) / 1000)", "* 1000")),
+    one("attempts of done ids stay", lua("  forget_obsolete(k, k.attempts, issued)\n", "")),
+    one("a recovery does not lower what is committed", lua("'committed', args[3])", "'committed', math.max(meta(k, 'committed'), args[3]))")),
+    one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(self._accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(self._accepted)\n")),
+    one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
+    one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),
+    one("dead letters without a bound", lua("  call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)\n", ""), survives="a simulated run refuses a few frames, not a hundred; tests/integration/test_redis_buffer.py fills the list"),
+    one("a damaged checkpoint is loaded", Edit("asyncrl/trainer/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
+    # -- the rest of the client
     one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
     one("a gap is not healed", client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")),
     one("rejected groups are not counted", client("intake", 'self.ledger.count_rejected(reason.split(":")[0])', "pass")),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from asyncrl.buffer.base import GIVEN_UP
+
 from .store import OOM
 
 OUTCOMES = {
@@ -12,7 +14,7 @@ OUTCOMES = {
     "give_back": ["ok"],
     "fail": ["last", "not the last"],
     "take": ["groups", "WAIT", "GAP", "FENCED"],
-    "reject": ["shortened", "emptied", "GAP", "FENCED"],
+    "reject": ["shortened", "given up", "GAP", "FENCED"],
     "commit": ["groups", "nothing", "GAP", "FENCED"],
     "recover": ["groups kept", "nothing kept"],
     "version": ["OK", "GAP", "FENCED"],
@@ -47,7 +49,7 @@ def _kind(name: str, reply: Any, frames: dict[int, bytes]) -> str:
     if reply[0] != b"OK":
         return str(reply[0].decode())
     if name == "reject":
-        return "emptied" if b"" in [frames[int(i)] for i in reply[2]] else "shortened"
+        return "given up" if any(frames[int(i)].startswith(GIVEN_UP) for i in reply[2]) else "shortened"
     if name == "commit":
         return "groups" if reply[1] else "nothing"
     return "groups" if name == "take" else "OK"

@@ -2,25 +2,25 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.algo.filters import GroupOutcome
-from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import PutOutcome
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Collected, Intake, make_judge
+from asyncrl.buffer.intake import DISCARDED_LINEAGE, Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
-from asyncrl.types import Group, Ticket
+from asyncrl.types import INITIAL, Group, History, Ticket, Weights
 
 from .client import Connection
-from .content import DEAD, decode, encode
+from .content import DEAD, LANE, LIMITS, decode, encode
 from .engine import Process
 from .lane import RUN, require
 from .violation import Violation
@@ -29,12 +29,21 @@ if TYPE_CHECKING:
     from .world import World
 
 KEY = b"key"
-LIMITS = GroupLimits(vocabulary=1 << 20, rollouts=64, max_tokens=1 << 30)
 LONGEST_PAUSE_S = 20.0
 """Whoever waits in vain asks less often: a simulated hour is short."""
 WEIGHTS = "weights.json"
 STALL_S = 1e9
 """The engine has a deadline of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the learner sends to the generators."""
+
+    weights: Weights
+    history: History
+    serial: int
+    """The truth, which only the simulation knows: no two weights have the same."""
 
 
 class GeneratorProcess:
@@ -44,7 +53,9 @@ class GeneratorProcess:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
         self.buffer = ShardedBuffer(world.open_lanes(Connection(world.network, self.process)))
-        self.version = world.published
+        self.published = world.published
+        self.spoiled = 0
+        """How often weights turned out to be lost after they had sampled."""
         self.held: set[int] = set()
         self.is_leaving = False
         for loop in (self._lease_forever, self._renew_forever, self._adopt_forever):
@@ -68,7 +79,13 @@ class GeneratorProcess:
             if len(self.held) >= self.world.scenario.held_at_most:
                 continue
             lease = self.buffer.lease(self.process.name, random.randint(1, 4))
+            require(self.world.is_closed or not lease.closed, "generators are told of the end before it is there")
+            useless = [ticket.id for ticket in lease.tickets if self.published.weights not in ticket.history]
+            if useless:
+                self.buffer.give_back(self.process.name, useless)
             for ticket in lease.tickets:
+                if ticket.id in useless or ticket.id in self.held:
+                    continue
                 longest_s = 1.0
                 self.held.add(ticket.id)
                 self._thread(self._produce, ticket)
@@ -87,8 +104,10 @@ class GeneratorProcess:
 
     def _adopt_forever(self) -> None:
         while True:
-            self.engine.sleep(self.engine.random.uniform(0.2, 3.0))
-            self.version = self.world.published
+            is_lost = self.world.faults.strikes("lost_order")
+            self.engine.sleep(self.engine.random.uniform(0.2, 60.0 if is_lost else 3.0))
+            self.spoiled += self.published.weights not in self.world.published.history
+            self.published = self.world.published
 
     def _produce(self, ticket: Ticket) -> None:
         self._attempt(ticket)
@@ -97,19 +116,27 @@ class GeneratorProcess:
 
     def _attempt(self, ticket: Ticket) -> None:
         world, waited_until_s = self.world, self.engine.now_s + self.world.rules.lease_s
-        while self.version < ticket.minimum_version:
+        while self.published.weights.version < ticket.minimum_version or self.published.weights not in ticket.history:
             if self.engine.now_s > waited_until_s:
                 self.buffer.give_back(self.process.name, [ticket.id])
                 return
             self.engine.sleep(0.5)
-        version = self.version
-        self.engine.sleep(self.engine.random.expovariate(1 / world.scenario.sampling_s))
+        random, spoiled, sampled_by = self.engine.random, self.spoiled, []
+        parts = random.randint(1, 3)
+        for _ in range(parts):
+            sampled_by.append(self.published)
+            self.engine.sleep(random.expovariate(parts / world.scenario.sampling_s))
         if self.is_leaving:
             return
-        if world.faults.strikes("reward_fails"):
-            self.buffer.fail(self.process.name, ticket.id, "why", encode(ticket.id, DEAD, version, 0))
+        if self.spoiled != spoiled:
+            self.buffer.give_back(self.process.name, [ticket.id])
             return
-        frame = world.sample(self.process.name, ticket.id, version)
+        if world.faults.strikes("reward_fails"):
+            self.buffer.fail(self.process.name, ticket.id, "why", encode(ticket.id, DEAD, []))
+            return
+        frame = world.sample(self.process.name, ticket.id, sampled_by)
+        if world.faults.strikes("late_group"):
+            self.engine.sleep(random.uniform(5.0, 60.0))
         pause_s = 0.5
         while self.buffer.put(self.process.name, ticket.id, frame) is PutOutcome.FULL and not self.is_leaving:
             self.engine.sleep(pause_s)
@@ -135,7 +162,7 @@ class WatchedLedger(Ledger):
 
 
 @dataclass(slots=True)
-class Weights:
+class TrainedWeights:
     """A trainer for `CheckpointStore`: its weights are the list of everything they were trained on."""
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -186,10 +213,12 @@ class LearnerProcess:
     def __init__(self, world: "World", name: str, *, is_first: bool) -> None:
         self.world, self.engine, self.is_first = world, world.engine, is_first
         self.process = Process(name)
+        self.settings, self.max_age = world.settings, world.settings.max_age(world.scenario.shards)
         self.connection = Connection(world.network, self.process)
         self.shards = world.open_lanes(self.connection)
         self.buffer = ShardedBuffer(self.shards)
-        self.weights = Weights()
+        world.windows |= {shard._owner: self.settings.window for shard in self.shards}
+        self.weights = TrainedWeights()
         self.takes: list[tuple[int, tuple[int, ...]]] = []
         """(shard, ids)"""
         self.version = 0
@@ -222,8 +251,10 @@ class LearnerProcess:
     def _learn(self) -> None:
         scenario = self.world.scenario
         checkpoints = CheckpointStore(self.world.directory, KEY, scenario.keep, Files(self))
-        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledgers().to_dict()}
+        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledgers().to_dict(), "history": str(INITIAL)}
         version = state["version"]
+        history, lineage = History.parse(state["history"]), self.world.next_number()
+        self.history = history.resumed(version, lineage=lineage, longest_lag=self.max_age)
         record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
         RunRecord(self.connection, KEY).claim(record, fresh=version == 0)
         self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
@@ -247,7 +278,6 @@ class LearnerProcess:
         def judge_reward(outcome: GroupOutcome) -> str | None:
             return "zero_reward" if outcome.rewards[0] == 0 else None
 
-        scenario = self.world.scenario
         intakes = []
         for shard, (buffer, ledger) in enumerate(zip(self.shards, ledgers.shards, strict=True)):
             watched = WatchedLedger.from_dict(ledger.to_dict())
@@ -256,13 +286,14 @@ class LearnerProcess:
                 Intake(
                     buffer=buffer,
                     ledger=watched,
-                    gate=Gate(lane="train", decode=decode, limits=LIMITS),
-                    judge=make_judge([judge_reward], drop_older_than=self.world.max_age),
-                    groups=self.world.rules.groups,
-                    window=scenario.window,
-                    max_lag=scenario.max_lag,
+                    gate=Gate(lane=LANE, decode=decode, limits=LIMITS),
+                    judge=make_judge([judge_reward], drop_older_than=self.max_age, history=self.history),
+                    groups=self.settings.groups,
+                    window=self.settings.window,
+                    max_lag=self.settings.max_lag,
                     max_refills=10_000,
                     stall_s=STALL_S,
+                    history=self.history,
                     name_of=self.world.lanes[shard].name_of,
                 )
             )
@@ -270,16 +301,17 @@ class LearnerProcess:
 
     def _publish(self, version: int, announce: Any) -> None:
         if self.world.learner is self:
-            self.world.published = version
+            serial = self.weights.history[-1]["serial"] if self.weights.history else 0
+            self.world.published = Published(self.history.weights(version), self.history, serial)
         self.version = version
         self.allow(version)
         announce(version)
 
     def allow(self, version: int) -> None:
         """The credit that this learner may open, by its definition."""
-        scenario, groups = self.world.scenario, self.world.rules.groups
+        shards, trained = len(self.shards), sum(entry["groups"] for entry in self.weights.history[:version])
         for lane, intake in zip(self.world.lanes, self.intake.intakes, strict=True):
-            credit = (scenario.max_lag + version + 1) * groups + intake.ledger.total_rejected
+            credit = trained // shards + intake.ledger.total_rejected + (self.settings.max_lag + 1) * self.settings.groups
             lane.credit = max(lane.credit, credit)
 
     def _collect(self, version: int) -> Collected:
@@ -292,22 +324,38 @@ class LearnerProcess:
     def _train(self, version: int, collected: Collected) -> None:
         entry = {
             "version": version,
+            "serial": self.world.next_number(),
+            "groups": self.settings.groups * len(self.shards),
+            "max_age": self.max_age,
             "takes": self.takes,
             "trained": [(group.ticket_id, group.generator_id, oldest(group)) for group in collected.groups],
             "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
         }
         stale = [ticket_id for ticket_id, reason in entry["rejected"] if reason == "stale"]
-        may_be = self.world.scenario.drop or not self.is_first  # what an earlier learner's steps, now lost, gave credit for
+        may_be = self.settings.drop or not self.is_first  # what an earlier learner's steps, now lost, gave credit for
         require(may_be or not stale, "a group is too old that the anchored window should have taken in time", version, stale)
+        self._check_lost([group for group, reason in collected.rejected if reason == DISCARDED_LINEAGE], version)
         self.weights.history.append(json.loads(json.dumps(entry)))
         self.takes = []
 
+    def _check_lost(self, groups: Sequence[Group], version: int) -> None:
+        """What is thrown away as lost was sampled by weights that did not lead here, or is too old."""
+        serials = [0, *(entry["serial"] for entry in self.weights.history)]
+        for group in groups:
+            weights = self.world.sampled_by[group.generator_id]
+            is_lost = any(one > version or serials[one] != serial for one, serial in weights)
+            is_old = version - min(weights)[0] > self.max_age
+            # An earlier learner may have forgotten what was too old for its settings.
+            require(is_lost or is_old or self.world.has_changed, "a good group was called lost", version, group, weights)
+
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
         ledgers = self.intake.settled
-        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledgers.to_dict()})
+        oldest = checkpoints.save(
+            version, self.weights, {"version": version, "ledger": ledgers.to_dict(), "history": str(self.history)}
+        )
         self.intake.commit(Ledgers.from_dict(checkpoints.state(oldest)["ledger"]), version)
 
 
 def oldest(group: Group) -> int:
-    """The version that its first token was sampled with."""
-    return group.rollouts[0].version_spans[0].version
+    """The oldest version that sampled a token of it."""
+    return min(span.version for rollout in group.rollouts for span in rollout.version_spans)

@@ -66,11 +66,13 @@ class LaneWatch:
             max_attempts=world.rules.max_attempts,
             max_bytes=world.rules.max_bytes,
             name_of=self.name_of,
+            window=world.windows.get(arguments[1]) if name == "take" else None,
         )
         check_call(call)
         if lane is not before or name == "recover":  # what has not changed was right before; a recovery clears up strays
             check_state(lane, world.store.strays_of(self.name))
         self._remember_answer(name, arguments, reply)
+        world.is_closed = world.is_closed or (name == "close" and reply[0] == b"OK")
 
     def _assigned(self, before: Lane, lane: Lane) -> None:
         """A take is new, or those that were there were undone for a learner that wants fewer."""

@@ -5,7 +5,8 @@ import functools
 import os
 import random
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import Ledgers, shard_names
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.types import INITIAL, Weights
 
 from .client import LATEST_S, OF_A_LEARNER, Connection, Network
-from .content import encode
+from .content import LIMITS, Tokens, encode
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
 from .invariants import check_lineage, check_nothing_is_left
 from .lane import RUN, Lane, require
-from .processes import KEY, WEIGHTS, GeneratorProcess, LearnerProcess, Weights
+from .processes import KEY, GeneratorProcess, LearnerProcess, Published, TrainedWeights
 from .store import Snapshot, VirtualStore, lane_of
 from .violation import Violation
 from .watch import LaneWatch
@@ -39,6 +41,7 @@ PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 MEMORY = "/dev/shm"
 """Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes time."""
+FOREVER_S = 1e7
 SNAPSHOTS = 4
 SHARDS = (1, 4)
 AMBUSHED = {"reject": 1.0, "commit": 2.0, "recover": 1.0, "close": 1.0, "take": 0.1}
@@ -46,15 +49,38 @@ AMBUSHED = {"reject": 1.0, "commit": 2.0, "recover": 1.0, "close": 1.0, "take": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What may be another at every start of the learner."""
+
+    groups: int
+    window: int
+    """Both of a shard."""
+    max_lag: int
+    drop: bool
+
+    @classmethod
+    def draw(cls, random: random.Random, *, shards: int) -> "Settings":
+        groups = random.randint(1, 4 if shards == 1 else 2)
+        return cls(
+            groups=groups,
+            window=random.choice([1, groups, 2 * groups, 3 * groups]),
+            max_lag=random.choice([0, 1, 1, 2]),
+            drop=random.random() < 0.25,
+        )
+
+    def max_age(self, shards: int) -> int:
+        """Of a group when it is trained."""
+        if self.drop:
+            return self.max_lag
+        return lag_bound(self.max_lag, window=shards * self.window, groups=shards * self.groups, shards=shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """The size of a run."""
 
     steps: int
-    max_lag: int
     shards: int
-    window: int
-    """Of a shard."""
-    drop: bool
     every: int
     keep: int
     generators: int
@@ -66,13 +92,10 @@ class Scenario:
     faults_s: float
 
     @classmethod
-    def draw(cls, random: random.Random, *, shards: int, groups: int) -> "Scenario":
+    def draw(cls, random: random.Random, *, shards: int) -> "Scenario":
         return cls(
             steps=random.randint(3, 9),
             shards=shards,
-            max_lag=random.choice([0, 1, 1, 2]),
-            window=random.choice([1, groups, 2 * groups, 3 * groups]),
-            drop=random.random() < 0.25,
             every=random.randint(1, 3),
             keep=random.choice([1, 1, 2, 3]),
             generators=random.randint(1, 3),
@@ -91,13 +114,14 @@ class World:
         self.engine = Engine(seed)
         chance = self.engine.random
         shards = chance.choice(SHARDS)
+        self.settings = Settings.draw(chance, shards=shards)
         self.rules = BufferRules(
-            groups=chance.randint(1, 4 if shards == 1 else 2),  # of a shard
+            groups=self.settings.groups,
             lease_s=10.0,
             max_attempts=chance.randint(1, 3),
-            max_bytes=chance.choice([150, 600, 1 << 30]),
+            max_bytes=chance.choice([200, 800, 1 << 30]),
         )
-        self.scenario = Scenario.draw(chance, shards=shards, groups=self.rules.groups)
+        self.scenario = Scenario.draw(chance, shards=shards)
         self.faults = Faults.draw(chance)
         self.directory = directory
         self.clock_offset_s, self.turned_back_s = 0.0, 0.0
@@ -106,9 +130,18 @@ class World:
         self.network.before_transaction = self._before
         self.network.before_request = self._ambush
         self.produced: dict[int, set[str]] = {}
+        """Ticket id -> samples that may be trained."""
+        self.sampled_by: dict[str, set[tuple[int, int]]] = {}
+        """Sample -> (version, serial number) of the weights."""
+        self.windows: dict[str, int] = {}
+        """Of every learner's handle."""
+        self.is_closed = False
+        self.has_changed = False
+        """Learners have had different settings."""
+        self._numbers = 0
         self.lanes = [LaneWatch(self, name, shard) for shard, name in enumerate(shard_names("train", shards))]
         self._lane_named = {lane.name: lane for lane in self.lanes}
-        self.published = 0
+        self.published = Published(Weights(0), INITIAL, 0)
         self.learner: LearnerProcess | None = None
         self._learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
@@ -160,13 +193,39 @@ class World:
     def _start_learner(self) -> None:
         if self._is_finished:
             return
-        if self.faults.strikes("torn_checkpoint"):
-            kept = sorted(self.directory.glob("step-*"))
-            if len(kept) > 1:
-                (kept[-1] / WEIGHTS).write_text("torn")
+        kept = sorted(self.directory.glob("step-*"))
+        if len(kept) > 1 and self.faults.strikes("torn_checkpoint"):
+            self._damage(kept[-1])
+        if self._learners and self.faults.strikes("changed_settings"):
+            self._change_settings()
         self._incarnations += 1
         self.learner = LearnerProcess(self, f"learner.{self._incarnations}", is_first=not self._learners)
         self._learners.append(self.learner)
+
+    def _damage(self, checkpoint: Path) -> None:
+        file = self.engine.random.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+        match self.engine.random.randrange(3):
+            case 0:
+                file.unlink()
+            case 1:
+                file.write_bytes(b"")
+            case 2:
+                file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    def _change_settings(self) -> None:
+        """The generators start anew with the run."""
+        self.has_changed = True
+        self.settings = Settings.draw(self.engine.random, shards=self.scenario.shards)
+        self.rules = replace(self.rules, groups=self.settings.groups)
+        for generator in self.generators.values():
+            if generator.process.is_alive:
+                self.engine.kill(generator.process)
+                self.generator_died(generator)
+
+    def next_number(self) -> int:
+        """For what must have a name of its own."""
+        self._numbers += 1
+        return self._numbers
 
     def _start_generator(self, slot: int) -> None:
         if not self._is_finished:
@@ -201,16 +260,41 @@ class World:
 
     # -- what the processes tell
 
-    def sample(self, holder: str, ticket_id: int, version: int) -> bytes:
-        """The frame of a new sample."""
+    def sample(self, holder: str, ticket_id: int, sampled_by: Sequence[Published]) -> bytes:
+        """The frame of a new sample, whose rollouts begin and end in any part of the time in which it was sampled."""
         random = self.engine.random
         self._samples += 1
-        name = f"{holder}#{self._samples}"
-        frame = encode(ticket_id, name, version, int(random.random() > 0.2), padding=random.choice([0, 20, 80]))
+        name, rollouts = f"{holder}#{self._samples}", []
+        self.sampled_by[name] = set()
+        for _ in range(random.randint(1, LIMITS.rollouts)):
+            first = random.randrange(len(sampled_by))
+            parts = sampled_by[first : random.randint(first + 1, len(sampled_by))]
+            self.sampled_by[name] |= {(part.weights.version, part.serial) for part in parts}
+            rollouts.append((int(random.random() > 0.2), [part.weights for part in parts]))
+        frame = encode(ticket_id, name, rollouts, padding=random.choice([0, 20, 80]))
         if self.faults.strikes("garbage_frame"):
-            return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, version, 1)])
+            return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, rollouts)])
+        if self.faults.strikes("foreign_group"):
+            return self._foreign(ticket_id, name, rollouts)
         self.produced.setdefault(ticket_id, set()).add(name)
         return frame
+
+    def _foreign(self, ticket_id: int, name: str, rollouts: list[Tokens]) -> bytes:
+        """Authentic, but nobody can train on it, or it is of another lane."""
+        reward, tokens = rollouts[0]
+        return self.engine.random.choice(
+            [
+                encode(ticket_id, name, rollouts, lane="eval"),
+                encode(ticket_id, name, rollouts, token=LIMITS.vocabulary),
+                encode(ticket_id, name, rollouts, token=-1),
+                encode(ticket_id, name, []),
+                encode(ticket_id, name, [(reward, [])]),
+                encode(ticket_id, name, [(reward, tokens)] * (LIMITS.rollouts + 1)),
+                encode(ticket_id, name, [(reward, [tokens[0]] * LIMITS.max_tokens)]),
+                encode(ticket_id, name, [(10**10, tokens)]),
+                encode(ticket_id, name, [(reward, [Weights(-1)])]),
+            ]
+        )
 
     def learner_finished(self, learner: LearnerProcess, version: int) -> None:
         if self.learner is learner:
@@ -324,6 +408,18 @@ class World:
         if random.random() < 0.5:
             self.engine.at(random.uniform(1.0, 4.0), lambda: self._revoke(process.name))
 
+    def _generator_hang(self) -> None:
+        """Nobody but the supervisor ends it."""
+        generator = self._any_generator()
+        generator.process.paused_until_s = FOREVER_S
+
+        def replace() -> None:
+            if generator.process.is_alive:
+                self.engine.kill(generator.process)
+                self.generator_died(generator)
+
+        self.engine.at(self.engine.random.uniform(5.0, 60.0), replace)
+
     def _generator_leave(self) -> None:
         self._any_generator().is_leaving = True
 
@@ -332,6 +428,19 @@ class World:
         if learner is not None and learner.process.is_alive:
             self.engine.kill(learner.process)
             self.learner_ended(learner)
+
+    def _learner_hang(self) -> None:
+        learner = self.learner
+        if learner is None:
+            return
+        learner.process.paused_until_s = FOREVER_S
+
+        def replace() -> None:
+            if learner.process.is_alive:
+                self.engine.kill(learner.process)
+                self.learner_ended(learner)
+
+        self.engine.at(self.engine.random.uniform(5.0, 60.0), replace)
 
     def _learner_pause(self) -> None:
         if self.learner is not None:
@@ -392,26 +501,17 @@ class World:
     # -- the end
 
     def _check_end(self) -> None:
-        weights = Weights()
+        weights = TrainedWeights()
         state = checkpoint_store(self.directory).load(weights)
         require(state is not None and state["version"] == self.scenario.steps, "the last checkpoint is not there", state)
         assert state is not None
         self.ledgers = Ledgers.from_dict(state["ledger"]).expect(len(self.lanes))
-        groups = self.rules.groups * len(self.lanes)
         try:
-            check_lineage(weights.history, self.ledgers, self.produced, groups=groups, max_age=self.max_age)
+            check_lineage(weights.history, self.ledgers, self.produced, self.sampled_by)
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
         for one in [*self.generators.values(), *self._learners]:
             self.engine.kill(one.process)
-
-    @property
-    def max_age(self) -> int:
-        """Of a group when it is trained."""
-        if self.scenario.drop:
-            return self.scenario.max_lag
-        shards, groups = self.scenario.shards, self.rules.groups
-        return lag_bound(self.scenario.max_lag, window=shards * self.scenario.window, groups=shards * groups, shards=shards)
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""
@@ -426,7 +526,7 @@ class World:
         buffer.recover(ledger, version=self.scenario.steps, limit=limit)
         while ledger.consumed < limit:
             for ticket in buffer.lease("drain", 4).tickets:
-                buffer.put("drain", ticket.id, self.sample("drain", lane.name_of(ticket.id), self.scenario.steps))
+                buffer.put("drain", ticket.id, self.sample("drain", lane.name_of(ticket.id), [self.published]))
             self._take_one(buffer, ledger, limit)
         buffer.commit(ledger.takes, ledger.chain)
         check_nothing_is_left(lane.look())
