@@ -195,6 +195,16 @@ class BufferContract:
         assert buffer.put("g", 4, bytes(10)) is PutOutcome.FULL, "the learner has what it waited for"
         assert buffer.commit(taken.number, taken.chain) == 1
 
+    def test_over_the_cap_a_dead_holder_of_the_oldest_holds_nobody_up(self, lane, buffer, ledger):
+        """Generators that keep a group lease nothing: nobody would ask for the oldest, which ends its lease."""
+        buffer.lease("dead", 1)
+        buffer.lease("g", 3)
+        assert buffer.put("g", 2, bytes(1000)) is PutOutcome.STORED
+        assert buffer.take(ledger, 2, window=1) is None
+        assert buffer.put("g", 3, bytes(10)) is PutOutcome.FULL, "the oldest may still come"
+        lane.expire()
+        assert buffer.put("g", 3, bytes(10)) is PutOutcome.STORED
+
     def test_the_last_failure_puts_the_tombstone_in_the_groups_place(self, buffer, ledger):
         buffer.lease("a", 1)
         assert not buffer.fail("a", 1, "why", b"tombstone")

@@ -72,7 +72,7 @@ class Ledgers:
 
 
 class ShardedBuffer:
-    """All shards at once, for whoever need not know that there are several: the generators, ranks, audits."""
+    """All shards at once, for whoever need not know that there are several: the generators, audits."""
 
     def __init__(self, shards: Sequence[Buffer]) -> None:
         self.shards = tuple(shards)
@@ -116,14 +116,6 @@ class ShardedBuffer:
         return self.shards[shard].fail(holder, local_id, reason, tombstone)
 
     # -- the learner
-
-    def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The frames of taken ids, in their order."""
-        found: dict[int, bytes] = {}
-        for shard, local_ids in self._by_shard(ids).items():
-            for local_id, frame in zip(local_ids, self.shards[shard].frames(local_ids), strict=True):
-                found[join(shard, local_id, len(self.shards))] = frame
-        return [found[ticket_id] for ticket_id in ids]
 
     def revoke(self, holder: str) -> int:
         """Issue again what a dead generator held. Returns how many."""
