@@ -215,7 +215,7 @@ def make_judge(
     """Rejects what cannot be trained on, and what the group filters reject.
 
     Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the learner lost them
-    when it went back to a checkpoint), groups with a token older than `drop_older_than` (under `staleness.policy: mask` only
+    when it went back to a checkpoint), groups with a token older than `drop_older_than` (unless `staleness.policy` is drop, only
     those can be whose ticket was issued for steps that the learner lost), and, where the advantage needs a greedy reward,
     groups without one (of an earlier algorithm).
     """

@@ -187,9 +187,10 @@ class StalenessConfig(Part):
     max_lag: NonNegative = 4
     """L: optimizer steps between sampling and training; 0 is synchronous on-policy training."""
     window_groups: Positive | None = None
-    """W: younger groups may overtake the oldest unfinished one within this window; default 0.3 (L + 1) B."""
-    policy: Literal["mask", "drop", "correct_only"] = "mask"
-    """Tokens older than L: out of the loss, the whole group rejected, or only corrected by importance weights."""
+    """W: younger groups may overtake the oldest unfinished one within this window; default 0.3 (L + 1) B, at L = 0 none."""
+    policy: Literal["correct_only", "mask", "drop"] = "correct_only"
+    """Tokens older than L, which overtaken answers have: only corrected by importance weights, out of the loss, or their whole
+    group rejected. The last two take from long answers."""
 
 
 class LearnerConfig(Part):
@@ -376,9 +377,12 @@ class Config(Part):
 
     @property
     def window_groups(self) -> int:
-        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is whole."""
-        shards = self.store.shards
-        default = int(0.3 * (self.staleness.max_lag + 1) * self.batch.groups) // shards * shards
+        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is whole.
+
+        At L = 0 nobody overtakes by default: else a group could be left for the next step, and training is not on-policy.
+        """
+        shards, lag = self.store.shards, self.staleness.max_lag
+        default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0
         return self.staleness.window_groups or max(shards, default)
 
     @property

@@ -30,7 +30,7 @@ class PlanSettings:
 
     max_lag: int
     mask_stale: bool
-    """True: tokens older than `max_lag` leave the loss."""
+    """True: tokens older than `max_lag` leave the loss, which takes from long answers."""
     mask_truncated: bool
     minibatches: int
     tokens_per_microbatch: int

@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant("corrections", "_correction(weigh(batch) / scale, (ratio_T >= low) & (ratio_T <= high))",
            "_correction(weigh(batch) / scale, (ratio_T <= high))", after="def mask"),
     Mutant("corrections", "1.0 / high if low is None else low", "0.0 if low is None else low"),
-    Mutant("corrections", '0.5 * l_T.square() if divergence == "k2"', 'l_T.square() if divergence == "k2"'),
+    Mutant("corrections", "return 0.5 * l_T.square()", "return l_T.square()"),
     Mutant("corrections", "torch.expm1(l_T) - l_T", "torch.expm1(-l_T) + l_T"),
     Mutant("corrections", 'if level == "sequence" else batch.mean_S(l', 'if level != "sequence" else batch.mean_S(l'),
     Mutant("corrections", "~keep_T, **counted", "keep_T, **counted"),

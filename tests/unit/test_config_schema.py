@@ -28,8 +28,9 @@ def config(**parts: Any) -> Config:
     [
         (32, 4, None, 48, 4 + 2),  # floor(0.3 * 5 * 32) = 48; ceil(47 / 32) = 2
         (32, 4, 1, 1, 4),  # strict order: exactly L
-        (32, 0, None, 9, 1),
-        (1, 0, None, 1, 0),  # never below 1
+        (32, 0, None, 1, 0),  # on-policy: nobody overtakes
+        (32, 0, 9, 9, 1),
+        (1, 1, None, 1, 1),  # never below 1
         (4, 2, 9, 9, 2 + 2),
     ],
 )

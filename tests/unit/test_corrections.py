@@ -184,6 +184,12 @@ def test_long_answers_have_finite_normalised_weights(name, length, count, gap):
     assert weights_T.tolist() == [1.0 if name == "truncate" else 0.0] * tokens
 
 
+@pytest.mark.parametrize(("name", "params"), [("truncate", {"cap": 1e-60}), ("mask", {"low": 30.0, "high": 40.0})])
+def test_a_step_without_any_weight_keeps_zeros(name, params):
+    batch = batch_of([-1.0, -2.0], [-1.5, -1.5])
+    assert correct(name, {**params, "normalise": True}, batch).weights_T.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", ["truncate", "mask"])
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=20, deadline=None)
