@@ -29,6 +29,7 @@ from asyncrl.telemetry.text import number, visible
 
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")
 """Columns that hold an answer, the first that is there."""
+KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
 WRONG = (
     "",
     "I do not know.",
@@ -39,6 +40,7 @@ WRONG = (
     "no " * 2000,
 )
 """What models say early in training or late at night: nothing, nonsense, other alphabets, no end."""
+PRINTED_S = 0.05
 TIMEOUTS = 3
 """A part that hung this often is not tried further."""
 
@@ -62,6 +64,8 @@ class Tried:
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
+    printed: str = ""
+    """The end of what the function printed."""
 
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> bool:
@@ -73,7 +77,7 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     parts = asyncio.run(_try_all(config, cases))
     console = Console(highlight=False)
     kinds = Counter(case.kind for case in cases)
-    console.print(f"{len(cases)} responses: " + ", ".join(f"{amount} {kind}" for kind, amount in kinds.items()))
+    console.print(f"{len(cases)} responses: " + ", ".join(f"{amount} {KINDS[kind]}" for kind, amount in kinds.items()))
     console.print(_table(parts))
     for line in [*_failures(parts), *_doubts(parts)]:
         console.print(line, soft_wrap=True)
@@ -151,6 +155,8 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.untried = len(cases) - index - 1
                 break
     finally:
+        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # what it printed is read beside its answers
+        tried.printed = pool.printed
         await pool.close()
     return tried
 
@@ -179,12 +185,22 @@ def _failures(parts: Sequence[Tried]) -> Iterator[Text]:
 
 
 def _doubts(parts: Sequence[Tried]) -> Iterator[Text]:
-    """Parts that see no difference between the reference and what is wrong."""
+    """Parts that see no difference where there is one, and what they printed."""
     for part in parts:
-        right, wrong = part.scores.get("reference"), part.scores.get("wrong")
-        if right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
-            text = (
-                f"{part.function.part} gives the reference answers no more than wrong ones: fine for a part about form; else it "
-                "may expect another format than that of the data"
+        name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
+        scores = [score for values in part.scores.values() for score in values]
+        if len(scores) > 1 and min(scores) == max(scores):
+            unknown = "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
+            yield Text(
+                f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing is learned; it "
+                f"should tell good answers from bad ones.{unknown}",
+                "yellow",
             )
-            yield Text(text, "yellow")
+        elif right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
+            yield Text(
+                f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else it may expect "
+                "another format than that of the data",
+                "yellow",
+            )
+        if part.printed:
+            yield Text(f"{name} printed: {visible(part.printed)}", "dim")

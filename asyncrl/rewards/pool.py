@@ -70,6 +70,11 @@ class RewardPool:
             worker.kill()
         await asyncio.gather(*(worker.wait() for worker in self._workers))
 
+    @property
+    def printed(self) -> str:
+        """The end of what user code printed in the workers that are running."""
+        return "\n".join(text for worker in self._workers if (text := worker.printed))
+
     async def _score_one(self, one: RewardInput) -> Score:
         worker = await self._idle.get()
         try:
@@ -163,6 +168,11 @@ class _Worker:
         _, pending = await asyncio.wait(self._readers, timeout=END_S)
         for reader in pending:  # a child that left the process group still holds the pipe
             reader.cancel()
+
+    @property
+    def printed(self) -> str:
+        """The end of what user code printed in this process."""
+        return self._printed.tail.decode("utf-8", "replace").strip()[-500:]
 
     def _orders(self) -> dict[str, Any]:
         memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}

@@ -137,6 +137,7 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is told with what went wrong after it
     return requests, replies
 
 

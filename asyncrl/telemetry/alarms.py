@@ -6,6 +6,7 @@
     skipped     losses or gradients keep being not finite
     length      responses suddenly grow
     truncated   most responses are cut off
+    no_signal   rewards within the groups do not differ, so nothing is learned
     audit       the buffer has lost an id, or has it twice
 
 A threshold is where a person should look, not where training breaks: an alarm stops nothing.
@@ -35,6 +36,8 @@ SKIPPED = 3
 GROWTH = 2.0
 """Length against the mean of the window. Reasoning may make responses longer for a whole run, but not twice within it."""
 TRUNCATED = 0.5
+FLAT_STEPS = 5
+"""In a row in which every group is flat: of a small batch one may be, by luck."""
 WINDOW = 20
 """Steps that are remembered."""
 QUIET_STEPS = 5
@@ -75,13 +78,18 @@ def _length(value: float, past: Past) -> bool:
     return len(lengths) >= WINDOW // 2 and value > GROWTH * sum(lengths) / len(lengths)
 
 
+def _flat(value: float, past: Past) -> bool:
+    before = [row.get("group/zero_variance", 0.0) for row in list(past.recent)[-FLAT_STEPS + 1 :]]
+    return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0
+
+
 ALARMS: Mapping[str, Alarm] = {
     "entropy": Alarm("policy/entropy", _entropy, "raise clip_high or set algorithm.entropy; go on from an earlier checkpoint"),
     "ess": Alarm("mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"),
     "probe": Alarm(
         "weights/probe_max",
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
-        "generator and learner differ: compare their dtypes and releases",
+        "generators and learner compute differently: compare model.dtype float32, and their releases",
     ),
     "skipped": Alarm("policy/skipped_steps", _skipped, "lower learner.optimizer.lr; see policy/grad_norm"),
     "length": Alarm("completions/length_mean", _length, "the reward may pay for length: shape it; see the samples"),
@@ -89,6 +97,11 @@ ALARMS: Mapping[str, Alarm] = {
         "completions/truncated_share",
         lambda value, past: value > TRUNCATED,
         "raise sampling.max_response_tokens or shape long answers",
+    ),
+    "no_signal": Alarm(
+        "group/zero_variance",
+        _flat,
+        "all rewards of a group are equal: easier or harder prompts, another reward (`asyncrl reward test`); see the samples",
     ),
     "untrainable": Alarm(
         "groups/rejected_untrainable",

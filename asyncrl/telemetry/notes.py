@@ -1,5 +1,6 @@
 """What the processes of a run say in their logs that a person should hear: warnings and errors, and what each is doing."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,8 +12,9 @@ from asyncrl.telemetry.history import Tail
 LAST_BYTES = 1 << 16
 """Of logs that are there already."""
 LOUD = ("warning", "error", "critical")
-OWN = "asyncrl"
-"""Loggers below it; libraries warn of much that is no trouble here."""
+OWN = ("asyncrl", "__main__")
+"""Loggers below these, of our modules and of those that are started; libraries warn of much that is no trouble here."""
+BEGINS = re.compile(r"log of process \d+ begins")
 LONGEST = 600
 
 
@@ -48,7 +50,7 @@ class NoteReader:
             self._tails.setdefault(path.stem, Tail(path, last_bytes=LAST_BYTES))
         found = [note for tail in self._tails.values() for record in tail.read() if (note := _note(record)) is not None]
         found = sorted((note for note in found if note.at >= self._since), key=lambda note: note.at)
-        self.doing.update({note.process: note.text for note in found if note.level == "info"})
+        self.doing.update({note.process: BEGINS.sub("starting", note.text) for note in found if note.level == "info"})
         return [note for note in found if note.level in LOUD]
 
 
@@ -59,7 +61,7 @@ def _note(record: Mapping[str, Any]) -> Note | None:
         logger, process, level, text = (str(record[name]) for name in ("logger", "process", "level", "event"))
     except (KeyError, ValueError):
         return None
-    if logger.partition(".")[0] != OWN or record.get("rank"):  # rank 0 speaks for all
+    if logger.partition(".")[0] not in OWN or record.get("rank"):  # rank 0 speaks for all
         return None
     cause = str(record.get("exception") or "").strip().rpartition("\n")[2]
     return Note(at, process, level, f"{text}: {cause}"[:LONGEST] if cause else text[:LONGEST])

@@ -31,6 +31,13 @@ def always_hangs(prompt, response):
     time.sleep(600)
 def nan(prompt, response, answer):
     return float("nan") if response.startswith("no ") else 1.0
+def constant(prompt, response, **row):
+    print("looking at", len(response), "characters")
+    return 1.0
+def trl(completions, answer, **kwargs):
+    return [float(text == right) for text, right in zip(completions, answer)]
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth)}
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
@@ -42,7 +49,7 @@ def dies(prompt, response):
 def config(tmp_path: Path) -> Path:
     tiny_qwen2(tmp_path / "model")
     (tmp_path / "rewards.py").write_text(CODE)
-    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(1, 9)]
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "ground_truth": str(2 * n)} for n in range(1, 9)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     values = {
@@ -67,7 +74,7 @@ def reward_test(config: Path, *arguments: str) -> tuple[int, str]:
 def test_a_good_reward_tells_references_from_wrong_answers(config):
     status, said = reward_test(config, "--n", "4")
     assert status == 0, said
-    assert f"{4 + 4 * len(WRONG)} responses: 4 reference, {4 * len(WRONG)} wrong" in said
+    assert f"{4 + 4 * len(WRONG)} responses: 4 reference, {4 * len(WRONG)} wrong on purpose" in said
     rows = [line.split() for line in said.splitlines() if "reference" in line or "wrong" in line][1:]
     assert rows[0][:6] == ["right", "2", "reference", "1", "1", "1"] and rows[0][-1] == "0"
     assert rows[1][:4] == ["wrong", "0", "0", "0"]
@@ -84,12 +91,24 @@ def test_whatever_fails_is_counted_with_its_message(config):
         "1 x on wrong: reward part `nan` returned nan; a reward must be finite",
         "1 x on wrong: reward part `dies`: the worker process died (exit status 3)",
         "always_hangs: 5 more responses were not tried after 3 time-outs",
-        "nan gives the reference answers no more than wrong ones",
+        "nan gives every response 1, whatever it is: from equal rewards nothing is learned",
     ):
         assert expected in said, said
     rows = [line.split() for line in said.splitlines() if len(line.split()) == 9 and line.split()[0] in names]
     failed = {row[0]: row[-1] for row in rows}
     assert failed["right"] == "0" and failed["hangs"] == failed["nan"] == failed["dies"] == "1" and failed["always_hangs"] == "3"
+
+
+def test_a_constant_reward_is_doubted_and_what_a_function_prints_is_shown(config):
+    functions = ", ".join(f"{{function: {config.parent}/rewards.py:{name}}}" for name in ("constant", "trl", "verl"))
+    status, said = reward_test(config, f"reward.functions=[{functions}]", "--n", "1")
+    assert status == 0, said
+    assert (
+        "constant gives every response 1, whatever it is" in said
+        and "constant printed: " in said
+        and "looking at 0 characters" in said
+    )
+    assert "trl gives" not in said and "verl gives" not in said
 
 
 def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):

@@ -359,7 +359,7 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     reporter = PlainReporter(written.append, since=now)
     reader = StateReader(tmp_path, since=now - 1)
     log_line(tmp_path, "learner", "info", "loading the model", now)
-    log_line(tmp_path, "g0", "info", "starting the engine", now)
+    log_line(tmp_path, "g0", "info", "starting the engine", now, logger="__main__")
     for second in range(31):
         reporter.show(replace(reader.read(), now=now + second))
     assert written == ["no step yet: waiting for the learner (loading the model)"] * 3, "every ten seconds, before the first step"

@@ -461,7 +461,9 @@ def test_secrets_reach_neither_the_file_nor_the_console(
 
 
 HEALTHY = {
-    "policy/entropy": 1.0, "mismatch/ess": 0.98, "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
+    "policy/entropy": 1.0, "mismatch/ess": 0.98,
+    "group/zero_variance": 0.4, "groups/rejected_untrainable": 0.0, "groups/rejected_deadly": 0.0,
+    "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
     "completions/length_mean": 200.0, "completions/truncated_share": 0.1, "time/step": 5.0,
     "buffer/audit_mismatch": 0.0,
 }  # fmt: skip
@@ -504,6 +506,14 @@ def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explos
     for known, expected in ((WINDOW // 2 - 1, False), (WINDOW // 2, True)):  # a few first steps are nothing to compare with
         past = Past(first={}, recent=[{"completions/length_mean": 9.0}] * known, probe_limit=0.05)
         assert causes({"completions/length_mean": 99.0}, past) == {"length": expected}
+
+
+def test_flat_groups_ring_after_five_steps_of_nothing_else() -> None:
+    alarms = Alarms(probe_limit=0.05)
+    flat = [1.0] * 4 + [0.99] + [1.0] * 6
+    assert [alarms.watch({"group/zero_variance": value}, step)["alarm/no_signal"] for step, value in enumerate(flat)] == (
+        [0.0] * 9 + [1.0] * 2
+    )
 
 
 def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
