@@ -20,19 +20,21 @@ SILENT_S = 15.0
 class KeptStore:
     """A running server that is started again whenever it ends. It never holds up whoever tends it, however long it loads."""
 
-    def __init__(self, server: StoreServer) -> None:
+    def __init__(self, server: StoreServer, *, silent_s: float = SILENT_S) -> None:
+        """One that answers nothing for `silent_s` is killed."""
         self.server = server
         self.is_up = True
         """Whether it answered when it was last tended; False while it starts and loads."""
         self._is_begun = True
         self._again_at_s = 0.0
+        self._silent_s = silent_s
         self._attention = Attention()
         self._ask_at_s = self._heard_at_s = 0.0
 
     def tend(self) -> None:
         """To be called all the time."""
-        if self.is_up and self._is_silent():
-            log.error("the store has not answered for %.0f s and is killed", SILENT_S)
+        if self.is_up and self.is_silent():
+            log.error("the store has not answered for %.0f s and is killed", self._silent_s)
             self.server.kill()
         if (self.is_up and self.server.is_running) or time.monotonic() < self._again_at_s:
             return
@@ -45,14 +47,14 @@ class KeptStore:
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 
-    def _is_silent(self) -> bool:
-        """Asks it once a second. One that is stopped lives, and answers nobody."""
+    def is_silent(self) -> bool:
+        """Asks it once a second, as long as it is up. One that is stopped lives, and answers nobody."""
         now_s = self._attention.look()
         if now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_S
             if self.server.look() != "silent":
                 self._heard_at_s = now_s
-        return now_s - self._heard_at_s > SILENT_S
+        return now_s - self._heard_at_s > self._silent_s
 
     def _bring_up(self) -> None:
         if not self._is_begun:

@@ -1,8 +1,8 @@
 """`python -m tests.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`: faults on real processes, and what they cost.
 
 NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `designs`: other designs under the same faults;
-`real`: a whole run with a model; `pace`: another, with few faults. What was not run keeps its figures in FILE. The exit status is
-the number of runs that broke a promise.
+`real`: a whole run with a model; `pace`: another, with few faults; `real_hangs`: another, whose processes are stopped. What was
+not run keeps its figures in FILE. The exit status is the number of runs that broke a promise.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .world import Stuck, World
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     """One scenario from start to verdict; a run that does not go on has broken a promise too."""
-    with World(directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread) as world:
+    with World(directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s) as world:
         started_s = time.monotonic()
         try:
             world.start()
@@ -82,6 +82,11 @@ def main() -> int:
         for name in parts.keys() & chosen:
             found[name] = {"environment": describe(), **parts[name]()}
             say(json.dumps(found[name]))
+    if "real_hangs" in chosen:
+        from . import real_hangs
+
+        found["real"] = {"environment": describe(), **real_hangs.run(arguments.seed, list(real_hangs.KINDS), root / "hangs")}
+        say(json.dumps(found["real"]))
     _keep(arguments.out, found)
     if broken:
         say(f"{broken} runs broke a promise; what they left is in {root}")

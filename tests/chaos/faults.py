@@ -1,13 +1,17 @@
 """The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of the processes."""
 
 import contextlib
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
+import psutil
 from redis.exceptions import RedisError
 
 from .roles import RUN
@@ -111,6 +115,35 @@ def partition(world: World, draw: random.Random) -> None:
     _note(world, "link_down" if world.is_spread else "partition", pair=pair)
 
 
+KINDS = ("learner", "generator", "store", "decoder", "engine core")
+REPLACED_S = 120.0
+"""For a machine that is busy; what it took is in the results."""
+
+
+def stop(kinds: tuple[str, ...], world: World, draw: random.Random) -> None:
+    """SIGSTOP of one process of each kind, which nobody wakes."""
+    world.wait(lambda: all(world.pids(kind) for kind in kinds), START_S, "process of each kind")
+    stopped, at_s = [draw.choice(world.pids(kind)) for kind in kinds], time.monotonic()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    world.wait(lambda: not any(map(_lives, stopped)), REPLACED_S, f"end of the stopped {' and '.join(kinds)}")
+    world.hangs.append({"kinds": kinds, "at_s": at_s, "replaced_s": round(time.monotonic() - at_s, 2)})
+    world.struck["stop"] += len(kinds)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stops() -> Mapping[Fault, float]:
+    """Of all kinds at once, of each kind, of every pair of kinds."""
+    chosen = [KINDS, *combinations(KINDS, 1), *combinations(KINDS, 2)]
+    return {partial(stop, kinds): 1.0 for kinds in chosen}
+
+
 def swallow(swallow_rate: float, repeat_rate: float, world: World, draw: random.Random) -> None:
     """From now on."""
     for name in ("generators", "learner"):
@@ -146,6 +179,8 @@ class Scenario:
     is_spread: bool = False
     calm: bool = False
     """The next fault waits until the run has gone on: only then are times those of one fault."""
+    hang_s: float = float("inf")
+    """Silence after which a process is replaced. Finite: each fault once, the first one first, before any strikes again."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
 
@@ -168,6 +203,7 @@ SCENARIOS = (
         name="one-by-one", gap_s=0.2, share=0.12, calm=True,
         faults=_PROCESSES | {lose_power: 1.0, wipe: 0.5, fill_disk: 0.5},
     ),
+    Scenario(name="hangs", faults=stops(), gap_s=0.3, share=0.05, calm=True, hang_s=2.0),
     Scenario(name="disk", faults={fill_disk: 3.0, kill_generator: 1.0, kill_learner: 1.0}, gap_s=0.5, share=0.03),
     Scenario(name="disk-always", faults={fill_disk: 3.0, kill_generator: 1.0}, gap_s=0.5, share=0.02, fsync="always"),
     Scenario(
@@ -183,11 +219,12 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
     kinds, weights = zip(*scenario.faults.items(), strict=True)
     scenario.always(world, draw)
     until_s = time.monotonic() + seconds
+    in_turn = iter([kinds[0], *draw.sample(kinds[1:], len(kinds) - 1)] if scenario.hang_s < float("inf") else ())
     for _ in range(most):
         if time.monotonic() > until_s:
             return
         world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
-        draw.choices(kinds, weights)[0](world, random.Random(draw.random()))
+        (next(in_turn, None) or draw.choices(kinds, weights)[0])(world, random.Random(draw.random()))
         if scenario.calm:
             target = world.version + 3
             world.wait(lambda: world.version >= target, START_S, f"step {target}")  # noqa: B023 - it is over before the next

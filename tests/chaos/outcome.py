@@ -58,8 +58,18 @@ def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) 
         "wrong": list(verdict.wrong),
         "log_discarded_bytes": world.disk.discarded_bytes,
         "unexplained_exits": dict(world.exits),
+        "hangs": hangs(world),
         "recoveries_s": recoveries(world) if scenario.calm else {},
     }
+
+
+def hangs(world: World) -> list[dict[str, Any]]:
+    """What was stopped, when it was replaced, and when the next step was made, in seconds."""
+    steps = [event["at_s"] for event in world.events() if event["event"] == "step"]
+    return [
+        {"kinds": one["kinds"], "replaced_s": one["replaced_s"], "step_s": round(_after(steps, one["at_s"]) - one["at_s"], 2)}
+        for one in world.hangs
+    ]
 
 
 def recoveries(world: World) -> dict[str, list[float]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl import progress
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
@@ -36,8 +37,10 @@ from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import RunLock
 from asyncrl.types import Group, Prompt
 from asyncrl.weights.base import Sent, UpdateOrder
+from asyncrl.wire.decoder import GroupDecoder
 from asyncrl.wire.schema import decode_group
 
+from .helpers import CoreEngine
 from .hosts import move_to
 from .lineage import FoldedWeights, digest
 
@@ -49,6 +52,9 @@ RULES = BufferRules(groups=B, lease_s=2.0)
 CONTROL = ControlConfig(heartbeat_s=0.25, timeout_s=1.5)
 """Four and ten times faster than the defaults, so that a minute holds more faults."""
 RETRY_S = 60.0
+FRAME_S = 2.0
+HELPERS = {"decoder": ("learner", "decoder_process"), "engine core": ("generator", "os.read(0, 1)")}
+"""Kind of process: whose child it is, and what its command line has."""
 JOIN_S = 10.0
 """A generator that comes when the run is just over finds nobody for so long."""
 FINISH = "finish"
@@ -66,13 +72,16 @@ class Place:
     """Where the learner listens, or what leads there."""
     password: str | None = None
     network: Path | None = None
+    has_helpers: bool = False
+    """Processes of their own for the engine's core and for decoding."""
 
     def connect(self) -> StoreConnection:
         return StoreConnection(self.store, password=self.password, retry_s=RETRY_S)
 
 
-def start(role: Callable[..., None], place: Place, name: str, *arguments: Any) -> None:
-    """What a forked process does: its own network and log, the exit status of a shipped role."""
+def start(role: Callable[..., None], place: Place, name: str, signs: str, *arguments: Any) -> None:
+    """What a forked process does: its own network and log, its place on the board `signs`, the exit status of a shipped role."""
+    os.environ |= progress.variable(os.open(signs, os.O_RDWR), 0)
     if place.network is not None:
         move_to(place.network)
     log = os.open(place.directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -136,8 +145,16 @@ def generator(place: Place, name: str, seed: int) -> None:
     asyncio.run(_generate(place, name, seed))
 
 
+async def _engine(place: Place, seed: int) -> FakeEngine:
+    if not place.has_helpers:
+        return FakeEngine(token_s=0.002, seed=seed)
+    engine = CoreEngine(token_s=0.002, seed=seed)
+    await engine.begin()
+    return engine
+
+
 async def _generate(place: Place, name: str, seed: int) -> None:
-    engine, incarnation = FakeEngine(token_s=0.002, seed=seed), uuid.uuid4().hex[:12]
+    engine, incarnation = await _engine(place, seed), uuid.uuid4().hex[:12]
     buffer = WatchedBuffer(place.connect(), RUN, RULES)
     buffer.lines = Lines(place.directory / f"put-{name}-{incarnation}.txt")
     lane = Lane(
@@ -261,6 +278,7 @@ class Learner:
         state = self._checkpoints.load(self._weights) or {"version": 0, "ledger": Ledger().to_dict()}
         self.version: int = state["version"]
         self._contents: dict[int, str] = {}
+        self._decoder = GroupDecoder(KEY, frame_s=FRAME_S) if place.has_helpers else None
         connection = place.connect()
         self._record = RunRecord(connection, KEY)
         self._stored = StoredRun(name=RUN, config_json="{}", config_hash="c", release="r", key_id="k")
@@ -296,7 +314,7 @@ class Learner:
         )
 
     def _decode(self, frame: bytes) -> Group:
-        group = decode_group(frame, KEY)
+        group = self._decoder.decode(frame) if self._decoder else decode_group(frame, KEY)
         self._contents[group.ticket_id] = digest(frame)
         return group
 
@@ -323,10 +341,12 @@ class Learner:
     def _collect(self) -> Collected:
         while (collected := self._intake.poll(self.version, wait_s=0.5)) is None:
             self._hub.check()
+            progress.beat()
             self._record.renew(replace(self._stored, control_endpoint=self._hub.endpoint))
         return collected
 
     def _train(self, collected: Collected) -> None:
+        progress.begin("step")
         time.sleep(0.005)
         ledger = self._intake.ledger
         self._weights.train(

@@ -97,6 +97,38 @@ def crash_points(found: Run) -> Iterator[str]:
         yield f"| F17 | {kind} | {one['points']} | {len(one['violations'])} | {own} |"
 
 
+def hangs(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was stopped and never woken: without a model, then with one."""
+    runs = found["volume"]["runs"]
+    hung: dict[str, list[Run]] = {}
+    for one in (one for run in runs for one in run["hangs"]):
+        hung.setdefault(" and ".join(one["kinds"]), []).append(one)
+    yield "| stopped | times | until it is replaced, s | until the next step, s |"
+    yield "|---|---|---|---|"
+    for kinds, times in hung.items():
+        yield f"| {kinds} | {len(times)} | {_span(times, 'replaced_s')} | {_span(times, 'step_s')} |"
+    yield ""
+    stopped = sum(run["struck"]["stop"] for run in runs)
+    yield (
+        f"{stopped} processes in {_sum(runs, 'seconds') / 60:.0f} minutes; "
+        f"{_sum(runs, 'groups')} groups, {_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
+        f"{sum(bool(run['wrong']) for run in runs)}."
+    )
+    if run := found.get("real"):
+        yield ""
+        yield "| stopped, in a run with a model | bound, s | replaced after, s | longest pause of steps, s | all there again, s |"
+        yield "|---|---|---|---|---|"
+        for kind, one in run["times"].items():
+            yield f"| {kind} | {one['bound_s']:.0f} | {one['replaced_s']:.1f} | {one['pause_s']:.1f} | {one['whole_s']:.1f} |"
+        yield ""
+        yield _account(run)
+
+
+def _span(times: Sequence[Run], key: str) -> str:
+    found = [one[key] for one in times]
+    return f"{min(found):.1f}" if len(found) == 1 else f"{min(found):.1f} to {max(found):.1f}"
+
+
 def real(run: Run) -> Iterator[str]:
     """Of a run with a model: what recovers, and what ends."""
     yield "| process killed | times | longest pause without a step, s | until everybody is there again, s |"

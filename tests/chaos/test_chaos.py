@@ -18,7 +18,7 @@ SECONDS, SEED = 5.0, 7
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
     if scenario.is_spread and (reason := obstacle()):
         pytest.skip(reason)
-    with World(tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread) as world:
+    with World(tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s) as world:
         world.start()
         strike(world, scenario, SEED, SECONDS)
         verdict = world.finish()

@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from asyncrl.buffer.base import Audit
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
@@ -21,6 +23,8 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
+from asyncrl.launch.own_store import KeptStore
+from asyncrl.progress import Attention, Board, Limits, Watch
 from asyncrl.supervisor import USER_ERROR
 
 from . import roles
@@ -53,6 +57,7 @@ class Member:
     process: ForkServerProcess | None = None
     stopped_until_s: float = 0.0
     starts: int = 0
+    watch: Watch | None = None
 
     @property
     def pid(self) -> int:
@@ -84,11 +89,17 @@ class World:
     """Ends of processes that no fault of ours explains, by role and exit status."""
     members: dict[str, Member] = field(default_factory=dict)
     usurpations: int = 0
+    hang_s: float = float("inf")
+    """Silence after which a process is replaced, also the store."""
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    """What was stopped, and how long it took to go on."""
     disk: Disk = field(init=False)
     server: StoreServer = field(init=False)
     proxies: dict[str, Proxy] = field(default_factory=dict)
     hosts: Hosts | None = None
     _context: Any = field(init=False)
+    _kept: KeptStore = field(init=False)
+    _attention: Attention = field(default_factory=Attention)
     _killed: set[int] = field(default_factory=set)
     _old_learners: list[Member] = field(default_factory=list)
 
@@ -104,6 +115,7 @@ class World:
         else:
             self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
         self.start_store()
+        self._kept = KeptStore(self.server, silent_s=self.hang_s)
         if not self.is_spread:
             self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
             self.proxies["control"] = Proxy(self._control_path, seed=self.seed, listen=self.directory / "control.sock")
@@ -140,7 +152,12 @@ class World:
             return self._place_on_host(self.hosts, is_learner)
         store = self.proxies["learner" if is_learner else "generators"].address
         control = self._control_path if is_learner else self.proxies["control"].address
-        return Place(directory=self.directory, store=f"redis://{store}/0", control=f"ipc://{control}")
+        return Place(
+            directory=self.directory,
+            store=f"redis://{store}/0",
+            control=f"ipc://{control}",
+            has_helpers=self.hang_s < float("inf"),
+        )
 
     def _place_on_host(self, hosts: Hosts, is_learner: bool) -> Place:
         user, host = (LEARNER, hosts.learner) if is_learner else (GENERATOR, hosts.generators)
@@ -179,6 +196,8 @@ class World:
     def tend(self) -> None:
         """Start what has died; wake what has slept its time."""
         now_s = time.monotonic()
+        if self.hang_s < float("inf"):
+            self._replace_hung()
         if not self.server.is_running:
             self.exits["store"] += 1
             self.server.stop()
@@ -191,6 +210,29 @@ class World:
             if not member.is_alive and not self._is_finished(member):
                 self._restart(member)
 
+    def _replace_hung(self) -> None:
+        """As the supervisor does, by the same signs and judges."""
+        now_s = self._attention.look()
+        if self.server.is_running and self._kept.is_silent():
+            self.server.kill()
+            self.start_store()
+            self._kept = KeptStore(self.server, silent_s=self.hang_s)
+        for member in self.members.values():
+            if member.is_alive and member.watch is not None and member.watch.look(now_s):
+                self.kill(member.name)
+
+    def pids(self, kind: str) -> list[int]:
+        """Of the processes of a kind that can hang: learner, generator, store, or a helper of theirs."""
+        if kind == "store":
+            return [self.server.pid]
+        owner, marker = roles.HELPERS.get(kind, (kind, ""))
+        prefix = "g" if owner == "generator" else owner
+        found = [member.pid for name, member in self.members.items() if name.startswith(prefix) and member.is_alive]
+        if not marker:
+            return found
+        children = [child for pid in found for child in psutil.Process(pid).children()]
+        return [child.pid for child in children if marker in " ".join(child.cmdline())]
+
     def _is_finished(self, member: Member) -> bool:
         """A generator that is killed at the very end has nothing to come back for."""
         learner = self.members["learner"].process
@@ -200,8 +242,13 @@ class World:
     def _restart(self, member: Member) -> None:
         if member.process is not None and member.pid not in self._killed:
             self.exits[f"{member.name.rstrip('0123456789')} {member.process.exitcode}"] += 1
+        if member.watch is not None:
+            member.watch.board.close()
+        board = Board([member.name])
+        member.watch = Watch(board, Limits(hang_s=self.hang_s, slow_s=2 * self.hang_s))
+        signs = f"/proc/{os.getpid()}/fd/{board.descriptor}"
         member.process = self._context.Process(
-            target=roles.start, args=(member.role, member.place, member.name, *member.arguments), daemon=True
+            target=roles.start, args=(member.role, member.place, member.name, signs, *member.arguments), daemon=True
         )
         member.process.start()
         member.stopped_until_s = 0.0

@@ -31,10 +31,9 @@ def tend_until(kept: KeptStore, condition, wait_s: float = 120.0) -> None:
 
 
 def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(own_store, "SILENT_S", 2.0)
     monkeypatch.setattr(own_store, "ASK_S", 0.2)
     with StoreServer(StoreConfig(), tmp_path) as server:
-        kept, first = KeptStore(server), server.pid
+        kept, first = KeptStore(server, silent_s=2.0), server.pid
         os.kill(first, signal.SIGSTOP)
         tend_until(kept, lambda: server.is_running and server.pid != first and kept.is_up)
         assert StoreConnection(server.url).call(lambda client: client.ping())
@@ -46,11 +45,10 @@ def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypat
     assert caplog.text.count("has not answered for") == 1
 
 
-def test_a_store_that_was_not_asked_is_not_silent(tmp_path, monkeypatch):
+def test_a_store_that_was_not_asked_is_not_silent(tmp_path):
     """The supervisor slept for longer than the bound."""
-    monkeypatch.setattr(own_store, "SILENT_S", 2.0)
     with StoreServer(StoreConfig(), tmp_path) as server:
-        kept, first = KeptStore(server), server.pid
+        kept, first = KeptStore(server, silent_s=2.0), server.pid
         kept.tend()
         time.sleep(3.0)
         os.kill(first, signal.SIGSTOP)

@@ -21,6 +21,9 @@ class Server:
 
     def __exit__(self, *_): ...
 
+    def look(self):
+        return "ready"
+
     def stop(self): ...
 
     def begin(self):
