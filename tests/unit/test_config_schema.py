@@ -255,3 +255,9 @@ def test_a_password_in_the_stores_url_is_refused_and_not_repeated(url: str) -> N
 def test_a_store_is_configured_or_started_and_not_both() -> None:
     with pytest.raises(ValidationError, match=r"store\.bind .* store\.url"):
         config(store={"url": "redis://host", "bind": "tcp://10.0.0.1:6379"})
+
+
+def test_a_transfer_is_not_taken_for_a_hang() -> None:
+    assert config(weights={"deadline_s": 150.0}).control.hang_s == 300.0
+    with pytest.raises(ValidationError, match=r"control\.hang_s .* use hang_s >= 302 or lower the deadline"):
+        config(weights={"deadline_s": 151.0})
