@@ -1,7 +1,11 @@
-"""Who can reach an address: this machine only, one network, or everybody."""
+"""Who can reach an address: this machine only, one network, or everybody; and what may be sent to a store there."""
 
 import ipaddress
 import socket
+from collections.abc import Iterator
+from urllib.parse import parse_qs, urlsplit
+
+_NO = ("", "0", "f", "false", "n", "no")
 
 
 def is_loopback(host: str) -> bool:
@@ -18,6 +22,28 @@ def is_everywhere(host: str) -> bool:
         return True
     address = _address(host)
     return address is not None and (address.is_unspecified or _mapped(address).is_unspecified)
+
+
+def one_interface(key: str, host: str) -> None:
+    """Raises ValueError for an address of every interface."""
+    if is_everywhere(host):
+        raise ValueError(
+            f"{key} would listen on every interface of this host ({host or 'no address'}); name the address of one of them: "
+            "127.0.0.1 for this host only, or this host's address in the network of those who ask (`ip address` lists them)"
+        )
+
+
+def open_ways(url: str) -> Iterator[str]:
+    """What is wrong with sending a run's frames and password to this store; nothing for one of this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
+        return
+    if parts.scheme != "rediss":
+        yield "it is on another host and redis:// is not encrypted: use rediss://"
+    asked = parse_qs(parts.query, keep_blank_values=True)
+    for name, off in (("ssl_cert_reqs", ("none", "optional")), ("ssl_check_hostname", _NO)):
+        if asked.get(name, ["required"])[-1].lower() in off:
+            yield f"{name}={asked[name][-1]} lets anybody pose as the store: leave it out, name your authority with ssl_ca_certs"
 
 
 def _mapped(

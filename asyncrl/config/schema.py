@@ -7,14 +7,15 @@ itself. No torch, no vLLM here: reading a config must stay fast.
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from asyncrl.algo.staleness import lag_bound
+from asyncrl.config.addresses import one_interface
 from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.base import Choice, NonNegative, Part, Positive, PositiveFloat, Share
+from asyncrl.config.store import StoreConfig as StoreConfig
 
 PARTS_ONLY = "parts only"
 """Context of a validation that asks nothing of how the parts agree."""
@@ -255,44 +256,10 @@ class WeightsConfig(Part):
     """Largest allowed log-probability difference, generator against learner, on the probe."""
 
 
-def holds_password(url: str) -> bool:
-    """Whether a store's URL would give one away."""
-    parts = urlsplit(url)
-    return parts.password is not None or "password=" in parts.query
-
-
-class StoreConfig(Part):
-    """The Redis-compatible store."""
-
-    url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"])] | None = None
-    """redis://, rediss:// or unix://, without a password; default: a server started for this run."""
-    bind: Annotated[str | None, Field(pattern=r"^tcp://\S+:\d+$")] = None
-    """tcp://HOST:PORT where a server started for this run listens too, for generators on other hosts."""
-    password_env: str = "ASYNCRL_STORE_PASSWORD"
-    """Environment variable with the password of `url`."""
-    fsync: Literal["always", "everysec", "no"] = "everysec"
-    """Of a server started for this run; exactness does not rest on it."""
-    max_gib: PositiveFloat = 4.0
-    """Cap on stored groups; generators wait when it is reached."""
-    shards: Positive = 1
-    """Lanes that the ticket ids are dealt to, each under a hash tag of its own; divides `batch.groups` and the window, and
-    stays as it is when a run is resumed."""
-
-    @field_validator("url")
-    @classmethod
-    def _holds_no_password(cls, url: str | None) -> str | None:
-        if holds_password(url or ""):
-            raise ValueError(
-                "store.url holds a password, which the saved config and process lists would show; leave only the user in it, "
-                "and put the password into the environment variable that store.password_env names"
-            )
-        return url
-
-
 class ControlConfig(Part):
     """The ZMQ control plane."""
 
-    bind: Annotated[str, Field(pattern=r"^tcp://.+:[0-9]+$", examples=["tcp://10.0.0.1:5555"])] | None = None
+    bind: Annotated[str, Field(pattern=r"^tcp://.*:[0-9]+$", examples=["tcp://10.0.0.1:5555"])] | None = None
     """tcp://HOST:PORT for generators on other hosts; default: a socket file in the run directory."""
     heartbeat_s: PositiveFloat = 1.0
     """How often a generator says that it is alive."""
@@ -306,6 +273,13 @@ class ControlConfig(Part):
     """The same while it starts, loads a model, writes a checkpoint or runs your hooks."""
     max_restarts: NonNegative = 5
     """Restarts of one process within ten minutes before the run stops."""
+
+    @field_validator("bind")
+    @classmethod
+    def _binds_one_interface(cls, bind: str | None) -> str | None:
+        if bind is not None:
+            one_interface("control.bind", bind.removeprefix("tcp://").rpartition(":")[0])
+        return bind
 
 
 class EvalConfig(Part):
@@ -349,9 +323,15 @@ class TelemetryConfig(Part):
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """/metrics and /health of the learner; generator i has this + 1 + i. 0: any free ones. Default: off."""
     prometheus_host: str = "127.0.0.1"
-    """Address that they listen on; 0.0.0.0 lets other hosts ask."""
+    """Address that they listen on, of one interface. Whoever reaches it may ask: nobody is asked who they are."""
     samples_per_step: NonNegative = 4
     """Rollouts written to samples.jsonl each step."""
+
+    @field_validator("prometheus_host")
+    @classmethod
+    def _listens_on_one_interface(cls, host: str) -> str:
+        one_interface("telemetry.prometheus_host", host)
+        return host
 
 
 class Config(Part):

@@ -13,9 +13,11 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import user_of
+from asyncrl.config.addresses import open_ways
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
-from asyncrl.config.schema import Config, StoreConfig, holds_password
+from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.store import holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.launch.allowance import check_allowed
 from asyncrl.launch.directory import RunDirectory, find_run
@@ -89,6 +91,8 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
     url = store_url or os.environ.get(STORE_VARIABLE) or _newest_store()
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise RunError(f"--store is {url}; allowed is redis://, rediss:// or unix://, such as redis://{url.split('://')[-1]}/0")
+    if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(open_ways(url))):
+        raise RunError(f"--store is {url}: {'; '.join(ways)}")
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
         raise RunError(f"the store's URL holds a password, which process lists would show; put it into {variable} instead")

@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
+from asyncrl.config.addresses import is_loopback
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.launch.directory import RunDirectory, needing
@@ -131,9 +133,24 @@ def refuse_second_run(directory: RunDirectory) -> None:
         )
 
 
+def require_password(store: StoreConfig) -> None:
+    """Raises RunError for a store on another host that this process has no password for."""
+    if store.url is None or store.insecure or os.environ.get(store.password_env):
+        return
+    where = urlsplit(store.url)
+    if where.scheme == "unix" or is_loopback(where.hostname or ""):
+        return
+    raise RunError(
+        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: whoever reaches that store "
+        "could throw the run's groups away; give it the users of docs/security.md and put the learner's password into "
+        f"{store.password_env}, or accept it with store.insecure: true in a network that nobody else reaches"
+    )
+
+
 def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:
     """(url, what to do every tick so that it stays up)."""
     if config.store.url is not None:
+        require_password(config.store)
         connection = connect_store(config, config.store.url, retry_s=5.0)  # a mistake is told before anything starts
         connection.check()
         connection.close()

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +25,6 @@ from asyncrl.telemetry.prometheus_names import prometheus_name
 
 log = logging.getLogger(__name__)
 
-ANY_HOST = ("0.0.0.0", "::", "")
 KEPT = ("eval/", "time/checkpoint")
 """What is not measured in every step: its last value stays."""
 PROGRESS = ("version", "sampled_tokens", "groups")
@@ -157,17 +155,16 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise RunError(
-                f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this machine (127.0.0.1, or "
-                "0.0.0.0 for all) and a port above 1023"
+                f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this machine (127.0.0.1 for "
+                "itself only) and a port above 1023"
             ) from error
         log.warning("port %d of %s for metrics is taken; any free one is used", port, host)
         return ThreadingHTTPServer((host, 0), handler)
 
 
 def _announce(target: Path, host: str, port: int, labels: Mapping[str, str]) -> None:
-    reached = socket.gethostname() if host in ANY_HOST else host
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, json.dumps([{"targets": [f"{reached}:{port}"], "labels": labels}]))
+        replace_text(target, json.dumps([{"targets": [f"{host}:{port}"], "labels": labels}]))
     except OSError as error:
-        log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, reached, port, error)
+        log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, port, error)

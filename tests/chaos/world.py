@@ -110,7 +110,8 @@ class World:
         self.disk = Disk(self.directory / "store", self.directory)
         if self.is_spread:
             self.hosts = Hosts()
-            config = StoreConfig(fsync=self.fsync, bind="tcp://0.0.0.0:6379")
+            # every link of these hosts; a run would have to name one
+            config = StoreConfig(fsync=self.fsync).model_copy(update={"bind": "tcp://0.0.0.0:6379"})
             self.server = StoreServer(config, self.directory / "store", users=USERS)
         else:
             self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")

@@ -1,16 +1,20 @@
 """Derived quantities and rules between keys."""
 
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from asyncrl.algo import registry
+from asyncrl.config.addresses import is_everywhere, is_loopback
 from asyncrl.config.agreements import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.launch.up import require_password
 
 
 def config(**parts: Any) -> Config:
@@ -248,13 +252,66 @@ def test_a_password_in_the_stores_url_is_refused_and_not_repeated(url: str) -> N
     (error,) = caught.value.errors()
     assert "store.password_env" in str(error["ctx"]["error"])
     assert "hunter2" not in str(error["ctx"]["error"])
-    for allowed in ("redis://me@host/1", "unix:///a/b.sock", "rediss://host?ssl_ca_certs=/ca.pem"):
+    for allowed in ("rediss://me@host/1", "unix:///a/b.sock", "rediss://host?ssl_ca_certs=/ca.pem"):
         assert config(store={"url": allowed}).store.url == allowed
+
+
+LOOPBACK = ["127.0.0.1", "127.3.2.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "127.1"]
+ELSEWHERE = ["10.1.2.3", "host", "localhost.evil.example", "[fe80::1]", "127.0.0.1.example", "::ffff:10.0.0.1", "128.0.0.1"]
+EVERYWHERE = ["0.0.0.0", "*", "[::]", "", "0", "0x0", "[::ffff:0.0.0.0]", "[0:0:0:0:0:0:0:0]", "000.0.0.0"]
+
+
+def test_addresses_are_sorted_by_who_reaches_them() -> None:
+    assert all(is_loopback(host) and not is_everywhere(host) for host in LOOPBACK)
+    assert not any(is_loopback(host) or is_everywhere(host) for host in ELSEWHERE)
+    assert all(is_everywhere(host) and not is_loopback(host) for host in EVERYWHERE)
+
+
+@pytest.mark.parametrize("host", EVERYWHERE)
+@pytest.mark.parametrize("key", ["store.bind", "control.bind", "telemetry.prometheus_host"])
+def test_nothing_listens_on_every_interface(key: str, host: str) -> None:
+    part, name = key.split(".")
+    with pytest.raises(ValidationError, match=rf"{re.escape(key)} would listen on every interface"):
+        config(**{part: {name: host if name != "bind" else f"tcp://{host}:6379"}})
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        *((f"redis://{host}:6379", "not encrypted") for host in ELSEWHERE if not host.startswith("::")),
+        ("rediss://10.1.2.3:6379?ssl_cert_reqs=none", "lets anybody pose as the store"),
+        ("rediss://host?ssl_cert_reqs=None", "lets anybody pose"),
+        ("rediss://host?ssl_cert_reqs=optional", "lets anybody pose"),
+        ("rediss://host?ssl_ca_certs=a.pem&ssl_check_hostname=False", "lets anybody pose"),
+    ],
+)
+def test_a_store_on_another_host_is_guarded_or_said_to_be_open(url: str, why: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{why}.*store\.insecure: true"):
+        config(store={"url": url})
+    assert config(store={"url": url, "insecure": True}).store.url == url
+
+
+@pytest.mark.parametrize(
+    "url", [*(f"redis://{host}:6379/0" for host in LOOPBACK), "unix:///a.sock", "rediss://host?ssl_cert_reqs=required"]
+)
+def test_a_store_of_this_machine_or_behind_tls_needs_nothing_said(url: str) -> None:
+    assert config(store={"url": url}).store.url == url
+
+
+def test_a_store_on_another_host_needs_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCRL_STORE_PASSWORD", raising=False)
+    far = config(store={"url": "rediss://learner@host"}).store
+    with pytest.raises(RunError, match=r"ASYNCRL_STORE_PASSWORD holds no password.*store\.insecure: true"):
+        require_password(far)
+    for fine in ({"url": "unix:///a.sock"}, {"url": "redis://127.0.0.1"}, {"url": "redis://host", "insecure": True}, {}):
+        require_password(config(store=fine).store)
+    monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", "x")
+    require_password(far)
 
 
 def test_a_store_is_configured_or_started_and_not_both() -> None:
     with pytest.raises(ValidationError, match=r"store\.bind .* store\.url"):
-        config(store={"url": "redis://host", "bind": "tcp://10.0.0.1:6379"})
+        config(store={"url": "rediss://host", "bind": "tcp://10.0.0.1:6379"})
 
 
 def test_a_transfer_is_not_taken_for_a_hang() -> None:

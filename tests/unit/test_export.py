@@ -17,7 +17,7 @@ CONFIG = {
     "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct", "chat_template": True},
     "data": {"train": "openai/gsm8k:main", "prompt_field": "question"},
     "reward": {"functions": [{"function": "task.py:ok", "weight": 1.0}]},
-    "store": {"url": "redis://internal.example:6379"},
+    "store": {"url": "rediss://internal.example:6379"},
     "algorithm": {"advantage": {"name": "rloo"}},
 }
 

@@ -98,7 +98,7 @@ def test_roles_inherit_what_they_need_and_no_other_secret(monkeypatch, tmp_path)
     usual = {"HF_TOKEN", "CUDA_HOME", "NCCL_DEBUG"}
     assert given(config()) == usual
     assert given(config(), also=environment.LEARNER) == usual | {"WANDB_API_KEY"}
-    assert given(config(store={"url": "redis://host"})) == usual | {"ASYNCRL_STORE_PASSWORD"}
+    assert given(config(store={"url": "rediss://host"})) == usual | {"ASYNCRL_STORE_PASSWORD"}
     assert given(config(run={"name": "a", "environment": ["JUDGE_*"]})) == usual | {"JUDGE_KEY"}
     assert not {*SECRETS, "HF_TOKEN"} & public_environment().keys()
     assert {"PATH", "CUDA_HOME", "NCCL_DEBUG"} <= public_environment().keys()
