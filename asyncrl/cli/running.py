@@ -31,13 +31,16 @@ def learner(
     words: Words = None,
     config: ConfigOption = None,
     fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
+    join_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the generators' key there too, for those who must not see RUN.")
+    ] = None,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
     from asyncrl.launch.up import run_here
     from asyncrl.preflight.validate import validated_config
 
     checked = validated_config(*required_config(words, config), resumes=not fresh)
-    raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True))
+    raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True, join_key=join_key))
 
 
 @app.command()

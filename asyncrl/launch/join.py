@@ -1,6 +1,7 @@
 """Generators that join a run from this or another host: `asyncrl generator --count 8`."""
 
 import contextlib
+import hmac
 import os
 import socket
 import time
@@ -40,7 +41,7 @@ class _Found:
     keys: JoinKeys
     record: StoredRun
     learners: RunDirectory | None
-    """The learner's run directory, when this is its machine."""
+    """The learner's run directory, where this machine sees it."""
 
 
 def run_generators(
@@ -98,6 +99,7 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
         raise RunError(f"the store's URL holds a password, which process lists would show; put it into {variable} instead")
     learners = _run_here(url, own)
     keys = join_keys() if learners is None or own_keys else learners.keys().join
+    learners = learners or _run_of(keys)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=_STORE_RETRY_S)) as connection:
         return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
@@ -128,6 +130,16 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
     if url.startswith("unix:"):  # RUN/store/store.sock
         candidates.append(Path(unquote(urlsplit(url).path)).parent.parent)
     return next((found for found in map(RunDirectory, candidates) if found.store_url() == url), None)
+
+
+def _run_of(keys: JoinKeys) -> RunDirectory | None:
+    """The learner's run directory, where another host sees it too."""
+    text = keys.text()
+    for path in Path("runs").glob("*/join.key"):
+        with contextlib.suppress(OSError):
+            if hmac.compare_digest(path.read_bytes(), text.encode()):
+                return RunDirectory(path.parent)
+    return None
 
 
 def _check_membership(record: StoredRun, config: Config) -> None:

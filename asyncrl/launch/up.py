@@ -40,8 +40,11 @@ LEAVE_S = 20.0
 """After the learner has finished, generators get this long to leave by themselves."""
 
 
-def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> int:
-    """Run until the training is done or somebody stops it; the exit status says which. Raises RunError."""
+def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None) -> int:
+    """Run until the training is done or somebody stops it; the exit status says which. Raises RunError.
+
+    `join_key` is a second place for the key of generators elsewhere.
+    """
     directory = RunDirectory(config.run.directory)
     may_fail, lines = BestEffort(), wants_lines(plain=plain)
     if not fresh and (reason := nothing_left(config, directory)):
@@ -58,6 +61,8 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool) -> i
         with needing(directory.path):
             directory.write_store_url(generator_url)
             if not generators or config.control.bind is not None:
+                if join_key is not None:
+                    replace_text(join_key, keys.join.text(), private=True)
                 _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
         is_recorded = True
 
