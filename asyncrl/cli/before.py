@@ -16,10 +16,12 @@ app.add_typer(reward, name="reward")
 @app.command()
 def validate(words: Words = None, config: ConfigOption = None) -> None:
     """Check a config: all mistakes at once, without loading a model."""
+    from asyncrl.preflight.doubts import doubts
     from asyncrl.preflight.validate import validated_config
 
     file, overrides = required_config(words, config)
-    validated_config(file, overrides, resumes=True)
+    for doubt in doubts(validated_config(file, overrides, resumes=True), file, overrides):
+        typer.echo(f"! {doubt}")
     typer.echo(f"{file}: fine")
 
 

@@ -1,14 +1,29 @@
 """Commands that start, watch and stop a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Words, required_config
 from asyncrl.cli.options import Json, RunArgument, StoreOption
 
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
 app = typer.Typer()
+
+
+def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Config":
+    """Checked for this machine; what is doubtful is said."""
+    from asyncrl.preflight.doubts import doubts, require_device
+    from asyncrl.preflight.validate import validated_config
+
+    checked = validated_config(file, overrides, resumes=not fresh)
+    require_device(checked)
+    for doubt in doubts(checked, file, overrides):
+        typer.echo(f"! {doubt}", err=True)
+    return checked
 
 
 @app.command()
@@ -20,9 +35,8 @@ def up(
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
     from asyncrl.launch.up import run_here
-    from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(*required_config(words, config), resumes=not fresh)
+    checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
 
 
@@ -37,9 +51,8 @@ def learner(
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
     from asyncrl.launch.up import run_here
-    from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(*required_config(words, config), resumes=not fresh)
+    checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True, join_key=join_key))
 
 

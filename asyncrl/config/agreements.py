@@ -261,6 +261,17 @@ def _gdpo_sees_parts(config: "Config") -> Iterator[str]:
         )
 
 
+def _shaping_spares_somebody(config: "Config") -> Iterator[str]:
+    limit = config.sampling.max_response_tokens
+    for index, choice in enumerate(config.algorithm.shaping):
+        buffer = choice.params.get("buffer_tokens")
+        if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
+            yield (
+                f"algorithm.shaping.{index}.buffer_tokens is {buffer}, not below sampling.max_response_tokens ({limit}): every "
+                f"answer would be punished for its length; set it to a fifth of that, {max(1, limit // 5)}, or raise the limit"
+            )
+
+
 def _is_own(choice: Choice) -> bool:
     return ":" in choice.name
 
@@ -284,4 +295,5 @@ RULES: tuple[Rule, ...] = (
     _critic_is_used,
     _fresh_tokens_are_kept,
     _gdpo_sees_parts,
+    _shaping_spares_somebody,
 )

@@ -21,6 +21,8 @@ NULL = r"~|null|Null|NULL|"
 BOOL = r"true|True|TRUE|false|False|FALSE"
 INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+"""Of an installed package, and of a clone."""
 SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 """YAML 1.2 core schema; the first that matches a plain scalar wins."""
 
@@ -247,7 +249,7 @@ def spelled_out(root: Node) -> Node:
 
 
 def read(path: Path) -> tuple[Node, list[Problem]]:
-    """A file on top of the files that its key `extends` names (a path or a list of them, relative to the file).
+    """A file on top of the files that its key `extends` names: a path or a list of them, relative to the file or shipped.
 
     Raises:
         ConfigError: a file that cannot be read, is no YAML, or extends itself.
@@ -276,9 +278,20 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
     extends = own.pop("extends", None)
     layers = [spelled_out(Node(own, str(path)))]
     for base_path in reversed(_paths(extends)):
-        base, more = _read(path.parent / base_path, asked_by=extends.place if extends else "", above=(*above, path.resolve()))
+        base, more = _read(
+            _base(path.parent, base_path), asked_by=extends.place if extends else "", above=(*above, path.resolve())
+        )
         layers, problems = [base, *layers], more + problems
     return functools.reduce(merge, layers), problems
+
+
+def _base(directory: Path, given: str) -> Path:
+    """The file that `extends` names: below the directory of who says so, else among the configs that asyncrl brings along."""
+    beside = directory / given
+    if beside.exists() or Path(given).is_absolute():
+        return beside
+    shipped = (place / given.removeprefix("configs/") for place in SHIPPED)
+    return next((file for file in shipped if file.is_file()), beside)
 
 
 def _reason(path: Path, error: OSError | ValueError) -> str:

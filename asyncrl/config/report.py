@@ -74,6 +74,8 @@ def _allowed(keys: Keys, detail: Any) -> str:
 def suggest_key(keys: Keys) -> str:
     """The keys known at a place, and the one that was probably meant, there or elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
+    if key in NOT_HERE:
+        return f"there is no {NOT_HERE[key]} here, all weights are trained; delete it"
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     meant = meant or meant_keys(key, section=str(keys[0])) or difflib.get_close_matches(key, known, n=1)
     text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
@@ -102,7 +104,35 @@ OTHER_NAMES = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train",
     "report_to": "telemetry.wandb",
+    "actor_rollout_ref": "learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model",
+    "trainer": "learner",
+    "rollout": "generator",
+    "actor": "learner",
+    "reward_model": "reward",
+    "custom_reward_function": "reward.functions",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "prompt_key": "data.prompt_field",
+    "train_batch_size": "batch.groups",
+    "ppo_mini_batch_size": "batch.minibatches",
+    "ppo_epochs": "batch.epochs",
+    "adv_estimator": "algorithm.advantage",
+    "kl_coef": "algorithm.kl.coefficient",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "entropy_coeff": "algorithm.entropy.coefficient",
+    "total_training_steps": "learner.steps",
+    "save_freq": "checkpoint.every",
+    "test_freq": "eval.every",
+    "tensor_model_parallel_size": "generator.tensor_parallel",
+    "experiment_name": "run.name",
+    "gradient_accumulation_steps": "learner.tokens_per_microbatch",
+    "per_device_train_batch_size": "batch.groups",
+    "num_train_epochs": "learner.steps",
+    "seed": "run.seed",
+    "output_dir": "run.root",
 }
+NOT_HERE = {"lora": "LoRA", "peft": "LoRA", "use_peft": "LoRA", "lora_r": "LoRA", "lora_rank": "LoRA", "critic_lora": "LoRA"}
+"""What others have, and asyncrl has not: all weights are trained."""
 """What other trainers call it."""
 
 

@@ -11,7 +11,8 @@ from rich.text import Text
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.checks import host, run, stack
-from asyncrl.preflight.checks.base import Check, Finding, Outcome, execute, fine, wrong
+from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
+from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -80,6 +81,10 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
         config = validated_config(config_path, overrides)
     except ConfigError as error:
         return None, wrong(str(error), "mend these lines; `asyncrl validate` checks them again")
+    if missing := list(missing_device(config)):
+        return config, wrong(missing[0], "set learner.device=auto, or mend the GPU's driver")
+    if said := doubts(config, config_path, overrides):
+        return config, doubtful("; ".join(said), "as it says, or leave it where it is meant")
     return config, fine(f"{config_path}: every key, file and function is as it should be")
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
+from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.forecast import Forecast, forecast
 from asyncrl.preflight.machine import read_shape, this_machine
 from asyncrl.preflight.validate import validated_config
@@ -21,6 +22,7 @@ def show_plan(config_path: Path, overrides: Sequence[str], *, as_json: bool) -> 
     """Print the table and the warnings."""
     config = validated_config(config_path, overrides)
     plan = forecast(config, read_shape(config.model), this_machine(), rows=count_rows(config))
+    plan = replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
     if as_json:
         print(json.dumps({"lines": [asdict(line) for line in plan.lines], "warnings": plan.warnings}, indent=1))  # noqa: T201
         return

@@ -1,0 +1,64 @@
+"""What a config says that may be meant, and mostly is not: told before a run, and no reason to refuse it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from asyncrl.config.document import Node
+from asyncrl.config.load import read_draft
+from asyncrl.config.schema import Config, EvalConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.gpus import count_gpus
+
+LIMITS = ("max_prompt_tokens", "max_response_tokens")
+
+
+def doubts(config: Config, path: Path, overrides: Sequence[str]) -> list[str]:
+    """Of a config that is valid, one line each."""
+    root = read_draft(path, overrides).root
+    return [*_evaluation(config), *_scale(config), *_inherited_limits(config, root, path), *missing_device(config)]
+
+
+def require_device(config: Config) -> None:
+    """Raises ConfigError: with the GPU that it asks for a run cannot start here."""
+    for text in missing_device(config):
+        raise ConfigError(text)
+
+
+def missing_device(config: Config) -> Iterator[str]:
+    """A GPU that is asked for by name and is not there."""
+    if config.learner.device == "cuda" and not count_gpus():
+        yield (
+            "learner.device is cuda, but this machine shows no GPU; set learner.device=auto or cpu, or look why with nvidia-smi "
+            "and CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.eval == data.train and (Path(data.train).is_file() or data.eval_split == data.split):
+        yield f"data.eval is data.train ({data.eval}): the evaluation is not held out; give it rows of its own"
+    if data.eval is None and config.eval != EvalConfig():
+        yield "eval is set, but data.eval is not: nothing will be evaluated; set data.eval, or drop the section"
+
+
+def _scale(config: Config) -> Iterator[str]:
+    scale, limit = config.algorithm.aggregation.params.get("scale"), config.sampling.max_response_tokens
+    if isinstance(scale, int | float) and scale != limit:
+        yield (
+            f"algorithm.aggregation.scale is {scale:g}, but sampling.max_response_tokens {limit}: losses are divided by the one, "
+            f"answers are as long as the other, as if the learning rate were {limit / scale:.2g} times it; set it to {limit}"
+        )
+
+
+def _inherited_limits(config: Config, root: Node, path: Path) -> Iterator[str]:
+    """Data of one's own with the limits of an example: answers are cut off after five tokens, and nobody knows why."""
+    own = root.nearest(("data", "train")).place.rpartition(":")[0]
+    if own != str(path):
+        return
+    for key in LIMITS:
+        place = root.nearest(("sampling", key)).place if root.has(("sampling", key)) else ""
+        if place.rpartition(":")[0] not in ("", str(path)):
+            yield (
+                f"sampling.{key} is {getattr(config.sampling, key)}, which comes from {place}, not from {path} with its own "
+                "data; write into it what your texts need"
+            )

@@ -1,0 +1,109 @@
+"""What a valid config leaves in doubt: each said by `validate` and what comes after it, and nothing said of those we ship."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.preflight.doubts import doubts, require_device
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = """\
+run: {name: mine}
+model: {path: owner/model}
+data: {train: train.jsonl, eval: test.jsonl}
+reward: {functions: [{function: exact_match}]}
+sampling: {max_prompt_tokens: 64, max_response_tokens: 64}
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("train", "test"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}) + "\n")
+
+
+def said_of(text: str, *overrides: str) -> list[str]:
+    path = Path("run.yaml")
+    path.write_text(text)
+    return doubts(load_config(path, overrides), path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("data.eval=train.jsonl",), "data.eval is data.train (train.jsonl): the evaluation is not held out"),
+        (("data.eval=null", "eval.every=5"), "eval is set, but data.eval is not: nothing will be evaluated"),
+        (
+            ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}",),
+            "algorithm.aggregation.scale is 512, but sampling.max_response_tokens 64",
+        ),
+        (("learner.device=cuda",), "learner.device is cuda, but this machine shows no GPU"),
+    ],
+)
+def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str) -> None:
+    (line,) = said_of(OWN, *overrides)
+    assert line.startswith(said) and any(word in line for word in ("; set ", "; give "))
+
+
+def test_data_of_ones_own_with_limits_of_an_example() -> None:
+    limits = OWN.replace("sampling: {max_prompt_tokens: 64, max_response_tokens: 64}\n", "")
+    first, second = said_of("extends: configs/quickstart.yaml\n" + limits)
+    assert "sampling.max_prompt_tokens is 8, which comes from " in first and "quickstart.yaml:" in first
+    assert "sampling.max_response_tokens is 5" in second and second.endswith("write into it what your texts need")
+    assert said_of("extends: configs/quickstart.yaml\n" + OWN) == [], "they are one's own"
+    assert said_of("extends: configs/quickstart.yaml\nrun: {name: again}\n") == [], "so is nothing"
+
+
+def test_a_preset_is_found_from_any_directory_and_leaves_no_doubt() -> None:
+    for name in ("grpo", "ppo", "dapo"):
+        text = f"extends: algorithms/{name}.yaml\n{OWN}"
+        assert said_of(text, "sampling.max_response_tokens=512", "sampling.max_prompt_tokens=512") == []
+    with pytest.raises(ConfigError, match=r"run.yaml:1  extends: cannot read algorithms/gropo.yaml"):
+        said_of(f"extends: algorithms/gropo.yaml\n{OWN}")
+    Path("algorithms").mkdir()
+    Path("algorithms/grpo.yaml").write_text("batch: {groups: 7}\n")
+    Path("run.yaml").write_text(f"extends: algorithms/grpo.yaml\n{OWN}")
+    assert load_config(Path("run.yaml")).batch.groups == 7, "a file of one's own comes first"
+
+
+def test_shaping_that_punishes_every_answer_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"algorithm.shaping.0.buffer_tokens is 128, not below .*max_response_tokens \(64\).* 12,"
+    ):
+        said_of(f"extends: algorithms/dapo.yaml\n{OWN}")
+
+
+def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text(OWN)
+    config = load_config(Path("run.yaml"), ["learner.device=cuda"])
+    with pytest.raises(ConfigError, match=r"shows no GPU; set learner\.device=auto or cpu"):
+        require_device(config)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    require_device(config)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_what_we_ship_leaves_no_doubt(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert doubts(load_config(path), path, []) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer: {total_epochs: 3}", "did you mean `learner`?"),
+        ("actor_rollout_ref: {}", "did you mean `learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model`?"),
+        ("custom_reward_function: {}", "did you mean `reward.functions`?"),
+        ("adv_estimator: grpo", "did you mean `algorithm.advantage`?"),
+        ("lora: {r: 8}", "there is no LoRA here, all weights are trained; delete it"),
+    ],
+)
+def test_keys_of_verl_and_trl_are_known(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        said_of(f"{OWN}{key}\n")
+    assert meant in str(caught.value)
