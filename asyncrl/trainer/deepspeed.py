@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
@@ -134,13 +134,12 @@ class DeepSpeedTrainer:
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
-        """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises CheckpointError for another layout."""
+        """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        layout = self._layout
-        if self._reference is not None:
-            layout["moved_reference"] = found.get("moved_reference")  # it goes on from either
+        # A reference goes on from either; one that is no longer asked for is left behind.
+        layout = self._layout | {"moved_reference": found.get("moved_reference")}
         if found != layout:
-            raise CheckpointError(
+            raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same learner.ranks, "
                 f"learner.zero_stage, model.dtype and algorithm, or start a new run with model.path={directory / 'hf'}"
             )

@@ -76,3 +76,11 @@ def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
 def warm_up(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
     """A learning rate that rises linearly over `warmup_steps` and then stays."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
+
+
+def configure(optimizer: Optimizer, schedule: LambdaLR, config: OptimizerConfig) -> None:
+    """Give an optimizer and its schedule that were loaded the numbers of `config`; moments and step count stay."""
+    numbers = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay, "initial_lr": config.lr}
+    schedule.base_lrs = [config.lr] * len(schedule.base_lrs)
+    for group, share in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group.update(numbers, lr=config.lr * share(schedule.last_epoch))

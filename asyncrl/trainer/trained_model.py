@@ -22,7 +22,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks
-from asyncrl.trainer.engine_settings import engine_settings, warm_up
+from asyncrl.trainer.engine_settings import configure, engine_settings, warm_up
 from asyncrl.trainer.files import Writes
 
 
@@ -30,7 +30,7 @@ class TrainedModel:
     """A module under ZeRO stage 0 to 3. Every rank calls every method, in the same order."""
 
     def __init__(self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks) -> None:
-        self._ranks, self._stage = ranks, stage
+        self._ranks, self._stage, self._optimizer = ranks, stage, optimizer
         self.engine: Any = deepspeed.initialize(
             model=module,
             config=engine_settings(optimizer, dtype=dtype, stage=stage),
@@ -64,10 +64,14 @@ class TrainedModel:
         self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
     def load(self, directory: Path, tag: str) -> None:
-        """The inverse of `save`. Raises CheckpointError where DeepSpeed finds nothing to load."""
+        """The inverse of `save`, but for the optimizer's numbers: they are the config's, not those of before.
+
+        Raises CheckpointError where DeepSpeed finds nothing to load.
+        """
         path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise CheckpointError(f"{directory / tag}: DeepSpeed finds no state here; resume from another checkpoint")
+        configure(self.engine.optimizer, self.engine.lr_scheduler, self._optimizer)
 
     def close(self) -> None:
         """Free the engine."""

@@ -57,10 +57,27 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     for ranks, models, found in [
         (2, full, "'ranks': 1"),
         (1, {"reference": True}, "'critic': True"),
-        (1, {"critic": True}, "'moved_reference': True"),
     ]:
-        with pytest.raises(AssertionError, match=f"CheckpointError: .*{found}.*resume with the same learner.ranks"):
+        with pytest.raises(AssertionError, match=f"ConfigError: .*{found}.*resume with the same learner.ranks"):
             run_ranks(ranks, model, [base | models | {"name": "resumed", "steps": [1, 2]}], tmp_path / f"second {found}")
+    run_ranks(1, model, [base | {"critic": True, "name": "resumed", "steps": [1, 2]}], tmp_path / "without a reference")
+
+
+@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(1, 0, "float32"), (2, 2, "float32"), (2, 3, "bfloat16")])
+def test_a_resumed_optimizer_has_the_numbers_of_today(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
+    """Loaded and not: the learning rate, its warm-up and the rest are those of the config that resumes."""
+    model, base = tiny_qwen2(tmp_path / "model"), {"run": "train", "stage": stage, "dtype": dtype, "critic": True}
+    saved, still = base | {"store": str(tmp_path / "store")}, {"lr": 1e-30, "weight_decay": 0.0, "warmup_steps": 5, "eps": 1e-3}
+    run_ranks(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")
+    scenarios = [saved | {"name": "none", "steps": [2, 2]}, saved | {"name": "still", "steps": [2, 4], "optimizer": still}]
+    results = run_ranks(ranks, model, scenarios, tmp_path / "second")
+    tensors, report = results["still"]
+    assert all(torch.equal(tensor, results["none"][0][name]) for name, tensor in tensors.items()), "steps of 1e-30 change nothing"
+    for numbers in report["numbers"]:  # of the policy and of the critic
+        assert {name: numbers[name] for name in ("eps", "weight_decay", "initial_lr")} == {
+            "eps": 1e-3, "weight_decay": 0.0, "initial_lr": 1e-30
+        }  # fmt: skip
+        assert numbers["lr"] == pytest.approx(1e-30), "four steps of before and now, and the fifth is the first of the full rate"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])

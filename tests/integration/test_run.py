@@ -185,6 +185,55 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert json.loads(call("audit", str(run)))["missing"] == 0
 
 
+LIVES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
+    (4, B, ()),
+    (
+        8,
+        8,
+        ("batch.groups=8", "batch.minibatches=2", "staleness.max_lag=4", "sampling.max_response_tokens=6", "eval.every=2")
+        + ("eval.samples=2", "eval.temperature=0.7", "checkpoint.every=1", "store.max_gib=2", "reward.workers=2")
+        + ("learner.optimizer.lr=5e-4", "generator.count=1", "reward.functions.0.weight=2", "store.fsync=no"),
+    ),
+    (
+        12,
+        2,
+        ("batch.groups=2", "batch.group_size=2", "staleness.max_lag=1", "staleness.policy=drop", "sampling.temperature=0.8")
+        + ("learner.tokens_per_microbatch=24", "algorithm.advantage=rloo", "eval.prompts=4", "generator.count=1")
+        + ("learner.optimizer.weight_decay=0.1", "weights.probe_tokens=6", "control.heartbeat_s=0.5", "reward.attempts=2"),
+    ),
+)
+"""learner.steps, batch.groups and what else of the config is changed: each life begins with a checkpoint of the one before."""
+
+
+def test_a_run_is_resumed_with_many_keys_changed_at_once_and_loses_nothing(config: Path) -> None:
+    run, trained, before = config.parent / "runs" / "whole", 0, 0
+    for last, groups, overrides in LIVES:
+        up = start(config, f"learner.steps={last}", *overrides)
+        try:
+            assert up.wait(timeout=500) == 0, (config.parent / "up.out").read_text()[-3000:]
+        finally:
+            up.kill()
+        trained, before = trained + (last - before) * groups, last
+        ledger = ledger_of(run, last)
+        assert ledger["trained"] == trained
+        assert ledger["watermark"] + len(ledger["above"]) == trained + sum(ledger["rejected"].values())
+        audit = json.loads(call("audit", str(run)))
+        assert audit["missing"] == 0 and audit["issued"] <= trained + sum(ledger["rejected"].values()) + 5 * 8
+    assert steps(run) == list(range(1, 13)), "no life repeats or skips a step"
+    rates = {int(row["step"]): row["policy/lr"] for row in rows(run) if "policy/lr" in row}
+    assert [rates[step] for step in (4, 8, 12)] == pytest.approx([1e-3, 5e-4, 1e-3])
+
+    # Now there is nothing left to do; and with another seed it is another run. Either is said at once, and changes nothing.
+    saved = (run / "config.yaml").read_bytes()
+    assert "nothing is left to do" in call("up", "--plain", "--config", str(config), "learner.steps=12")
+    refused = subprocess.run(
+        [*ASYNCRL, "up", "--plain", "--config", str(config), "learner.steps=20", "run.seed=1", "model.dtype=bfloat16"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "2 problems in" in refused.stderr and "model.dtype: found 'bfloat16'" in refused.stderr
+    assert (run / "config.yaml").read_bytes() == saved and processes_of(run) == []
+
+
 def test_two_ranks_train_from_four_shards_of_a_cluster_and_a_generator_without_a_config_joins_late(config: Path) -> None:
     (config.parent / "cluster").mkdir()
     with cluster(config.parent / "cluster") as nodes:

@@ -281,7 +281,7 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(17 + job["rank"])
     np.random.normal(), random.gauss(0, 1)  # leaves a cached second value in either state
-    trainer = build(job, scenario, lr=1e-2, warmup_steps=3, weight_decay=0.1)
+    trainer = build(job, scenario, **{"lr": 1e-2, "warmup_steps": 3, "weight_decay": 0.1} | scenario.get("optimizer", {}))
     store = CheckpointStore(Path(scenario["store"]), KEY, 2) if "store" in scenario else None
     start, stop = scenario["steps"]
     state = store.load(trainer) if store and start else None
@@ -305,8 +305,11 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     if store and not start:
         store.save(stop, trainer, {"version": stop, "ledger": [1, 2]})
     result = everything(trainer)
+    models = [model for model in (trainer._policy, trainer._critic) if model is not None]
+    groups = [model.engine.optimizer.param_groups[0] for model in models]
+    numbers = [{name: group[name] for name in ("lr", "initial_lr", "eps", "weight_decay")} for group in groups]
     trainer.close()
-    return result, {"losses": losses, "state": state}
+    return result, {"losses": losses, "state": state, "numbers": numbers}
 
 
 def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
