@@ -2,8 +2,9 @@
 
 The lane is the buffer protocol once more. Round r asks for the first N held-out prompts, answered by weights of
 version min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or
-counted twice. What an id means hangs on `every`, N and `steps`: each combination has a lane of its own (`lane_name`),
-and a run that is resumed with another one begins with the next round that its version has not passed (`resume_ledger`).
+counted twice. What an id means hangs on `every`, N, `steps`, and on what is asked and how it is answered and scored: each
+combination has a lane of its own (`lane_name`), and a run that is resumed with another one begins with the next round that its
+version has not passed (`resume_ledger`).
 """
 
 import logging
@@ -36,18 +37,21 @@ def rounds_due(version: int, *, every: int, steps: int) -> int:
     return version // every + 1 + (version == steps and steps % every != 0)
 
 
-def lane_name(*, prompts: int, every: int, steps: int) -> str:
-    """The lane in which ids mean rounds of these rules; learner and generators must use the same."""
-    return f"eval-{prompts}-{every}-{steps}"
+def lane_name(*, prompts: int, every: int, steps: int, asked: str) -> str:
+    """The lane in which ids mean rounds of these rules; learner and generators must use the same.
+
+    `asked` stands for what is asked and how answers are sampled and scored.
+    """
+    return f"eval-{prompts}-{every}-{steps}-{asked}"
 
 
-def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int) -> Ledger:
+def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str) -> Ledger:
     """Where evaluation goes on from `Evaluation.state`; an empty state is the beginning.
 
     Under other rules than the state's, rounds count differently: a fresh ledger, in which all rounds that `version`
     has passed are over.
     """
-    rules = {"prompts": prompts, "every": every, "steps": steps}
+    rules = {"prompts": prompts, "every": every, "steps": steps, "asked": asked}
     if state and state["rules"] == rules:
         return Ledger.from_dict(state["ledger"])
     first = -(-version // every)
@@ -105,6 +109,8 @@ class Evaluation:
     """N; 0 when there is no held-out data: then no round is ever due."""
     every: int
     steps: int
+    asked: str
+    """As in `lane_name`."""
     history: History = INITIAL
     """Of the weights that may answer."""
     _opened: int = field(default=0, init=False)
@@ -119,7 +125,7 @@ class Evaluation:
 
     def state(self) -> dict[str, Any]:
         """Plain values for the checkpoint; see `resume_ledger`."""
-        rules = {"prompts": self.prompts, "every": self.every, "steps": self.steps}
+        rules = {"prompts": self.prompts, "every": self.every, "steps": self.steps, "asked": self.asked}
         return {"rules": rules, "ledger": self._finished}
 
     @property

@@ -70,6 +70,17 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
 
 
+def eval_digest(config: Config) -> str:
+    """8 hex digits over what held-out evaluation asks, and how answers are sampled and scored; not when, nor how many."""
+    asked = {
+        "data": config.data.model_dump(mode="json", include={"eval", "eval_split"}),
+        "reward": config.reward.model_dump(mode="json", include={"functions"}),
+        "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
+        "eval": config.eval.model_dump(mode="json", include={"samples", "temperature"}),
+    }
+    return hashlib.sha256(_canonical(asked).encode()).hexdigest()[:8]
+
+
 def wants_greedy(config: Config) -> bool:
     """Whether generators sample a greedy response per ticket: all that they need to know of the algorithm.
 

@@ -32,6 +32,7 @@ from asyncrl.launch.roles import run_role
 from asyncrl.launch.wiring import (
     eval_lane,
     eval_limits,
+    eval_rules,
     join_store,
     open_exporter,
     train_lane,
@@ -172,7 +173,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
     if held_out:
         found.append(
             Lane(
-                name=lane_name(prompts=len(held_out), every=config.eval.every, steps=config.learner.steps),
+                name=lane_name(**eval_rules(config, len(held_out))),
                 buffer=eval_lane(config, store, len(held_out)),
                 prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
                 spec=sampling_spec(config, config.eval.temperature),

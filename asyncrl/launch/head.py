@@ -14,34 +14,29 @@ from typing import Self
 from torch import Tensor
 
 from asyncrl import __version__
-from asyncrl.algo import registry
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Collected, Intake, make_judge
+from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
-from asyncrl.buffer.shards import Ledgers, ShardedIntake, join
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
 from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
-from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.intake import open_evaluation, open_intake
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.reports import Reports
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.timeline import Timeline
-from asyncrl.launch.wiring import eval_lane, eval_limits, open_exporter, train_lane, train_limits, wire_key
+from asyncrl.launch.wiring import open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.guard import Guard
 from asyncrl.telemetry.status import StatusSnapshot, write_status
-from asyncrl.trainer.estimate import GREEDY
 from asyncrl.types import Group
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
@@ -89,11 +84,11 @@ class Head:
         self._collected: Collected | None = None
         self._decoded: list[tuple[Group, bytes]] = []  # for the next step
         self._decoder = GroupDecoder(wire_key())
-        self._vocabulary = vocabulary_size(config.model)
         self._lane = train_lane(config, store)
-        self._intake = self._make_intake(state.ledgers.expect(config.store.shards))
+        vocabulary, history = vocabulary_size(config.model), self._history
+        self._intake = open_intake(config, self._lane, state.ledgers, self._decode, vocabulary=vocabulary, history=history)
         self._watch = AuditWatch(self._lane.audit)
-        self._evaluation = self._make_evaluation(state)
+        self._evaluation = open_evaluation(config, store, state, self._decoder.decode, vocabulary=vocabulary, history=history)
         self._publisher = SharedMemoryPublisher(
             layout,
             probe_ids=probe_ids,
@@ -181,57 +176,10 @@ class Head:
         self._decoder.close()
         self._reports.close()
 
-    def _make_intake(self, ledgers: Ledgers) -> ShardedIntake:
-        config, shards = self._config, self._lane.shards
-        filters = [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters]
-        judge = make_judge(
-            filters,
-            drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
-            needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
-            history=self._history,
-        )
-        gate = Gate(lane="train", decode=self._decode, limits=train_limits(config, self._vocabulary))
-        return ShardedIntake(
-            tuple(
-                Intake(
-                    buffer=buffer,
-                    ledger=ledger,
-                    gate=gate,
-                    judge=judge,
-                    groups=config.batch.groups // len(shards),
-                    window=config.window_groups // len(shards),
-                    max_lag=config.staleness.max_lag,
-                    max_refills=config.algorithm.max_refills * len(shards),  # luck is not even between small shares
-                    stall_s=config.control.stall_s,
-                    history=self._history,
-                    name_of=partial(join, shard, shards=len(shards)),
-                )
-                for shard, (buffer, ledger) in enumerate(zip(shards, ledgers.shards, strict=True))
-            )
-        )
-
     def _decode(self, frame: bytes) -> Group:
         group = self._decoder.decode(frame)
         self._decoded.append((group, frame))  # no copy: the group's arrays are views of the frame
         return group
-
-    def _make_evaluation(self, state: LearnerState) -> Evaluation:
-        config = self._config
-        held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
-        prompts, every, steps = min(config.eval.prompts, held_out), config.eval.every, config.learner.steps
-        return Evaluation(
-            buffer=eval_lane(config, self._store, prompts),
-            ledger=resume_ledger(state.evaluation, version=state.version, prompts=prompts, every=every, steps=steps),
-            gate=Gate(
-                lane=lane_name(prompts=prompts, every=every, steps=steps),
-                decode=self._decoder.decode,
-                limits=eval_limits(config, self._vocabulary),
-            ),
-            prompts=prompts,
-            every=every,
-            steps=steps,
-            history=self._history,
-        )
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
@@ -9,6 +10,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, shard_names
 from asyncrl.buffer.users import user_of
+from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
 from asyncrl.launch.directory import RunDirectory
@@ -88,8 +90,12 @@ def train_lane(config: Config, connection: StoreConnection) -> ShardedBuffer:
     return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
 
 
+def eval_rules(config: Config, prompts: int) -> dict[str, Any]:
+    """What an id of the evaluation lane means, with so many held-out prompts."""
+    return {"prompts": prompts, "every": config.eval.every, "steps": config.learner.steps, "asked": eval_digest(config)}
+
+
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
     """The lane of held-out evaluation; one round is `prompts` groups."""
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
-    lane = lane_name(prompts=prompts, every=config.eval.every, steps=config.learner.steps)
-    return RedisBuffer(connection, config.run.name, rules, lane=lane)
+    return RedisBuffer(connection, config.run.name, rules, lane=lane_name(**eval_rules(config, prompts)))

@@ -185,21 +185,21 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert json.loads(call("audit", str(run)))["missing"] == 0
 
 
-LIVES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
-    (4, B, ()),
+LIVES = (
+    (4, B, ""),
     (
         8,
         8,
-        ("batch.groups=8", "batch.minibatches=2", "staleness.max_lag=4", "sampling.max_response_tokens=6", "eval.every=2")
-        + ("eval.samples=2", "eval.temperature=0.7", "checkpoint.every=1", "store.max_gib=2", "reward.workers=2")
-        + ("learner.optimizer.lr=5e-4", "generator.count=1", "reward.functions.0.weight=2", "store.fsync=no"),
+        "batch.groups=8 batch.minibatches=2 staleness.max_lag=4 sampling.max_response_tokens=6 eval.every=2 eval.samples=2 "
+        "eval.temperature=0.7 checkpoint.every=1 store.max_gib=2 reward.workers=2 learner.optimizer.lr=5e-4 generator.count=1 "
+        "reward.functions.0.weight=2 store.fsync=no",
     ),
     (
         12,
         2,
-        ("batch.groups=2", "batch.group_size=2", "staleness.max_lag=1", "staleness.policy=drop", "sampling.temperature=0.8")
-        + ("learner.tokens_per_microbatch=24", "algorithm.advantage=rloo", "eval.prompts=4", "generator.count=1")
-        + ("learner.optimizer.weight_decay=0.1", "weights.probe_tokens=6", "control.heartbeat_s=0.5", "reward.attempts=2"),
+        "batch.groups=2 batch.group_size=2 staleness.max_lag=1 staleness.policy=drop sampling.temperature=0.8 eval.prompts=4 "
+        "learner.tokens_per_microbatch=24 algorithm.advantage=rloo learner.optimizer.weight_decay=0.1 generator.count=1 "
+        "weights.probe_tokens=6 control.heartbeat_s=0.5 reward.attempts=2",
     ),
 )
 """learner.steps, batch.groups and what else of the config is changed: each life begins with a checkpoint of the one before."""
@@ -208,7 +208,7 @@ LIVES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
 def test_a_run_is_resumed_with_many_keys_changed_at_once_and_loses_nothing(config: Path) -> None:
     run, trained, before = config.parent / "runs" / "whole", 0, 0
     for last, groups, overrides in LIVES:
-        up = start(config, f"learner.steps={last}", *overrides)
+        up = start(config, f"learner.steps={last}", *overrides.split())
         try:
             assert up.wait(timeout=500) == 0, (config.parent / "up.out").read_text()[-3000:]
         finally:

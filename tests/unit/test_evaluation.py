@@ -2,6 +2,7 @@
 
 import json
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ GATE = Gate(lane=LANE, decode=decode_group, limits=GroupLimits(vocabulary=10, ro
 
 
 def evaluation(buffer: MemoryBuffer) -> Evaluation:
-    one = Evaluation(buffer=buffer, ledger=Ledger(), gate=GATE, prompts=N, every=2, steps=5)
+    one = Evaluation(buffer=buffer, ledger=Ledger(), gate=GATE, prompts=N, every=2, steps=5, asked="")
     one.recover(0)
     return one
 
@@ -98,8 +99,8 @@ def test_a_wiped_store_only_costs_asking_again():
     assert [result.version for result in one.poll()] == [2]
 
 
-def resumed(buffer: MemoryBuffer, state: dict, version: int, **rules: int) -> Evaluation:
-    rules = {"prompts": N, "every": 2, "steps": 5} | rules
+def resumed(buffer: MemoryBuffer, state: dict, version: int, **rules: Any) -> Evaluation:
+    rules = {"prompts": N, "every": 2, "steps": 5, "asked": ""} | rules
     ledger = resume_ledger(json.loads(json.dumps(state)), version=version, **rules)
     one = Evaluation(buffer=buffer, ledger=ledger, gate=GATE, **rules)
     one.recover(version)
@@ -123,6 +124,7 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was():
         (4, {"every": 3}, [5]),  # rounds 0 and 3 are passed; 5 is the last
         (4, {"every": 1}, [4, 5]),
         (4, {"prompts": 2}, [4, 5]),
+        (4, {"asked": "more samples"}, [4, 5]),
         (5, {"steps": 9}, [6, 8, 9]),  # round 3 was that of the last version, 5, and is now that of 6
         (5, {"steps": 9, "every": 20}, [9]),
     ],
@@ -149,8 +151,10 @@ def test_other_rules_begin_with_the_next_round_that_is_not_passed(version, rules
 
 
 def test_lanes_of_different_rules_differ():
-    names = {lane_name(prompts=p, every=e, steps=s) for p in (1, 11) for e in (1, 11) for s in (1, 11)}
-    assert len(names) == 8
+    names = {
+        lane_name(prompts=p, every=e, steps=s, asked=a) for p in (1, 11) for e in (1, 11) for s in (1, 11) for a in ("a1", "1")
+    }
+    assert len(names) == 16
 
 
 def test_a_round_waits_for_all_of_its_prompts_though_the_next_one_is_ahead():

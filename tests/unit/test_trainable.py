@@ -237,7 +237,7 @@ def test_one_poisoned_group_costs_itself_whatever_it_holds(case, tmp_path):
 @pytest.mark.parametrize("case", ENCODABLE)
 def test_one_poisoned_held_out_group_is_a_dead_one_of_its_round(case):
     buffer = MemoryBuffer(BufferRules(groups=3))
-    evaluation = Evaluation(buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), prompts=3, every=1, steps=1)
+    evaluation = Evaluation(buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), prompts=3, every=1, steps=1, asked="")
     evaluation.recover(0)
     for ticket in buffer.lease("g", 3).tickets:
         good = encode_group(group(ticket_id=ticket.id, lane="eval"))
