@@ -1,0 +1,341 @@
+"""A run is resumed with one key changed: store, generators' loop, intake, evaluation and checkpoints are real, no model is.
+
+Steps are made, some of them saved, and the learner and its generator die with groups in every place. Then both come back with
+another config. Keys that are refused are refused in tests/unit/test_resume.py.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.intake import Collected
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.load import load_config
+from asyncrl.config.resume import FREE, fixed_values, resume_findings
+from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.control.base import Hello, Stop, Welcome
+from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
+from asyncrl.engine.sampler import Sampler
+from asyncrl.generator import Generator, GeneratorSettings
+from asyncrl.launch.generator import lanes
+from asyncrl.launch.intake import open_evaluation, open_intake
+from asyncrl.launch.learner_state import LearnerState
+from asyncrl.launch.wiring import train_lane
+from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.types import Prompt
+from asyncrl.weights.base import UpdateOrder
+from asyncrl.wire.schema import decode_group
+
+pytestmark = pytest.mark.integration
+
+VOCABULARY, PROBE, KEY = 16, (1, 2, 3, 4), b"key"
+SAVED, UNSAVED, STEPS = 4, 2, 10
+"""Steps that the first life saves, steps that it makes beyond, and steps of the whole run."""
+names = itertools.count(1)
+
+CHANGES = """
+batch.groups=64 batch.groups=8 batch.groups=1 batch.group_size=2 batch.group_size=6 batch.minibatches=4 batch.epochs=2
+sampling.temperature=0.5 sampling.max_prompt_tokens=4 sampling.max_response_tokens=2 sampling.max_response_tokens=9
+sampling.stop=[x] sampling.top_p=1 sampling.top_k=0 sampling.min_p=0
+staleness.max_lag=0 staleness.max_lag=6 staleness.window_groups=1 staleness.window_groups=90 staleness.policy=drop
+staleness.policy=correct_only
+learner.steps=12 learner.device=auto learner.tokens_per_microbatch=14 learner.logprob_chunk_tokens=8 learner.threads=1
+learner.gradient_checkpointing=true learner.hooks=[own.py:Hook] learner.optimizer.lr=1e-4
+eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 eval.temperature=0.5
+data.eval=train.jsonl data.eval_split=train data.eval=null
+store.url=OTHER store.password_env=OTHER store.fsync=no store.max_gib=0.01 store.bind=tcp://127.0.0.1:1
+reward.functions.0.weight=2 reward.functions.0.function=gsm8k reward.functions.0.name=other reward.timeout_s=1 reward.workers=2
+reward.attempts=1 reward.memory_gib=1 reward.sandbox=bubblewrap;reward.memory_gib=1 reward.functions=[{"function":"gsm8k"}]
+algorithm.advantage=remax algorithm.policy_loss=reinforce algorithm.max_refills=1
+algorithm.filters=[{"name":"reward_range","low":-9,"high":9}]
+generator.lease_s=5 generator.max_running=8 checkpoint.every=1 checkpoint.keep=3
+"""
+"""Overrides; those with a semicolon are one change of several keys."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreServer, StoreServer]]:
+    with (
+        StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("one")) as one,
+        StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("other")) as other,
+    ):
+        yield one, other
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config; 16 groups a step, and a little of everything that lags, is rejected or is evaluated."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": "1", "answer": "1"}) + "\n" for _ in range(4)))
+    values = {
+        "run": {"name": f"resumed-{next(names)}"},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl", "eval": "test.jsonl"},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "batch": {"groups": 16, "group_size": 4},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 6},
+        "staleness": {"max_lag": 2},
+        "learner": {"steps": STEPS, "device": "cpu"},
+        "generator": {"max_running": 64, "lease_s": 1},
+        "eval": {"every": 2, "prompts": 3},
+        "checkpoint": {"every": 2},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "run.yaml"
+
+
+class Control:
+    """The learner's end of the control plane, in this process."""
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[UpdateOrder | Stop] = asyncio.Queue()
+
+    async def join(self, hello: Hello) -> Welcome:
+        return Welcome(version=0)
+
+    async def next_order(self) -> UpdateOrder | Stop:
+        return await self.orders.get()
+
+    async def report(self, report: Any) -> None: ...
+    def beat(self, heartbeat: Any) -> None: ...
+    async def leave(self) -> None: ...
+
+
+class Rewards:
+    def __init__(self, config: Config) -> None:
+        self.functions = config.reward.functions
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        parts = [{one.part: float(len(each.response) % 3) for one in self.functions} for each in inputs]
+        return [Score(total=sum(one.weight * part[one.part] for one in self.functions), parts=part) for part in parts]
+
+    async def close(self) -> None: ...
+
+
+class Nowhere:
+    """A tracker and a staging without work."""
+
+    def log(self, *_: Any, **__: Any) -> None: ...
+    def samples(self, *_: Any) -> None: ...
+    def close(self) -> None: ...
+
+    def stage(self, order: UpdateOrder) -> UpdateOrder:
+        return order
+
+
+class Prompts:
+    def prompt(self, ticket_id: int) -> Prompt:
+        return Prompt(token_ids=(ticket_id % VOCABULARY,) * 3, text="", row={})
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return [self.prompt(1)] * min(count, 4)
+
+
+class History:
+    """A trainer whose weights are what it was trained on: (version, groups, rejected)."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        return value or b""
+
+    def save(self, directory: Path) -> None:
+        (directory / "weights.json").write_text(json.dumps(self.steps))
+
+    def load(self, directory: Path) -> None:
+        self.steps = json.loads((directory / "weights.json").read_text())
+
+    def train(self, version: int, collected: Collected) -> None:
+        ids = [group.ticket_id for group in collected.groups]
+        gone = [(group.ticket_id, reason.split(":")[0]) for group, reason in collected.rejected]
+        oldest = min(s.version for group in collected.groups for rollout in group.rollouts for s in rollout.version_spans)
+        self.steps.append({"version": version, "trained": ids, "rejected": gone, "lag": version - oldest})
+
+
+class Life:
+    """Learner and generator from the last checkpoint on, with one config."""
+
+    def __init__(self, config: Config, url: str, checkpoints: Path) -> None:
+        self.config = config
+        self.connections = [StoreConnection(url, retry_s=5.0) for _ in range(2)]
+        self.checkpoints = CheckpointStore(checkpoints, KEY, config.checkpoint.keep)
+        self.trainer = History()
+        values = self.checkpoints.load(self.trainer) or {}
+        self.state = LearnerState.from_dict(values)
+        self.history = self.state.history.resumed(self.state.version, lineage=next(names), longest_lag=config.lag_bound)
+        known: dict[str, Any] = {"vocabulary": VOCABULARY, "history": self.history}
+        self.lane = train_lane(config, self.connections[0])
+        self.intake = open_intake(config, self.lane, self.state.ledgers, decode_group, **known)
+        self.evaluation = open_evaluation(config, self.connections[0], self.state, decode_group, **known)
+        self.evaluated: list[tuple[int, int, float]] = []
+        self.control, self.engine = Control(), FakeEngine(vocabulary=VOCABULARY, seed=next(names))
+        self.generator = Generator(
+            engine=self.engine,
+            lanes=lanes(config, self.connections[1], Prompts(), VOCABULARY),  # type: ignore[arg-type]
+            sampler=Sampler(self.engine, Rewards(config), lambda ids: "x" * len(ids), "g0"),
+            staging=Nowhere(),
+            control=self.control,
+            tracker=Nowhere(),
+            settings=GeneratorSettings(
+                max_running=config.generator.max_running, lease_s=config.generator.lease_s, heartbeat_s=1.0, probe_limit=1e-3
+            ),
+        )
+
+    async def live(self, steps: int, *, saves: int) -> None:
+        """Train up to version `steps`, save up to `saves`; then the generator and the learner are gone in the middle."""
+        hello = Hello(generator_id="g0", incarnation=str(next(names)), release="r", config_hash="c", version=0)
+        generator = asyncio.create_task(self.generator.run(hello))
+        try:
+            async with asyncio.timeout(60):
+                await self._learn(steps, saves, generator)
+        finally:
+            generator.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await generator
+            for connection in self.connections:
+                connection.close()
+
+    async def _learn(self, steps: int, saves: int, generator: "asyncio.Task[None]") -> None:
+        version = self.state.version
+        await self._publish(version)
+        self.intake.recover(version)
+        self.evaluation.recover(version)
+        self.issued_before = self.lane.audit().issued
+        self.under_way = self.issued_before - self._consumed
+        while version < steps:
+            assert not generator.done(), generator.exception()
+            if version <= SAVED or self.config.learner.steps == saves:  # else answers are there when this life ends
+                self._evaluate()
+            collected = await asyncio.to_thread(self.intake.poll, version, wait_s=0.02)
+            if collected is None:
+                continue
+            self.trainer.train(version, collected)
+            version += 1
+            await self._publish(version)
+            self.intake.open(version)
+            self.evaluation.open(version)
+            if version <= saves and (version % self.config.checkpoint.every == 0 or version == saves):
+                self._save(version)
+            assert self.lane.audit().missing == 0
+        while self.evaluation.missing and version == self.config.learner.steps:
+            self._evaluate()
+            await asyncio.sleep(0.01)
+        while version < self.config.learner.steps and not self.evaluation.buffer.audit().ready:
+            await asyncio.sleep(0.01)
+        await self._use_up_the_credit()
+
+    async def _use_up_the_credit(self) -> None:
+        """(L + 1) B groups may be under way, and no more."""
+        credit = self._consumed + (self.config.staleness.max_lag + 1) * self.config.batch.groups
+        while self.lane.audit().issued < credit:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert self.lane.audit().issued == max(credit, self.issued_before)
+
+    async def _publish(self, version: int) -> None:
+        logprobs = logprobs_of(logits_of(version, VOCABULARY))[list(PROBE[1:])]
+        await self.control.orders.put(
+            UpdateOrder(
+                version=version,
+                transport="disk",
+                deadline_s=5.0,
+                details={},
+                probe_ids=PROBE,
+                probe_logprobs=tuple(map(float, logprobs)),
+                history=str(self.history),
+            )
+        )
+
+    def _evaluate(self) -> None:
+        for result in self.evaluation.poll():
+            whole = {len(group.rollouts) for group in result.groups} == {self.config.eval.samples}
+            assert whole, "an answer of before is in this round"
+            self.evaluated.append((result.version, len(result.groups), result.metrics["eval/dead_groups"]))
+
+    def _save(self, version: int) -> None:
+        state = LearnerState(
+            version=version,
+            ledgers=self.intake.settled,
+            history=self.history,
+            evaluation=self.evaluation.state(),
+            fixed=fixed_values(self.config),
+        )
+        oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))
+        self.intake.commit(LearnerState.from_dict(oldest).ledgers, version)
+
+    @property
+    def _consumed(self) -> int:
+        return sum(ledger.consumed for ledger in self.intake.settled.shards)
+
+
+def resumed(
+    path: Path, servers: tuple[StoreServer, StoreServer], before: Sequence[str], after: Sequence[str]
+) -> tuple[Life, Life]:
+    """Two lives, the second with the overrides `after`; whatever was changed, no group is lost or trained twice."""
+    urls = [server.url for server in servers]
+    checkpoints = path.parent / "checkpoints"
+    first = Life(load_config(path, before), urls[0], checkpoints)
+    asyncio.run(first.live(SAVED + UNSAVED, saves=SAVED))
+    config = load_config(path, [override.replace("OTHER", urls[1] if "url" in override else "OTHER") for override in after])
+    assert not list(resume_findings(fixed_values(first.config), config, weights=path))
+    second = Life(config, config.store.url or urls[0], checkpoints)
+    assert second.state.version == SAVED
+    asyncio.run(second.live(config.learner.steps, saves=config.learner.steps))
+    check(first, second)
+    return first, second
+
+
+def check(first: Life, second: Life) -> None:
+    steps, ledgers = second.trainer.steps, second.intake.settled.shards
+    assert [step["version"] for step in steps] == list(range(second.config.learner.steps))
+    sizes = [len(step["trained"]) for step in steps]
+    rest = second.config.learner.steps - SAVED
+    assert sizes == [first.config.batch.groups] * SAVED + [second.config.batch.groups] * rest
+    trained = [ticket_id for step in steps for ticket_id in step["trained"]]
+    rejected = [ticket_id for step in steps for ticket_id, _ in step["rejected"]]
+    assert len(trained + rejected) == len({*trained, *rejected}), "an id was taken twice"
+    assert [sum(ledger.trained for ledger in ledgers), sum(ledger.total_rejected for ledger in ledgers)] == [
+        len(trained),
+        len(rejected),
+    ]
+    assert sum(ledger.consumed for ledger in ledgers) == len(trained) + len(rejected)
+    if not second.config.algorithm.filters:
+        assert len(rejected) <= second.under_way, "more was rejected than had been under way"
+    assert max(step["lag"] for step in steps[SAVED:]) <= second.config.lag_bound
+    if second.config.data.eval:
+        prompts, last = min(second.config.eval.prompts, 4), second.config.learner.steps
+        assert second.evaluated[-1] == (last, prompts, 0) and {one[1:] for one in second.evaluated} == {(prompts, 0)}
+
+
+@pytest.mark.parametrize("change", CHANGES.split())
+def test_a_run_goes_on_with_one_key_changed(change, path, servers):
+    resumed(path, servers, [], change.split(";"))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(64, 32), (32, 64), (8, 64), (64, 2)])
+def test_a_run_goes_on_with_another_batch(before, after, shards, path, servers):
+    """What is sampled for the new batch is all trained; what had been sampled before is trained as far as it is young enough."""
+    same = [f"store.shards={shards}", "eval.every=5"]
+    _, second = resumed(path, servers, [*same, f"batch.groups={before}"], [*same, f"batch.groups={after}"])
+    reasons = {reason for step in second.trainer.steps for _, reason in step["rejected"]}
+    assert reasons <= {"stale", "discarded_lineage"}
+
+
+def test_every_key_that_may_change_here_is_changed():
+    here = ("batch", "staleness", "sampling", "learner", "eval", "store", "reward", "reward.functions")
+    changed = {override.split("=")[0].replace(".0.", ".") for change in CHANGES.split() for override in change.split(";")}
+    assert {f"{section}.{name}" for section in here for name in FREE[section].split()} <= changed
