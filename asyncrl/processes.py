@@ -114,7 +114,8 @@ def find_holder(path: Path) -> "psutil.Process | None":
 
     The kernel says so: it does not matter what the file holds, whether it was deleted meanwhile, or what clocks do.
     """
-    names = {str(path.resolve()), f"{path.resolve()} (deleted)"}
+    place = path.parent.resolve() / path.name
+    names = {str(place), f"{place} (deleted)"}
     import psutil  # not where only a config is looked at
 
     for pid in psutil.pids():

@@ -250,7 +250,12 @@ class Supervisor:
         self._leave_out(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
-        child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
+        try:
+            child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
+        except OSError as error:  # no memory or no numbers for one more process: that passes, and is no death
+            child.start_at_s = time.monotonic() + _LONGEST_BACKOFF_S
+            log.error("%s cannot be started and is tried again in %.0f s: %s", child.spec.name, _LONGEST_BACKOFF_S, error)
+            return
         child.hung = None
         child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
         log.info("%s started as process %d", child.spec.name, child.family.process.pid)

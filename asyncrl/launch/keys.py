@@ -7,6 +7,7 @@ Copied to another host, `join.key` lets generators in; it cannot be turned back 
 environment, never as arguments, which everybody on a machine can see.
 """
 
+import errno
 import hashlib
 import os
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ def parse_keys(text: str) -> RunKeys | JoinKeys:
 def read_secret(path: Path) -> str:
     """A file that holds a secret. Raises RunError: unreadable, or readable by others, because then it is none."""
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if path.stat().st_mode & 0o077:
             raise RunError(f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did read it")
         return path.read_text(encoding="ascii", errors="replace")

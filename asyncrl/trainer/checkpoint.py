@@ -249,6 +249,8 @@ class CheckpointStore:
         if self._newest_saved() != step:
             self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
             self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
+            if (self._directory / NEWEST).is_dir():  # nobody's
+                self._files.remove(self._directory / NEWEST)
             self._files.rename(self._directory / f"{UNFINISHED}{NEWEST}", self._directory / NEWEST)
         steps = self._steps()
         for directory in steps[: -self._keep]:
