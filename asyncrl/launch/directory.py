@@ -151,8 +151,9 @@ class RunDirectory:
         """
         if not self.was_up:
             raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
+        was_locked = is_locked(self.supervisor_lock)
         found = find_holder(self.supervisor_lock)
-        if found is None and is_locked(self.supervisor_lock):
+        if found is None and was_locked and is_locked(self.supervisor_lock):
             raise RunError(
                 f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen from here: it is of "
                 "another user, container or host; give the command there"
