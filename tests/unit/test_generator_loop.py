@@ -588,3 +588,23 @@ def test_a_closed_run_ends_the_generator():
         await world.until(lambda: "leave" in world.control.events)
 
     world.run(script)
+
+
+def test_it_gets_on_only_while_its_engine_does(monkeypatch):
+    """The supervisor's sign of life: an event loop that turns under an engine that stands still is none."""
+    beats: list[str] = []
+    monkeypatch.setattr(generator_module, "_SHOWN_S", 0.01)
+    monkeypatch.setattr(generator_module, "beat", lambda: beats.append("beat"))
+    monkeypatch.setattr(generator_module, "begin", beats.append)
+    world, goes_on = World(), asyncio.Event()
+    monkeypatch.setattr(world.engine, "progress", goes_on.wait)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+        await asyncio.sleep(0.1)
+        assert beats == ["generate"]
+        goes_on.set()
+        await world.until(lambda: beats.count("beat") >= 3)
+
+    world.run(script)
+    assert beats[-1] == "leave"
