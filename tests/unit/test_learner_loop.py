@@ -10,6 +10,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.learner import Step, run_learner
+from asyncrl.progress import Pace
 from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.hooks import Hooks
 
@@ -127,3 +128,13 @@ def test_a_finished_run_only_publishes():
     world = World()
     learn(world, version=5)
     assert world.events == ["publish 5"]
+
+
+def test_each_part_of_a_step_is_shown_to_the_supervisor_and_slow_ones_as_slow(monkeypatch):
+    world, shown = World(), []
+    monkeypatch.setattr("asyncrl.learner.begin", lambda doing, pace=Pace.NORMAL: shown.append((doing, pace)))
+    learn(world, steps=4)
+    assert [doing for doing, _ in shown] == [
+        *["publish", "wait_groups", "measure", "plan", "hooks", "critic", "train", "publish", "hooks", "report", "checkpoint"]
+    ]
+    assert {doing for doing, pace in shown if pace is Pace.SLOW} == {"hooks", "checkpoint"}
