@@ -1,8 +1,10 @@
 """A real vLLM engine: every token has the version and the log-probability of the weights that sampled it."""
 
 import asyncio
+import signal
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from vllm_helpers import (
@@ -183,3 +185,33 @@ def test_a_refused_request_is_an_engine_error(stories):
     runner, engine, _ = stories
     with pytest.raises(EngineError, match="refused"):
         runner.run(engine.sample([1] * 600, 1, spec()))
+
+
+def test_an_engine_whose_core_is_stopped_makes_no_progress(stories):
+    """Idle and while it samples; under an event loop that goes on."""
+    runner, engine, _ = stories
+    me = psutil.Process()
+    (core,) = [child for child in me.children(recursive=True) if "VLLM::EngineCore" in " ".join(child.cmdline())]
+
+    async def is_silent():
+        for _ in range(5):  # what was under way when it was stopped may still arrive
+            try:
+                await asyncio.wait_for(engine.progress(), 2.0)
+            except TimeoutError:
+                return True
+        return False
+
+    async def scenario():
+        for samples in (False, True):
+            task = asyncio.create_task(engine.sample([1, 300], 16, spec(tokens=400))) if samples else None
+            await asyncio.wait_for(engine.progress(), 60.0)
+            core.send_signal(signal.SIGSTOP)
+            try:
+                assert await is_silent()
+            finally:
+                core.send_signal(signal.SIGCONT)
+            await asyncio.wait_for(engine.progress(), 60.0)
+            if task is not None:
+                assert len(await asyncio.wait_for(task, 120.0)) == 16
+
+    runner.run(scenario())
