@@ -71,6 +71,15 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Mean over all choices of k of the rewards of their maximum: what a bootstrap estimates, without its noise.
+
+    The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
+    """
+    choices = [math.comb(i, k - 1) for i in range(len(rewards))]
+    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(len(rewards), k)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """One finished round."""
@@ -81,7 +90,7 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Mean reward, share of solved samples (reward >= 1), pass@k, and which versions really answered."""
+    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, and which versions really answered."""
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
@@ -92,6 +101,11 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
             "eval/reward_mean": float(np.mean([np.mean(group) for group in rewards])),
             "eval/accuracy": float(np.mean([count / samples for count in solved])),
             f"eval/pass@{samples}": float(np.mean([pass_at_k(count, samples, samples) for count in solved])),
+            **{
+                f"eval/best@{k}": float(np.mean([best_at_k(group, k) for group in rewards]))
+                for k in range(2, samples + 1)
+                if k == samples or k.bit_count() == 1
+            },
             "eval/length_mean": float(np.mean([len(r.response_ids) for group in scored for r in group.rollouts])),
             "eval/newest_version": max(group.finished_version for group in scored),
         }

@@ -56,10 +56,19 @@ def lite_ppo(rewards: GroupRewards, *, std_eps: Positive = 1e-6) -> Tensor:
     return grpo(rewards, scale="batch", std_eps=std_eps)
 
 
-def rloo(rewards: GroupRewards) -> Tensor:
-    """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group). Source: Ahmadian et al. 2024 (arXiv:2402.14740)."""
+def rloo(rewards: GroupRewards, *, normalise: bool = False, std_eps: Positive = 1e-4) -> Tensor:
+    """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group).
+
+    Args:
+        normalise: divides by (standard deviation of the batch's advantages + std_eps); their mean is 0 already.
+
+    Source: Ahmadian et al. 2024 (arXiv:2402.14740); normalised as in TRL.
+    """
     sizes_S = rewards.sizes_S
-    return rewards.per_token(rewards.centred_S(rewards.totals_S) * sizes_S / (sizes_S - 1).clamp(min=1))
+    advantages_S = rewards.centred_S(rewards.totals_S) * sizes_S / (sizes_S - 1).clamp(min=1)
+    if normalise:
+        advantages_S = advantages_S / (_batch_std(advantages_S, 1) + std_eps)
+    return rewards.per_token(advantages_S)
 
 
 def opo(rewards: GroupRewards) -> Tensor:

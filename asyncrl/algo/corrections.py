@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import NonNegative, Positive
-from asyncrl.algo.ratios import LOG_RATIO_BOUND, binary_kl, log_ratio, probabilities, sums
+from asyncrl.algo.ratios import LOG_RATIO_BOUND, Level, binary_kl, log_ratio, probabilities, sums
 from asyncrl.algo.tokens import TokenBatch
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 With d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value: on-policy the gradient of
 k1 is zero on average, that of k2 is the one of KL(pi || pi_ref), that of k3 is the one of the forward KL(pi_ref || pi).
-`k1+` and `k3+` keep the value and take the gradient of k2.
+`k1+`, `k3+` and `abs+` keep the value and take the gradient of k2.
 Source: Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09477) for the gradients.
 """
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ratios import log_ratio
+from asyncrl.algo.tokens import TokenBatch
 
 K3_BOUND = 10.0
 """k3 grows like the ratio; beyond this a single token would own the gradient. k2 and k3+ pull at any distance up to e^20."""
@@ -45,6 +46,20 @@ def k1_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Ten
 def k3_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Value of k3, gradient of k2."""
     return _with_k2_gradient(k3(logprobs_T, reference_logprobs_T), logprobs_T, reference_logprobs_T)
+
+
+def absolute_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Value of |d|, gradient of k2."""
+    return _with_k2_gradient(absolute(logprobs_T, reference_logprobs_T), logprobs_T, reference_logprobs_T)
+
+
+def bias_corrected(kl_T: Tensor, batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
+    """w r KL, r = pi / anchor with its gradient: what pi itself would measure, of tokens that another policy sampled.
+
+    So its expected gradient is that of the divergence: of k1 and of k3 that of KL(pi || pi_ref).
+    Source: DeepSeek-V3.2 2025 (arXiv:2512.02556), unbiased KL estimate; there r is taken to the policy that sampled.
+    """
+    return batch.weighted(kl_T * log_ratio(logprobs_T, batch.anchor_logprobs_T).exp())
 
 
 def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, steps: float) -> float:

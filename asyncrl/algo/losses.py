@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import AboveOne, NonNegative, Positive, Share
-from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.ratios import Level, log_ratio, policy_ratio, sums
 from asyncrl.algo.selection import select
 from asyncrl.algo.tokens import TokenBatch
 
@@ -36,6 +36,7 @@ def ppo_clip(
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
+    level: Level = "token",
     max_drift: Positive | None = None,
     top_entropy: Share = 1.0,
     entropy_T: Tensor | None = None,
@@ -46,6 +47,8 @@ def ppo_clip(
 
     Args:
         dual_clip: also the two-sided clip (`delta`) of others: the same function for any value above 1 + clip_high.
+        level: of the ratio: of each token, or of its whole response, as product (with seq-mean-token-sum: PPO whose action is the
+            response) or as geometric mean (`gspo`, there with the narrow clip that a mean needs).
         max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour policy, in
             mean nats per token (`selection.within_drift`).
         top_entropy: share of each sequence's tokens, those of highest entropy, that is trained (`selection.top_entropy`).
@@ -54,7 +57,7 @@ def ppo_clip(
     Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641);
     Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
     """
-    ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
+    ratio_T = policy_ratio(batch, logprobs_T, level)
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     if dual_clip is not None:
         ceiling_T = -batch.advantages_T * dual_clip
@@ -93,12 +96,19 @@ def cispo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share | None = 0.2
     return TokenLoss(batch.weighted(-clipped_T * batch.advantages_T * logprobs_T), metrics)
 
 
-def sapo(batch: TokenBatch, logprobs_T: Tensor, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> TokenLoss:
+def sapo(
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    *,
+    tau_positive: Positive = 1.0,
+    tau_negative: Positive = 1.05,
+    level: Level = "token",
+) -> TokenLoss:
     """-w (4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a gate that closes smoothly instead of a clip.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
     """
-    ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
+    ratio_T = policy_ratio(batch, logprobs_T, level)
     tau_T = torch.where(batch.advantages_T > 0, tau_positive, tau_negative)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * 4.0 / tau_T
     return TokenLoss(batch.weighted(-gate_T * batch.advantages_T))

@@ -3,8 +3,15 @@
 `min` and `clamp` after `exp` are not enough: they back-propagate 0 * inf = NaN. So the log-ratio is clamped first.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from asyncrl.algo.tokens import TokenBatch
+
+Level = Literal["token", "sequence", "geometric"]
+"""What a ratio is of: a token, or its whole sequence by the product or the geometric mean of its tokens' ratios."""
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information."""
@@ -18,6 +25,18 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN: a broken model must show.
     """
     return (numerator_T - denominator_T.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
+    """[T]: pi / anchor of each token; or of its whole sequence, as product or geometric mean, clamped as a token's.
+
+    The ratio of a sequence has its gradient through each token's own ln pi.
+    """
+    if level == "token":
+        return log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
+    d_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T)
+    d_S = batch.sum_S(d_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) if level == "sequence" else batch.mean_S(d_T)
+    return (logprobs_T - logprobs_T.detach() + d_S[batch.sequence_T]).exp()
 
 
 def probabilities(numerator_T: Tensor, denominator_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "policy_loss": _table(
         {
             "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro",
-            "sequence_losses": "gspo geo_mean",
+            "sequence_losses": "gspo geo_mean vespo",
             "divergence_losses": "dppo_tv dppo_kl",
             "covariance_losses": "clip_cov kl_cov",
         }
@@ -58,6 +58,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "abs": "kl:absolute",
         "k1+": "kl:k1_straight_through",
         "k3+": "kl:k3_straight_through",
+        "abs+": "kl:absolute_straight_through",
     },
     "filter": _table({"filters": "zero_variance reward_range"}),
     "shaping": _table({"shaping": "soft_overlong"}),
@@ -97,6 +98,10 @@ ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
     ("filter", "reward_range"): ("low", "high"),
 }
 """Parameters of which the first must be below the second: between them lies what is kept, or in `clip_cov` left out."""
+
+
+SHARED = "ratios"
+"""The module whose names for annotations others import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +227,9 @@ def _load_file(path: Path) -> Any:
 def _keyword_only(target: str) -> Mapping[str, Parameter]:
     """Keyword-only parameters of a function of this package, read from its source."""
     module, _, function = target.partition(":")
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
-    aliases = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    (node,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assigned = [node for name in (SHARED, module) for node in _body(name) if isinstance(node, ast.Assign)]
+    aliases = {ast.unparse(node.targets[0]): node.value for node in assigned}
+    (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
     annotations = {argument.arg: argument.annotation or ast.Constant(None) for argument in node.args.kwonlyargs}
     return {
         name: Parameter(
@@ -232,6 +237,11 @@ def _keyword_only(target: str) -> Mapping[str, Parameter]:
         )
         for (name, annotation), default in zip(annotations.items(), node.args.kw_defaults, strict=True)
     }
+
+
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")).body
 
 
 def _accepts(annotation: ast.expr, value: Any) -> bool:

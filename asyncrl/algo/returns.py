@@ -20,26 +20,26 @@ def positions_T(rewards: GroupRewards) -> Tensor:
 
 def rewards_T(rewards: GroupRewards) -> Tensor:
     """float64 [T]: the sequence's reward at its last action token, plus the rewards of single tokens."""
-    is_last_T = _from_end_T(rewards) == 0
+    is_last_T = from_end_T(rewards) == 0
     token_rewards_T = 0.0 if rewards.token_rewards_T is None else rewards.token_rewards_T.double()
     return torch.where(is_last_T, rewards.rewards_S.double()[rewards.sequence_T], 0.0) + token_rewards_T
 
 
-def discounted_returns_T(values_T: Tensor, rewards: GroupRewards, discount: float) -> Tensor:
-    """[T]: y_t = x_t + discount * y_(t+1) within each sequence."""
-    from_end_T = _from_end_T(rewards)
-    longest = int(from_end_T.max()) + 1 if rewards.tokens else 0
+def discounted_returns_T(values_T: Tensor, rewards: GroupRewards, discount: float | Tensor) -> Tensor:
+    """[T]: y_t = x_t + discount * y_(t+1) within each sequence; one discount, or [S] one for each."""
+    row_T = from_end_T(rewards)
+    longest = int(row_T.max()) + 1 if rewards.tokens else 0
     # One row per distance from the end, so that one vector operation steps all sequences at once.
     padded = torch.zeros(longest, rewards.num_sequences, dtype=values_T.dtype, device=values_T.device)
-    padded[from_end_T, rewards.sequence_T] = values_T
+    padded[row_T, rewards.sequence_T] = values_T
     for row in range(1, longest):
         padded[row] += discount * padded[row - 1]
-    return padded[from_end_T, rewards.sequence_T]
+    return padded[row_T, rewards.sequence_T]
 
 
 def next_T(values_T: Tensor, rewards: GroupRewards) -> Tensor:
     """[T]: the value of the next token of the sequence, 0 after the last."""
-    return torch.where(_from_end_T(rewards) == 0, 0.0, values_T.roll(-1))
+    return torch.where(from_end_T(rewards) == 0, 0.0, values_T.roll(-1))
 
 
 def running_sum_T(values_T: Tensor, rewards: GroupRewards) -> Tensor:
@@ -61,5 +61,6 @@ def _lengths_S(rewards: GroupRewards) -> Tensor:
     return torch.bincount(rewards.sequence_T, minlength=rewards.num_sequences)
 
 
-def _from_end_T(rewards: GroupRewards) -> Tensor:
+def from_end_T(rewards: GroupRewards) -> Tensor:
+    """int64 [T]: 0 for the last action token of each sequence."""
     return _lengths_S(rewards)[rewards.sequence_T] - 1 - positions_T(rewards)

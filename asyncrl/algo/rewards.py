@@ -35,6 +35,10 @@ class GroupRewards:
     """Critic's values: gae."""
     greedy_rewards_group: Tensor | None = None
     """[G] reward of the greedy response to each prompt: remax."""
+    truncated_S: Tensor | None = None
+    """bool: responses that were cut off at the length limit: gae."""
+    behaviour_logprobs_T: Tensor | None = None
+    """By the generator when it sampled the token: optimal_token_baseline."""
     logprobs_T: Tensor | None = None
     """Of the policy at the start of the update: optimal_token_baseline."""
     reference_logprobs_T: Tensor | None = None
@@ -50,6 +54,8 @@ class GroupRewards:
             "token_rewards_T": tokens,
             "values_T": tokens,
             "greedy_rewards_group": (self.num_groups,),
+            "truncated_S": sequences,
+            "behaviour_logprobs_T": tokens,
             "logprobs_T": tokens,
             "reference_logprobs_T": tokens,
             "sum_squared_probs_T": tokens,

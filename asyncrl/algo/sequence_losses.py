@@ -5,7 +5,7 @@ from torch import Tensor
 
 from asyncrl.algo.losses import TokenLoss, clipped_surrogate
 from asyncrl.algo.ranges import NonNegative, Share
-from asyncrl.algo.ratios import log_ratio, sums
+from asyncrl.algo.ratios import log_ratio, policy_ratio, sums
 from asyncrl.algo.tokens import TokenBatch
 
 
@@ -16,9 +16,7 @@ def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_
     of a mean stays within a thousandth of 1: hence the narrow clip.
     Source: Zheng et al. 2025 (arXiv:2507.18071), the GSPO-token form.
     """
-    d_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T)
-    own_T = logprobs_T - logprobs_T.detach()
-    ratio_T = (own_T + batch.mean_S(d_T)[batch.sequence_T]).exp()
+    ratio_T = policy_ratio(batch, logprobs_T, "geometric")
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     return TokenLoss(batch.weighted(losses_T), metrics)
 
@@ -36,3 +34,26 @@ def geo_mean(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0
     objective_S = batch.mean_S(batch.advantages_T) * batch.mean_S(sign_T * pessimistic_T).exp()
     metrics = sums(clipped_low=(sign_T < 0) & (d_T < -clip_low), clipped_high=(sign_T > 0) & (d_T > clip_high))
     return TokenLoss(batch.weighted(-objective_S[batch.sequence_T]), metrics)
+
+
+def vespo(
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    *,
+    k_positive: NonNegative = 2.0,
+    lambda_positive: NonNegative = 3.0,
+    k_negative: NonNegative = 3.0,
+    lambda_negative: NonNegative = 2.0,
+) -> TokenLoss:
+    """-w phi A ln pi, phi = s^k exp(lambda (1 - s)) a constant, s = exp(sum_t d) of the sequence.
+
+    k and lambda go by the sign of A. phi is 1 on-policy and falls far away on both sides, without a clip and without a mean over
+    the length. With `proximal: behaviour`, s is the ratio to the policy that sampled, as in the paper.
+    Source: VESPO 2026 (arXiv:2602.10693); defaults as in TRL.
+    """
+    s_T = policy_ratio(batch, logprobs_T.detach(), "sequence")
+    is_bad_T = batch.advantages_T < 0
+    k_T = torch.where(is_bad_T, k_negative, k_positive)
+    lambda_T = torch.where(is_bad_T, lambda_negative, lambda_positive)
+    phi_T = (k_T * s_T.log() + lambda_T * (1.0 - s_T)).exp()
+    return TokenLoss(batch.weighted(-phi_T * batch.advantages_T * logprobs_T))

@@ -6,26 +6,51 @@ The sequence's reward is paid at its last action token. Results are float32 [T].
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ranges import Share
-from asyncrl.algo.returns import discounted_returns_T, next_T, positions_T, rewards_T, running_sum_T, whiten
+from asyncrl.algo.ranges import Positive, Share
+from asyncrl.algo.ratios import log_ratio
+from asyncrl.algo.returns import discounted_returns_T, from_end_T, next_T, positions_T, rewards_T, running_sum_T, whiten
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.tokens import segment_sum
 
 WEIGHT_EPS = 1e-8
 
 
-def gae(rewards: GroupRewards, *, gamma: Share = 1.0, gae_lambda: Share = 1.0, whitened: bool = True) -> Tensor:
+def gae(
+    rewards: GroupRewards,
+    *,
+    gamma: Share = 1.0,
+    gae_lambda: Share = 1.0,
+    length_alpha: Positive | None = None,
+    critic_lambda: Share | None = None,
+    bootstrap: bool = False,
+    whitened: bool = True,
+) -> Tensor:
     """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the tokens of the batch.
 
-    Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16.
+    Args:
+        length_alpha: lambda = 1 - 1 / (length_alpha * length), at least 0, of each response, in place of `gae_lambda`.
+        critic_lambda: of the returns that the critic is trained on; null: as the advantages.
+        bootstrap: a response that was cut off would have gone on: after its last token comes the value before it, not 0 (the
+            state behind the last token is not evaluated).
+
+    Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16; Yue et al. 2025 (arXiv:2504.05118), VAPO, for the two lambdas.
     """
-    advantages_T = _gae(rewards, gamma, gae_lambda)
+    advantages_T = _gae(rewards, gamma, _lambda(rewards, gae_lambda, length_alpha), bootstrap)
     return (whiten(advantages_T) if whitened else advantages_T).float()
 
 
-def value_targets(rewards: GroupRewards, *, gamma: Share = 1.0, gae_lambda: Share = 1.0) -> Tensor:
-    """V + the advantage before whitening: what the critic of `gae` is trained on."""
-    return (_gae(rewards, gamma, gae_lambda) + rewards.column("values_T").double()).float()
+def value_targets(
+    rewards: GroupRewards,
+    *,
+    gamma: Share = 1.0,
+    gae_lambda: Share = 1.0,
+    length_alpha: Positive | None = None,
+    critic_lambda: Share | None = None,
+    bootstrap: bool = False,
+) -> Tensor:
+    """V + the advantage before whitening, with the critic's lambda: what the critic of `gae` is trained on."""
+    decay = _lambda(rewards, gae_lambda, length_alpha) if critic_lambda is None else critic_lambda
+    return (_gae(rewards, gamma, decay, bootstrap) + rewards.column("values_T").double()).float()
 
 
 def reinforce_plus_plus(rewards: GroupRewards, *, gamma: Share = 1.0) -> Tensor:
@@ -42,7 +67,7 @@ def remax(rewards: GroupRewards) -> Tensor:
     return (discounted_returns_T(rewards_T(rewards), rewards, 1.0) - greedy_S[rewards.sequence_T]).float()
 
 
-def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True) -> Tensor:
+def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True, weight_cap: Positive | None = None) -> Tensor:
     """R_t - b_t, the baseline of group and position with the least variance: b = sum_i W_i R_i / sum_i W_i.
 
     W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a log-probability with
@@ -51,11 +76,16 @@ def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True) -> 
     Args:
         zero_tail: where only one sequence of the group is still going on, its baseline would be its own return and
             its advantage 0; True takes no baseline there.
+        weight_cap: for gradients that carry importance weights: each token's part of W times min(pi / mu, weight_cap)^2, the
+            square of the weight that `truncate` gives it.
 
     Source: Li et al. 2026, "The optimal token baseline", ICML.
     """
     probs_T = rewards.column("logprobs_T").double().clamp(max=0.0).exp()
     gradient_norms_T = 1.0 - 2.0 * probs_T + rewards.column("sum_squared_probs_T").double()
+    if weight_cap is not None:
+        ratio_T = log_ratio(rewards.column("logprobs_T").double(), rewards.column("behaviour_logprobs_T").double()).exp()
+        gradient_norms_T = gradient_norms_T * ratio_T.clamp(max=weight_cap).square()
     weights_T = running_sum_T(gradient_norms_T, rewards)
     returns_T = discounted_returns_T(rewards_T(rewards), rewards, 1.0)
 
@@ -73,7 +103,18 @@ def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True) -> 
     return torch.where(compared_T, returns_T - baseline_T, 0.0).float()
 
 
-def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float) -> Tensor:
+def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float | Tensor, bootstrap: bool) -> Tensor:
     values_T = rewards.column("values_T").double()
-    deltas_T = rewards_T(rewards) + gamma * next_T(values_T, rewards) - values_T
+    following_T = next_T(values_T, rewards)
+    if bootstrap:
+        was_cut_T = rewards.column("truncated_S")[rewards.sequence_T] & (from_end_T(rewards) == 0)
+        following_T = torch.where(was_cut_T, values_T, following_T)
+    deltas_T = rewards_T(rewards) + gamma * following_T - values_T
     return discounted_returns_T(deltas_T, rewards, gamma * gae_lambda)
+
+
+def _lambda(rewards: GroupRewards, gae_lambda: float, length_alpha: float | None) -> float | Tensor:
+    """One number, or one for each sequence."""
+    if length_alpha is None:
+        return gae_lambda
+    return (1.0 - 1.0 / (length_alpha * rewards.lengths_S.double())).clamp(min=0.0)

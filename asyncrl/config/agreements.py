@@ -29,7 +29,7 @@ WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 512, 8192
 """What a group takes in the store at most: its tokens, and what else is told of a rollout and of a group."""
 
-PLAIN = {"k1+": "k1", "k3+": "k3"}
+PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 """Estimators that differ in their gradient only from the one beside them."""
 
 
@@ -171,7 +171,9 @@ def _normalised_weights_are_known(config: "Config") -> Iterator[str]:
 
 def _kl_acts(config: "Config") -> Iterator[str]:
     kl, default = config.algorithm.kl, KLConfig()
-    acting = [key for key in ("placement", "target", "reference_decay") if getattr(kl, key) != getattr(default, key)]
+    acting = [
+        key for key in ("placement", "target", "reference_decay", "bias_corrected") if getattr(kl, key) != getattr(default, key)
+    ]
     if not kl.coefficient:
         for key in acting:
             yield (
@@ -185,10 +187,20 @@ def _kl_acts(config: "Config") -> Iterator[str]:
 def _kl_estimator_fits_its_place(config: "Config") -> Iterator[str]:
     kl = config.algorithm.kl
     name = kl.estimator.name
-    if kl.coefficient and kl.placement == "loss" and name == "k1":
+    if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
         yield (
-            "algorithm.kl.estimator is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, k1+ and "
-            "k3+; set one of them (k1+ has k1's value and a gradient), or placement: reward"
+            "algorithm.kl.estimator is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, k1+, "
+            "k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true, or placement: reward"
+        )
+    if kl.bias_corrected and kl.placement == "reward":
+        yield (
+            "algorithm.kl.bias_corrected is true, but algorithm.kl.placement is reward, where the KL has no gradient; drop it, "
+            "or set placement: loss"
+        )
+    if kl.bias_corrected and name in PLAIN:
+        yield (
+            f"algorithm.kl.estimator is {name}, which takes the gradient of k2, but algorithm.kl.bias_corrected needs the "
+            f"estimator's own; set {PLAIN[name]}"
         )
     if kl.coefficient and kl.placement == "reward" and name in PLAIN:
         yield (

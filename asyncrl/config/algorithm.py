@@ -12,6 +12,8 @@ class KLConfig(Part):
     """0 switches the reference model off."""
     estimator: Choice = Choice(name="k3")
     """How the divergence of a token is estimated."""
+    bias_corrected: bool = False
+    """In the loss: times current / behaviour probability, so that it is the KL of the policy that is trained (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """In the loss, or subtracted from the reward of every token."""
     target: PositiveFloat | None = None

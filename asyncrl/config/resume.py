@@ -63,7 +63,7 @@ FREE: dict[str, str] = {
     "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
     "staleness": "max_lag window_groups policy",
     "algorithm": "policy_loss correction rejections proximal aggregation filters max_refills shaping mask_truncated",
-    "algorithm.kl": "coefficient estimator placement target horizon reference_decay",
+    "algorithm.kl": "coefficient estimator bias_corrected placement target horizon reference_decay",
     "algorithm.entropy": "coefficient target step maximum",
     "critic": "clip warmup_steps",
     "critic.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",

@@ -3,11 +3,13 @@
 Axes in names:  S sequences (rollouts) of the batch, T its action tokens before any mask.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +56,8 @@ class Estimator:
         needs = registry.needs("advantage", advantage.name)
         if unknown := needs - USABLE:
             raise ConfigError(f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}")
-        discounts = {name: value for name, value in advantage.params.items() if name in ("gamma", "gae_lambda")}
+        known = inspect.signature(value_targets).parameters
+        discounts = {name: value for name, value in advantage.params.items() if name in known}
         return cls(
             advantage=registry.resolve("advantage", advantage.name, advantage.params),
             max_response_tokens=max_response_tokens,
@@ -91,6 +94,10 @@ class Estimator:
             parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in names},
             values_T=measured.get("values_T"),
             greedy_rewards_group=_greedy(groups) if self.needs_greedy else None,
+            truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+            behaviour_logprobs_T=torch.from_numpy(
+                np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
+            ),
             logprobs_T=measured.get("logprobs_T"),
             reference_logprobs_T=measured.get("reference_logprobs_T"),
             sum_squared_probs_T=measured.get("sum_squared_probs_T"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts, token_mean
 from asyncrl.algo.corrections import Correction, combined
+from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.proximal import log_linear
@@ -32,6 +33,7 @@ class Objective:
     aggregation: Callable[..., Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
     kl_in_loss: bool
+    kl_bias_corrected: bool
     proximal: Literal["recompute", "log_linear", "behaviour"]
     max_response_tokens: int
     """What lengths are measured against in metrics."""
@@ -50,6 +52,7 @@ class Objective:
             aggregation=resolve("aggregation", config.aggregation),
             kl=resolve("kl", config.kl.estimator),
             kl_in_loss=config.kl.placement == "loss",
+            kl_bias_corrected=config.kl.bias_corrected,
             proximal=config.proximal,
             max_response_tokens=max_response_tokens,
         )
@@ -79,6 +82,8 @@ class Objective:
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 metrics["policy/kl_reference"] = float(kl_T.detach().sum())
+                if self.kl_bias_corrected:
+                    kl_T = bias_corrected(kl_T, tokens, logprobs_T)
                 if self.kl_in_loss:
                     losses_T = losses_T + kl_coefficient * kl_T
             if entropy_coefficient:

@@ -124,5 +124,7 @@ def make_rewards(seed: int, *, sizes: Sequence[int] | None = None, token_rewards
         values_T=uniform(tokens),
         greedy_rewards_group=uniform(len(sizes)),
         logprobs_T=uniform(tokens, -3.0, -0.1),
+        behaviour_logprobs_T=uniform(tokens, -3.0, -0.1),
+        truncated_S=uniform(len(lengths)) > 0,
         sum_squared_probs_T=uniform(tokens, 0.3, 1.0),
     )

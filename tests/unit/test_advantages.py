@@ -30,6 +30,8 @@ class Rollout(NamedTuple):
     probs: list[float]
     squares: list[float]
     greedy: float
+    behaviour: list[float]
+    truncated: bool
 
     @property
     def total(self) -> float:
@@ -67,6 +69,8 @@ def unpack(rewards: GroupRewards) -> Groups:
                 [math.exp(x) for x in column(rewards.logprobs_T)],
                 column(rewards.sum_squared_probs_T),
                 rewards.greedy_rewards_group[group].item(),
+                column(rewards.behaviour_logprobs_T),
+                rewards.truncated_S is not None and bool(rewards.truncated_S[s]),
             )
         )
     return groups
@@ -125,12 +129,14 @@ def lite_ppo(groups: Groups, std_eps: float = 1e-6) -> Advantages:
     return grpo(groups, "batch", std_eps)
 
 
-def rloo(groups: Groups) -> Advantages:
+def rloo(groups: Groups, normalise: bool = False, std_eps: float = 1e-4) -> Advantages:
     def scalar(group: list[Rollout], r: Rollout) -> float:
         others = [other.total for other in group if other is not r]
         return r.total - mean(others) if others else 0.0
 
-    return per_sequence(groups, scalar)
+    everything = [scalar(group, r) for group in groups for r in group]
+    scale = std(everything) + std_eps if normalise else 1.0
+    return per_sequence(groups, lambda group, r: (scalar(group, r) - (mean(everything) if normalise else 0.0)) / scale)
 
 
 def opo(groups: Groups) -> Advantages:
@@ -194,20 +200,33 @@ def remax(groups: Groups) -> Advantages:
     return [[[g - rollout.greedy for g in returns(rollout, 1.0)] for rollout in group] for group in groups]
 
 
-def gae(groups: Groups, gamma: float = 1.0, gae_lambda: float = 1.0, whitened_: bool = True) -> Advantages:
+def gae(
+    groups: Groups,
+    gamma: float = 1.0,
+    gae_lambda: float = 1.0,
+    whitened_: bool = True,
+    length_alpha: float | None = None,
+    bootstrap: bool = False,
+    critic_lambda: float | None = None,
+) -> Advantages:
     def row(r: Rollout) -> list[float]:
-        following = [*r.values[1:], 0.0]
+        decay = gae_lambda if length_alpha is None else max(0.0, 1 - 1 / (length_alpha * r.length)) if r.length else 0.0
+        following = [*r.values[1:], r.values[-1] if bootstrap and r.truncated and r.values else 0.0]
         deltas = [r.rewards[t] + gamma * following[t] - r.values[t] for t in range(r.length)]
-        return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, r.length)) for t in range(r.length)]
+        return [sum((gamma * decay) ** (k - t) * deltas[k] for k in range(t, r.length)) for t in range(r.length)]
 
     found = [[row(rollout) for rollout in group] for group in groups]
     return whitened(found) if whitened_ else found
 
 
-def optimal_token_baseline(groups: Groups, zero_tail: bool = True) -> Advantages:
+def optimal_token_baseline(groups: Groups, zero_tail: bool = True, weight_cap: float | None = None) -> Advantages:
+    def norm(r: Rollout, k: int) -> float:
+        weight = 1.0 if weight_cap is None else min(r.probs[k] / math.exp(r.behaviour[k]), weight_cap)
+        return weight**2 * (1 - 2 * r.probs[k] + r.squares[k])
+
     found: Advantages = []
     for group in groups:
-        norms = [[sum(1 - 2 * r.probs[k] + r.squares[k] for k in range(t + 1)) for t in range(r.length)] for r in group]
+        norms = [[sum(norm(r, k) for k in range(t + 1)) for t in range(r.length)] for r in group]
         gains = [returns(r, 1.0) for r in group]
         found.append([])
         for i, r in enumerate(group):
@@ -249,6 +268,12 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("gae", gae, {"gamma": 0.9, "gae_lambda": 0.6, "whitened": False}),
     ("optimal_token_baseline", optimal_token_baseline, {}),
     ("optimal_token_baseline", optimal_token_baseline, {"zero_tail": False}),
+    ("optimal_token_baseline", optimal_token_baseline, {"weight_cap": 1.2}),
+    ("rloo", rloo, {"normalise": True}),
+    ("rloo", rloo, {"normalise": True, "std_eps": 0.5}),
+    ("gae", gae, {"gamma": 0.9, "gae_lambda": 0.6, "bootstrap": True, "whitened": False}),
+    ("gae", gae, {"gamma": 0.9, "length_alpha": 0.7, "whitened": False}),
+    ("gae", gae, {"gae_lambda": 0.5, "critic_lambda": 1.0, "whitened": False}),
 ]
 IDS = [f"{name}-{params}" for name, _, params in CASES]
 NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae"}
@@ -339,7 +364,7 @@ def test_small_differences_of_large_rewards_survive():
         rewards_S=torch.tensor([4096.0, 4096.5, 4096.0, 4096.5]),
         lengths_S=torch.ones(4, dtype=torch.int64),
         sequence_T=torch.arange(4),
-        **dict.fromkeys(["values_T", "logprobs_T", "sum_squared_probs_T"]),
+        **dict.fromkeys(["values_T", "logprobs_T", "behaviour_logprobs_T", "sum_squared_probs_T"]),
     )
     s = math.sqrt(0.75)
     assert estimate("grpo", rewards).tolist() == pytest.approx([-s, s, -s, s], rel=1e-4)
@@ -352,6 +377,33 @@ def test_value_targets_are_advantage_plus_value():
     torch.testing.assert_close(targets_T, raw_T + rewards.values_T)
 
 
+@pytest.mark.parametrize("params", [{"length_alpha": 0.7}, {"length_alpha": 0.7, "critic_lambda": 0.9}, {"critic_lambda": 0.3}])
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_value_targets_have_the_lambda_of_the_critic(params, bootstrap):
+    """And the critic's alone: its returns are those of a plain GAE with that lambda; without one, those of the advantages."""
+    rewards = make_rewards(23, sizes=[3, 2, 4])
+    targets_T = value_targets(rewards, gamma=0.9, gae_lambda=0.5, bootstrap=bootstrap, **params)
+    own = {"gae_lambda": params["critic_lambda"]} if "critic_lambda" in params else {"gae_lambda": 0.5, **params}
+    raw_T = estimate("gae", rewards, {"gamma": 0.9, **own, "bootstrap": bootstrap, "whitened": False})
+    torch.testing.assert_close(targets_T, raw_T + rewards.values_T)
+
+
+def test_a_short_answer_has_lambda_zero_and_a_long_one_nearly_one():
+    """VAPO's alpha of 0.05: up to 20 tokens one step ahead, at 2,000 lambda is 0.99."""
+    lengths = torch.tensor([20, 2000])
+    rewards = GroupRewards(
+        rewards_S=torch.tensor([1.0, 1.0]),
+        group_S=torch.tensor([0, 1]),
+        num_groups=2,
+        lengths_S=lengths,
+        sequence_T=torch.repeat_interleave(torch.arange(2), lengths),
+        values_T=torch.zeros(2020),
+    )
+    raw_T = estimate("gae", rewards, {"length_alpha": 0.05, "whitened": False})
+    assert raw_T[:20].tolist() == [0.0] * 19 + [1.0]
+    assert raw_T[20:].tolist()[::-1] == pytest.approx([0.99**k for k in range(2000)], abs=1e-6)
+
+
 def test_gae_with_lambda_one_is_the_return_minus_the_value():
     rewards = make_rewards(22, sizes=[3, 2])
     raw_T = estimate("gae", rewards, {"whitened": False})
@@ -362,6 +414,7 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
     ("name", "column"),
     [
         ("gae", "values_T"),
+        ("gae", "truncated_S"),
         ("remax", "greedy_rewards_group"),
         ("optimal_token_baseline", "logprobs_T"),
         ("optimal_token_baseline", "sum_squared_probs_T"),
@@ -369,7 +422,8 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
 )
 def test_a_missing_column_is_named(name, column):
     with pytest.raises(ConfigError, match=column):
-        estimate(name, dataclasses.replace(make_rewards(1), **{column: None}))
+        params = {"bootstrap": True} if column == "truncated_S" else {}
+        estimate(name, dataclasses.replace(make_rewards(1), **{column: None}), params)
 
 
 def test_gdpo_names_parts_that_do_not_exist_and_refuses_token_rewards():

@@ -173,6 +173,7 @@ class Row:
     behaviour: list[float]
     keep: list[bool]
     reward: float
+    cut: bool
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
 
@@ -196,6 +197,7 @@ def rows_of(config: dict[str, Any], version: int) -> list[list[list[Row]]]:
             behaviour=[float(rollout.behaviour_logprobs[i]) for i in actions],
             keep=[version - int(rollout.versions[i]) <= MAX_LAG and not cut for i in actions],
             reward=reward,
+            cut=rollout.finish_reason == "length",
         )
 
     return [[row(rollout) for rollout in group.rollouts] for group in groups()]
@@ -212,12 +214,16 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
             if config["advantage"]["name"] == "gae":
                 gamma, lam = config["advantage"]["gamma"], config["advantage"]["gae_lambda"]
                 rewards = [*tokens[:-1], tokens[-1] + row.reward]
-                ahead = value = 0.0
-                for t in reversed(range(len(rewards))):
-                    now = model.values[row.tokens[t]]
-                    ahead = rewards[t] + gamma * value - now + gamma * lam * ahead
-                    row.advantages[t], value = ahead, now
-                row.returns = [a + model.values[t] for a, t in zip(row.advantages, row.tokens, strict=True)]
+                values = [model.values[t] for t in row.tokens]
+                after = values[-1] if config["advantage"].get("bootstrap") and row.cut else 0.0
+                deltas = [r + gamma * v - now for r, v, now in zip(rewards, [*values[1:], after], values, strict=True)]
+                row.advantages = discounted(deltas, gamma * lam)
+                gains = discounted(deltas, gamma * config["advantage"].get("critic_lambda", lam))
+                row.returns = [gain + value for gain, value in zip(gains, values, strict=True)]
+
+
+def discounted(values: list[float], discount: float) -> list[float]:
+    return [sum(discount ** (k - t) * values[k] for k in range(t, len(values))) for t in range(len(values))]
 
 
 def clamped(x: float) -> float:
@@ -276,8 +282,11 @@ def policy_step(config: dict[str, Any], minibatch: list[Row], model: Model, prox
         if "kl" in config:
             in_reward = config["kl"].get("placement") == "reward"
             divergence += d if in_reward else math.exp(-d) - 1 + d
+            estimate, pull = math.exp(-d) - 1 + d, 1 - math.exp(-d)
+            if config["kl"].get("bias_corrected"):
+                estimate, pull = weight * ratio * estimate, weight * ratio * (estimate + pull)
             if not in_reward:
-                value, slope = value + beta * (math.exp(-d) - 1 + d), slope + beta * (1 - math.exp(-d))
+                value, slope = value + beta * estimate, slope + beta * pull
         loss += factor * (value - ENTROPY * model.entropies[token])
         slopes[token], bonuses[token] = factor * slope, -factor * ENTROPY
     return Done(loss, (slopes, bonuses)), divergence
@@ -336,6 +345,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "KL in the loss, steered": {"kl": KL},
     "KL in the reward, steered": {"kl": {**KL, **IN_REWARD}},
     "critic": {"advantage": GAE},
+    "KL in the loss, bias-corrected": {"kl": {**KL, "bias_corrected": True}},
+    "critic with a lambda of its own, cut answers go on": {"advantage": {**GAE, "critic_lambda": 1.0, "bootstrap": True}},
     "critic, KL in the reward": {"advantage": GAE, "kl": {**KL, **IN_REWARD}},
     "overlong answers shaped": {"shaping": [{"name": "soft_overlong", **SHAPING}]},
     "truncated answers masked": {"mask_truncated": True, "kl": KL},

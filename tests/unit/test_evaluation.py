@@ -1,6 +1,7 @@
 """Rounds of held-out evaluation: which are due, what they say, and that none is lost or counted twice."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +13,16 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import Evaluation, lane_name, pass_at_k, resume_ledger, round_version, rounds_due
+from asyncrl.evaluation import (
+    Evaluation,
+    best_at_k,
+    lane_name,
+    pass_at_k,
+    resume_ledger,
+    round_version,
+    rounds_due,
+    summarise,
+)
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import decode_group, encode_group
 
@@ -36,6 +46,23 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one():
             for k in range(1, samples + 1):
                 draws = list(combinations(marks, k))
                 assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_best_at_k_is_the_mean_maximum_of_all_draws():
+    for rewards in ([0.3], [1.0, 0.0], [0.5, -1.0, 0.5, 2.0], [0.0, 1.0, 1.0, 0.25, 3.0]):
+        for k in range(1, len(rewards) + 1):
+            draws = list(combinations(rewards, k))
+            assert best_at_k(rewards, k) == pytest.approx(sum(map(max, draws)) / len(draws))
+    marks = [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert all(best_at_k(marks, k) == pytest.approx(pass_at_k(2, 5, k)) for k in range(1, 6))
+
+
+def test_best_of_powers_of_two_and_of_all_is_told():
+    rollout = group_of(1, 0.0).rollouts[0]
+    group = replace(group_of(1, 0.0), rollouts=tuple(replace(rollout, reward=reward) for reward in (0.0, 0.25, 1.0, 0.5, 0.0)))
+    metrics = summarise([group], 0).metrics
+    assert {name for name in metrics if "best" in name} == {"eval/best@2", "eval/best@4", "eval/best@5"}
+    assert metrics["eval/best@5"] == 1.0 > metrics["eval/best@2"] > metrics["eval/reward_mean"]
 
 
 LANE = "eval"

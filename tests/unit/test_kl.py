@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
-from asyncrl.algo.kl import adapt_coefficient
+from asyncrl.algo.kl import adapt_coefficient, bias_corrected
+from asyncrl.algo.tokens import TokenBatch
 
 VALUES = {
     "k1": lambda d: d,
@@ -17,6 +18,7 @@ VALUES = {
     "k3": lambda d: min(math.exp(-d) - 1 + d, 10.0),
     "k1+": lambda d: d,
     "k3+": lambda d: min(math.exp(-d) - 1 + d, 10.0),
+    "abs+": abs,
 }
 SLOPES = {
     "k1": lambda d: 1.0,
@@ -25,6 +27,7 @@ SLOPES = {
     "k3": lambda d: 0.0 if math.exp(-d) - 1 + d > 10 else 1 - math.exp(-d),
     "k1+": lambda d: d,
     "k3+": lambda d: d,
+    "abs+": lambda d: d,
 }
 
 
@@ -86,9 +89,33 @@ def test_expected_gradients_are_those_of_the_divergences():
     logprobs_V = logits_V.log_softmax(0)
     forward = gradient((reference_V.exp() * (reference_V - logprobs_V)).sum())
     torch.testing.assert_close(expected("k1"), torch.zeros(4, dtype=torch.float64))
-    for name in ("k2", "k1+", "k3+"):
+    for name in ("k2", "k1+", "k3+", "abs+"):
         torch.testing.assert_close(expected(name), reverse)
     torch.testing.assert_close(expected("k3"), forward)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+@pytest.mark.parametrize("proximal", [True, False])
+def test_the_bias_corrected_gradient_is_that_of_the_divergence_whoever_sampled(name, proximal):
+    """Over all tokens of a small vocabulary, by the probabilities of a third policy, with exact weights to the proximal one."""
+    draw = torch.Generator().manual_seed(3)
+    logits_V = torch.randn(5, generator=draw, dtype=torch.float64).requires_grad_()
+    reference_V, behaviour_V, proximal_V = (torch.randn(3, 5, generator=draw, dtype=torch.float64).log_softmax(1)).unbind()
+    batch = TokenBatch(
+        sequence_T=torch.arange(5),
+        num_sequences=5,
+        behaviour_logprobs_T=behaviour_V,
+        proximal_logprobs_T=proximal_V if proximal else None,
+        weights_T=(proximal_V - behaviour_V).exp() if proximal else None,
+        advantages_T=torch.zeros(5),
+    )
+    logprobs_V = logits_V.log_softmax(0)
+    (divergence,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - reference_V)).sum(), logits_V, retain_graph=True)
+    kl_V = bias_corrected(registry.resolve("kl", name, {})(logprobs_V, reference_V), batch, logprobs_V)
+    value = (behaviour_V.exp() * kl_V).sum()
+    (gradient,) = torch.autograd.grad(value, logits_V)
+    torch.testing.assert_close(gradient, divergence)
+    torch.testing.assert_close(value, (logprobs_V.exp() * (logprobs_V - reference_V)).sum())
 
 
 @pytest.mark.parametrize(

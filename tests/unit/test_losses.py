@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
+from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.selection import highest_entropy
 from asyncrl.algo.value import value_loss
@@ -138,11 +139,44 @@ def dppo_kl(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, c
     return found
 
 
+def at_level(row: list[Token], level: str) -> list[Token]:
+    """Tokens that moved by what their whole sequence moved: gradients through each token's own log-probability stay the same."""
+    moves = [clamp(t.logprob - t.anchor, -20, 20) for t in row]
+    moved = clamp(sum(moves), -20, 20) if level == "sequence" else mean(moves) if row else 0.0
+    return [t._replace(anchor=t.logprob - moved) for t in row]
+
+
+def ppo_of_sequences(row: list[Token], level: str, **params: float) -> Values:
+    return ppo_clip(at_level(row, level), **params)
+
+
+def sapo_of_sequences(row: list[Token], level: str, **params: float) -> Values:
+    return sapo(at_level(row, level), **params)
+
+
+def vespo(
+    row: list[Token], k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0, lambda_negative: float = 2.0
+) -> Values:
+    s = math.exp(clamp(sum(t.logprob - t.anchor for t in row), -20, 20))
+    found = []
+    for t in row:
+        k, lam = (k_negative, lambda_negative) if t.advantage < 0 else (k_positive, lambda_positive)
+        phi = s**k * math.exp(lam * (1 - s))
+        found.append((-t.weight * phi * t.advantage * t.logprob, -t.weight * phi * t.advantage))
+    return found
+
+
 Oracle = Callable[..., Values]
 CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("ppo_clip", ppo_clip, {}),
     ("ppo_clip", ppo_clip, {"clip_low": 0.1, "clip_high": 0.4}),
     ("ppo_clip", ppo_clip, {"clip_high": 0.28, "dual_clip": 1.5}),
+    ("ppo_clip", ppo_of_sequences, {"level": "geometric", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.3}),
+    ("ppo_clip", ppo_of_sequences, {"level": "sequence", "dual_clip": 3.0}),
+    ("sapo", sapo_of_sequences, {"level": "geometric"}),
+    ("sapo", sapo_of_sequences, {"level": "sequence", "tau_positive": 2.0}),
+    ("vespo", vespo, {}),
+    ("vespo", vespo, {"k_positive": 1.0, "lambda_positive": 0.5, "k_negative": 0.0, "lambda_negative": 1.5}),
     ("reinforce", reinforce, {}),
     ("gpg", reinforce, {}),
     ("truncated_reinforce", truncated_reinforce, {}),
@@ -262,6 +296,46 @@ def test_sequence_losses_clamp_each_token_before_the_mean(name):
     batch = dataclasses.replace(case.batch, advantages_T=-torch.ones(4).double(), weights_T=None)
     loss, _ = evaluate(name, {}, Case(batch, logprobs_T, case.entropy_T))
     assert loss.losses_T.tolist() == pytest.approx([math.exp(5)] * 4)
+
+
+def test_the_product_of_a_long_sequence_is_clamped_too():
+    """Every token moved by 1, so the response by 50: its ratio counts as e^20, its gradient goes on."""
+    case = make_case(8, lengths=[50])
+    logprobs_T = case.batch.anchor_logprobs_T + 1.0
+    batch = dataclasses.replace(case.batch, advantages_T=-torch.ones(50).double(), weights_T=None)
+    moved = Case(batch, logprobs_T, case.entropy_T)
+    loss, gradient_T = evaluate("ppo_clip", {"level": "sequence"}, moved)
+    assert loss.losses_T.tolist() == pytest.approx([math.exp(20)] * 50)
+    assert gradient_T.tolist() == pytest.approx([math.exp(20)] * 50)
+    assert evaluate("vespo", {}, moved)[0].losses_T.abs().max() == 0.0
+
+
+def test_ppo_of_responses_has_the_gradient_of_their_probability():
+    """With seq-mean-token-sum: d/dx of the mean over responses of pi(response) / pi_old(response) A, where no clip acts."""
+    case = make_case(12, lengths=[4, 2, 3], spread=0.01)
+    batch = dataclasses.replace(case.batch, weights_T=None)
+    logprobs_T = case.logprobs_T.clone().requires_grad_()
+    d_T = logprobs_T - batch.anchor_logprobs_T
+    products = torch.stack([d_T[batch.sequence_T == s].sum().exp() for s in range(3)])
+    advantages_S = torch.stack([batch.advantages_T[batch.sequence_T == s][0] for s in range(3)])
+    (expected_T,) = torch.autograd.grad(-(products * advantages_S).mean(), logprobs_T)
+    losses_T = registry.resolve("policy_loss", "ppo_clip", {"level": "sequence"})(batch, logprobs_T).losses_T
+    loss = registry.resolve("aggregation", "seq-mean-token-sum", {})(losses_T, batch, Counts.of(batch))
+    (gradient_T,) = torch.autograd.grad(loss, logprobs_T)
+    torch.testing.assert_close(gradient_T, expected_T)
+
+
+def test_vespo_is_reinforce_where_nothing_moved_and_quiet_far_away():
+    """phi is 1 at a ratio of 1 and falls to both sides of its peak at k / lambda."""
+    case = make_case(13, lengths=[1])
+    batch = dataclasses.replace(case.batch, advantages_T=torch.ones(1).double(), weights_T=None)
+
+    def phi(ratio: float) -> float:
+        logprobs_T = batch.anchor_logprobs_T + math.log(ratio)
+        return -evaluate("vespo", {}, Case(batch, logprobs_T, case.entropy_T))[1].item()
+
+    assert phi(1.0) == pytest.approx(1.0)
+    assert phi(2 / 3) > phi(0.6) > phi(0.1) and phi(2 / 3) > phi(0.7) > phi(1.0) > phi(5.0)
 
 
 def test_a_broken_model_is_not_hidden():
