@@ -35,6 +35,7 @@ from redis.retry import Retry
 
 from asyncrl.buffer.bounded import bounded, bounded_kind
 from asyncrl.errors import StoreError, StoreRefused
+from asyncrl.progress import beat
 
 T = TypeVar("T")
 
@@ -164,7 +165,8 @@ class StoreConnection:
                 else:
                     kind = StoreRefused if _lasting(error) else StoreError
                     raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
-                if _is_loading(error):  # it lives, and says that it will answer
+                if _is_loading(error):  # it lives, and says that it will answer: waiting for it is no hang
+                    beat()
                     deadline = min(time.monotonic() + self._retry_s, max(deadline, began_s + LOADING_S))
                 if time.monotonic() + pause_s > deadline:
                     waited_s = time.monotonic() - began_s

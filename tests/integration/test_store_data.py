@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import server as server_module
 from asyncrl.buffer import store_data
 from asyncrl.buffer.connection import StoreConnection
@@ -190,7 +191,8 @@ def test_a_store_that_loads_is_waited_for_by_everybody(
             looks[look] += 1
             assert time.monotonic() < began_s + 30
         monkeypatch.setattr(store_data, "SILENT_S", 0.5)
-        answered = []
+        answered, beats = [], []
+        monkeypatch.setattr(connection_module, "beat", lambda: beats.append(1))
         asking = threading.Thread(target=lambda: answered.append(_ask(server.url)))
         asking.start()
         while not server.comes_up():
@@ -199,6 +201,7 @@ def test_a_store_that_loads_is_waited_for_by_everybody(
         assert answered == [KEYS], "a client whose patience was half a second"
         assert time.monotonic() - began_s > 2.0, "longer than one that says nothing is waited for"
         assert "the store loads its log of" in caplog.text
+        assert beats, "who waits for it does not count as hung"
         assert server.look() == "ready"
     finally:
         server.stop()
