@@ -112,11 +112,13 @@ class Watch:
                 self._since_s[name] = now_s
         self._last = signs
         silent_s = {name: now_s - since_s for name, since_s in self._since_s.items()}
-        late = [name for name, sign in signs.items() if silent_s[name] > self.limits.of(sign.pace)]
-        if not late:
+        shares = {name: silent_s[name] / self.limits.of(sign.pace) for name, sign in signs.items()}
+        if max(shares.values()) <= 1.0:
             return None
-        worst = max(late, key=lambda name: silent_s[name])
-        return f"{worst} made no progress for {silent_s[worst]:.0f} s in `{signs[worst].doing}`"
+        # Those that wait for the hung one fall silent at the same time; which is which the reader must judge.
+        first, *others = sorted((name for name in signs if shares[name] > 0.5), key=lambda name: -silent_s[name])
+        also = "".join(f"; {name}: {silent_s[name]:.0f} s in `{signs[name].doing}`" for name in others)
+        return f"{first} made no progress for {silent_s[first]:.0f} s in `{signs[first].doing}`{also}"
 
 
 @dataclass(slots=True)
