@@ -29,7 +29,7 @@ def head_on(buffer: MemoryBuffer) -> Head:
     head: Any = Head.__new__(Head)
     head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
     head._evaluation.poll.return_value = []
-    head._decoder = SimpleNamespace(decode=decode_group)
+    head._decoder, head._rounds = SimpleNamespace(decode=decode_group), 0
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
     one.gate = replace(one.gate, decode=head._decode)
     head._intake = ShardedIntake((one,))
