@@ -6,6 +6,7 @@ killed with its process group and started anew at the next call; its replies can
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of
+from asyncrl.rewards.seccomp import open_program
 from asyncrl.rewards.worker import LENGTH, pack_frame
 
 log = logging.getLogger(__name__)
@@ -126,14 +128,21 @@ class _Worker:
             return
         self.kill()
         command = [sys.executable, "-m", "asyncrl.rewards.worker", str(PARENT_PID if self._sandbox else os.getpid())]
-        self._process = await asyncio.create_subprocess_exec(
-            *(self._sandbox.wrap(command) if self._sandbox else command),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # its own process group: killed with its children
-            env={"OMP_NUM_THREADS": "1"} | (environment() if self._sandbox else os.environ),
-        )
+        with contextlib.ExitStack() as stack:
+            filters = []
+            if self._sandbox:
+                filters.append(open_program())
+                stack.callback(os.close, filters[0])
+                command = self._sandbox.wrap(command, filter_fd=filters[0])
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # its own process group: killed with its children
+                env={"OMP_NUM_THREADS": "1"} | (environment() if self._sandbox else os.environ),
+                pass_fds=filters,
+            )
         self._printed = _Printed()
         reader = asyncio.create_task(_read_output(self._process, self._printed))
         self._readers.add(reader)

@@ -1,12 +1,13 @@
 """Reward workers within bubblewrap (`bwrap`), for rewards that run what the model wrote.
 
-A worker there has namespaces of its own (users, processes, network, IPC, host name), no capabilities, and of the file system
-what is listed here, to be read: the system's programs, this Python with its packages, the working directory and the
-directories of reward files; without the run root, and without what is private by its name. `/tmp` and `/dev/shm` are its own. It
-ends with its parent, and everything that it started ends with it.
+A worker there has namespaces of its own (users, processes, network, IPC, host name), no capabilities, a filter of system
+calls (`seccomp`), and of the file system what is listed here, to be read: the system's programs, this Python with its packages,
+the working directory and the directories of reward files; without the run root, other runs, and what is private by its name.
+`/tmp` and `/dev/shm` are its own. It ends with its parent, and everything that it started ends with it.
 """
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.config.schema import RewardConfig
+from asyncrl.rewards import seccomp
 from asyncrl.rewards.worker import SCRATCH
 
 SCRATCH_BYTES = 256 * 2**20
@@ -27,6 +29,8 @@ NPROC_KERNEL = (5, 14)
 PARENT_PID = 0
 """Of a worker, as it sees it: it is the first process of its namespace, so that no other one there holds its pipes."""
 PROBE_S = 20.0
+DEPTH = 3
+"""Directories below the working directory, and below those of reward files, in which private names are looked for."""
 
 _NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --as-pid-1 --die-with-parent --new-session"
 _SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /opt"
@@ -49,9 +53,12 @@ class Sandbox:
     run_root: Path
     """Empty in there, reward files in it aside."""
 
-    def wrap(self, command: Sequence[str]) -> list[str]:
-        """`command` in the sandbox. Paths are the same there, and so is the working directory."""
-        words = [*_NAMESPACES.split(), "--proc", "/proc", "--dev", "/dev"]
+    def wrap(self, command: Sequence[str], *, filter_fd: int) -> list[str]:
+        """`command` in the sandbox, which reads its filter from `filter_fd`: an inherited `seccomp.open_program()`.
+
+        Paths are the same there, and so is the working directory.
+        """
+        words = [*_NAMESPACES.split(), "--seccomp", str(filter_fd), "--proc", "/proc", "--dev", "/dev"]
         for scratch in SCRATCH:
             words += ["--size", str(SCRATCH_BYTES), "--tmpfs", scratch]
         for system in (*_SYSTEM.split(), *(f"/etc/{name}" for name in _ETC.split())):
@@ -59,7 +66,7 @@ class Sandbox:
         empty = []
         for place in self._shown():
             words += ["--ro-bind", str(place), str(place)]
-            for private in _private_entries(place):
+            for private in self._private(place):
                 if private.is_dir():
                     empty.append(str(private))
                     words += ["--tmpfs", str(private)]
@@ -82,21 +89,45 @@ class Sandbox:
             return f"found no program `bwrap`, which makes the sandbox; {_INSTALL}"
         if Path("/") in self._shown():
             return "it would show every file, for / is the working directory or holds a reward file; use a directory of their own"
+        if not seccomp.is_known():
+            return f"it has no filter of system calls for {platform.machine()}; run rewards on x86_64 or aarch64"
+        filter_fd = seccomp.open_program()
         try:
-            probe = self.wrap([sys.executable, "-c", ""])
-            subprocess.run(probe, env=environment(), capture_output=True, check=True, timeout=PROBE_S)
+            probe = self.wrap([sys.executable, "-c", ""], filter_fd=filter_fd)
+            subprocess.run(probe, env=environment(), capture_output=True, check=True, timeout=PROBE_S, pass_fds=[filter_fd])
         except subprocess.TimeoutExpired:
             return f"`bwrap` starts nothing within {PROBE_S:g} s; {_ALLOW}"
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip() or f"exit status {error.returncode}"
             return f"`bwrap` cannot make a sandbox here: {said}; {_INSTALL if 'Unknown option' in said else _ALLOW}"
+        finally:
+            os.close(filter_fd)
         return None
 
     def _shown(self) -> list[Path]:
         """Parents first, so that what is private in one can be shown again: a virtual environment `.venv`."""
         packages = [Path(asyncrl.__file__).parent, Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
-        wanted = [path.absolute() for path in (Path.cwd(), *packages, *(file.parent for file in self._files()))]
+        wanted = [path.absolute() for path in (*self._own(), *packages)]
         return sorted({path for one in wanted if one.exists() for path in (one, one.resolve())} - set(map(Path, SCRATCH)))
+
+    def _private(self, place: Path) -> Iterator[Path]:
+        """What is not shown of a place: private names and other runs, also some directories down where users keep files."""
+        depth = DEPTH if place in {path for own in self._own() for path in (own, own.resolve())} else 0
+        for path, directories, files in os.walk(place):
+            here, below = Path(path), len(Path(path).parts) - len(place.parts)
+            if here.resolve() == self.run_root.resolve():  # empty in there
+                directories.clear()
+                continue
+            if below and "run.key" in files:
+                directories.clear()
+                yield here
+                continue
+            entries = [here / name for name in (*directories, *files)]
+            yield from (entry for entry in entries if _is_private(entry.name) and not entry.is_symlink())
+            directories[:] = [name for name in directories if below < depth and not _is_private(name)]
+
+    def _own(self) -> list[Path]:
+        return [path.absolute() for path in (Path.cwd(), *(file.parent for file in self._files()))]
 
     def _files(self) -> Iterator[Path]:
         for function in self.functions:
@@ -123,6 +154,5 @@ def limits() -> dict[str, int]:
     return {name: value for name, value in LIMITS.items() if name != "NPROC" or kernel >= NPROC_KERNEL}
 
 
-def _private_entries(place: Path) -> list[Path]:
-    entries = place.iterdir() if place.is_dir() else ()
-    return [entry for entry in entries if any(fnmatchcase(entry.name, one) for one in _PRIVATE) and not entry.is_symlink()]
+def _is_private(name: str) -> bool:
+    return any(fnmatchcase(name, one) for one in _PRIVATE)

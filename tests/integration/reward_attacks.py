@@ -5,6 +5,7 @@ from outside. Column `how` names the attack, `world` has the paths, ports and pr
 """
 
 import ctypes
+import errno
 import glob
 import mmap
 import os
@@ -182,6 +183,41 @@ def trace(world):
     for pid in _targets(world):
         libc.ptrace(PTRACE_SEIZE, pid, None, None)
     time.sleep(0.2)
+
+
+CALLS = {
+    "x86_64": {"bpf": 321, "io_uring_setup": 425, "keyctl": 250, "ptrace": 101, "mount": 165, "unshare": 272, "userfaultfd": 323,
+               "perf_event_open": 298, "kexec_load": 246, "init_module": 175, "open_by_handle_at": 304, "setns": 308},
+    "aarch64": {"bpf": 280, "io_uring_setup": 425, "keyctl": 219, "ptrace": 117, "mount": 40, "unshare": 97, "userfaultfd": 282,
+                "perf_event_open": 241, "kexec_load": 104, "init_module": 105, "open_by_handle_at": 265, "setns": 268},
+}  # fmt: skip
+
+
+def reach_the_kernel(world):
+    """Calls with arguments that mean nothing: what is not refused beforehand fails in another way."""
+    reached = []
+    for name, number in CALLS[os.uname().machine].items():
+        ctypes.set_errno(0)
+        libc.syscall(number, -1, -1, 0, 0, 0, 0)
+        if ctypes.get_errno() != errno.EPERM:
+            reached.append(f"{name}:{errno.errorcode.get(ctypes.get_errno())}")
+    tell(f"reached [{' '.join(reached)}]")
+
+
+def ask_in_32_bit(world):
+    """getpid by int 0x80, whose numbers are others: a filter of 64-bit numbers would not see it."""
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20; int 0x80; ret
+    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    tell(f"reached [{ctypes.CFUNCTYPE(ctypes.c_int)(address)()}]")
+
+
+def read_another_run(world):
+    _read(world["other_run"])
+
+
+def read_deeper(world):
+    _read(world["deeper"])
 
 
 def kill(world):

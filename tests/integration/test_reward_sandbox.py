@@ -52,7 +52,9 @@ class World:
         self.elsewhere = root / "elsewhere" / "key.txt"
         self.elsewhere.parent.mkdir()
         self.secrets = [self.run / "run.key", self.project / "join.key", self.project / ".env", self.elsewhere]
+        self.secrets += [self.project / "older" / "second" / "run.key", self.project / "tools" / ".git" / "config"]
         for path in self.secrets:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(CANARY)
             path.chmod(0o600)
         self.heard: queue.Queue[bytes] = queue.Queue()
@@ -107,6 +109,8 @@ class World:
             "join_key": str(self.secrets[1]),
             "dot_file": str(self.secrets[2]),
             "elsewhere": str(self.elsewhere),
+            "other_run": str(self.secrets[4]),
+            "deeper": str(self.secrets[5]),
             "victim": str(self.victim),
             "shared_memory": self.shared.name,
             "system_v": int(self.token[:7], 16),
@@ -292,6 +296,10 @@ EFFECTS: dict[str, Callable[[Host, dict], bool]] = {
     "symlink_out": changed,
     "remount_and_write": changed,
     "write_sysctl": lambda host, answer: SYSCTL.read_text() != host.world.sysctl,
+    "read_another_run": told,
+    "read_deeper": told,
+    "reach_the_kernel": lambda host, answer: "reached []" not in answer.get("error", ""),
+    **({"ask_in_32_bit": lambda host, answer: "reached" in answer.get("error", "")} if os.uname().machine == "x86_64" else {}),
     "trace": hurt,
     "kill": hurt,
     "stop": hurt,
@@ -309,6 +317,7 @@ EFFECTS: dict[str, Callable[[Host, dict], bool]] = {
 }
 SUCCEED_OUTSIDE = (
     *("orphan", "connect_tcp", "ask_dns", "connect_store", "connect_abstract", "read_environ", "read_run_key", "read_join_key"),
+    *("read_another_run", "read_deeper", *(["reach_the_kernel"] if os.geteuid() == 0 else [])),
     *("read_dot_file", "read_elsewhere", "write_beside_reward", "write_run_key", "symlink_out", "stop", "forge_reply"),
     *("overwrite_shared_memory", "attach_system_v", "kill", *(["write_sysctl"] if os.access(SYSCTL, os.W_OK) else [])),
 )

@@ -1,7 +1,10 @@
 """What a sandbox shows and hides, from the command that makes it; `tests/integration/test_reward_sandbox.py` has the real one."""
 
+import platform
 import re
 import stat
+import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from pydantic import ValidationError
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards import sandbox
+from asyncrl.rewards import sandbox, seccomp
 from asyncrl.rewards.sandbox import Sandbox, environment, limits
 
 
@@ -33,13 +36,13 @@ def mounts(words: list[str]) -> list[tuple[str, str]]:
 
 def test_the_last_mount_of_a_place_decides(project, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
-    made = mounts(Sandbox(["rewards/task.py:right", "exact_match"], Path("runs")).wrap(["true"]))
+    made = mounts(Sandbox(["rewards/task.py:right", "exact_match"], Path("runs")).wrap(["true"], filter_fd=9))
     last = {place: kind for kind, place in made if kind != "--remount-ro"}
     assert last[str(project)] == last[str(project / "rewards")] == "--ro-bind"
     assert last[str(project / "runs")] == last[str(project / ".git")] == "--tmpfs"
     assert last[str(project / ".venv")] == "--ro-bind"  # private by its name, but it is this Python
     for secret in (".env", "join.key"):
-        words = Sandbox([], Path("runs")).wrap(["true"])
+        words = Sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
         assert words[words.index(str(project / secret)) - 1] == "/dev/null"
     remounted = [place for kind, place in made if kind == "--remount-ro"]
     assert {"/", "/dev", "/proc"} <= set(remounted)
@@ -47,9 +50,58 @@ def test_the_last_mount_of_a_place_decides(project, monkeypatch):
     assert made[-len(remounted) :] == [("--remount-ro", place) for place in remounted]  # nothing is mounted afterwards
 
 
+def test_what_is_private_is_hidden_some_directories_down_and_other_runs_whole(project):
+    for name in ("a/.env", "a/b/c/token.key", "a/b/c/d/deep.key", "older/second/run.key", "older/second/config.yaml"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("")
+    words = Sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
+    hidden = {words[index + 2] for index, word in enumerate(words) if word == "--ro-bind" and words[index + 1] == "/dev/null"}
+    assert {str(project / name) for name in (".env", "join.key", "a/.env", "a/b/c/token.key")} <= hidden
+    assert str(project / "a/b/c/d/deep.key") not in hidden, "as deep as docs/security.md says, no deeper"
+    assert ("--tmpfs", str(project / "older" / "second")) in mounts(words)
+
+
+def call_numbers(header: str) -> dict[str, int]:
+    found = subprocess.run(["cpp", "-dM"], input=f"#include <{header}>\n", capture_output=True, text=True, check=False)
+    return {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", found.stdout)}
+
+
+def judged(program: bytes, architecture: int, number: int) -> int:
+    """What the filter returns: an interpreter of the four instructions that it uses."""
+    lines, at, value = list(struct.iter_unpack("=HBBI", program)), 0, 0
+    while True:
+        code, jump, fall, k = lines[at]
+        at += 1
+        if code == 0x06:
+            return k
+        if code == 0x20:
+            value = {0: number, 4: architecture}[k]
+        else:
+            at += jump if (value == k if code == 0x15 else value >= k) else fall
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
+def test_the_filter_refuses_what_it_names_and_nothing_else(machine, architecture, column):
+    program = seccomp.program(machine)
+    refused = {numbers[column] for numbers in seccomp.REFUSED.values()} - {-1}
+    for number in range(600):
+        assert judged(program, architecture, number) == (0x00050001 if number in refused else 0x7FFF0000)
+    for other, number in ((0x40000003, 1), (architecture ^ 1, 0), (architecture, 0x40000000), (architecture, 0x40000000 + 321)):
+        assert judged(program, other, number) == 0x80000000, "another numbering ends the process"
+
+
+def test_the_numbers_are_those_of_the_kernel():
+    known = call_numbers("sys/syscall.h")
+    if not known or platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("no headers of the system calls of this machine")
+    column = ["x86_64", "aarch64"].index(platform.machine())
+    ours = {name: numbers[column] for name, numbers in seccomp.REFUSED.items() if name in known}
+    assert len(ours) > 40 and ours == {name: known[name] for name in ours}
+
+
 def test_a_reward_file_below_the_run_root_is_shown_alone(project):
     (project / "runs" / "task.py").write_text("")
-    made = mounts(Sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"]))
+    made = mounts(Sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"], filter_fd=9))
     places = [place for _, place in made]
     assert places.index(str(project / "runs")) < len(places)
     after = made[[index for index, one in enumerate(made) if one == ("--tmpfs", str(project / "runs"))][-1] + 1 :]
@@ -58,7 +110,7 @@ def test_a_reward_file_below_the_run_root_is_shown_alone(project):
 
 def test_the_temporary_directory_of_the_host_is_never_shown(project, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/tmp", *sys.path])
-    assert ("--ro-bind", "/tmp") not in mounts(Sandbox([], Path("runs")).wrap(["true"]))
+    assert ("--ro-bind", "/tmp") not in mounts(Sandbox([], Path("runs")).wrap(["true"], filter_fd=9))
 
 
 def test_a_working_directory_that_would_show_everything_is_refused(project, monkeypatch):
