@@ -104,7 +104,7 @@ async def _generate(
         keys=join_keys().control,
     )
     tracker = generator_trackers(config, directory, generator_id)
-    staging = GlooStaging()
+    staging = GlooStaging(directory.weights)
     try:
         await Generator(
             engine=engine,

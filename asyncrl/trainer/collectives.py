@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.errors import RunError
 
+_ANY_PORT = 9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
@@ -95,9 +97,13 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 
 def _keep_to_interface(address: str) -> None:
-    """Gloo would listen where this host's name leads, which may be the whole network."""
+    """The interface of the route to the master. Gloo would listen where this host's name leads, maybe the whole network."""
+    (family, kind, _, _, master), *_ = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(master)  # sends nothing
+        ours = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(one.address.partition("%")[0] == ours for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

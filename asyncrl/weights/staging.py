@@ -8,7 +8,9 @@ were. The memory, one copy of the weights on this host however many workers load
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
+from asyncrl.errors import TransferError
 from asyncrl.weights import gloo
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout
@@ -18,12 +20,22 @@ from asyncrl.weights.slots import Slot
 class GlooStaging:
     """Implements `weights.base.Staging`; the other transports pass through."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Path) -> None:
+        """`files`: orders name places below this directory only; whoever writes them is not the owner of this host."""
+        self._files = files.resolve()
         self._group: gloo.Group | None = None
         self._slot: Slot | None = None
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         """See `Staging`."""
+        if order.transport == "memory":
+            raise TransferError("weights: an order to load from memory; only this process itself says what is in its memory")
+        for directory in (order.details.get("directory"), order.details.get("rendezvous", {}).get("directory")):
+            if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
+                raise TransferError(
+                    f"weights: an order names {directory}, and a generator uses nothing outside {self._files}; start learner and "
+                    "generators from one directory, with one run.root"
+                )
         if order.transport != "gloo":
             return order
         layout = Layout.from_plain(order.details["layout"])

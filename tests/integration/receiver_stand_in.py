@@ -14,7 +14,7 @@ from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import GlooStaging
 
-staging = GlooStaging()
+staging = GlooStaging(Path("/"))
 
 
 def receive(order, on_bucket=lambda: None):

@@ -121,6 +121,7 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
         others = {name: value for name, value in os.environ.items() if name not in CANARIES}
         wrong = others | {SECRET_VARIABLE: RunKeys(bytes(32)).join.text()}
         line = [*ASYNCRL, "generator", "--count", "1", "--store", store, "--wait", "60", "--allow", "variable:NOTE_UNPICKLING_IN"]
+        line += ["--allow", str(config.parent / "rewards.py")]
         refused = subprocess.run(line, cwd=elsewhere, env=wrong, capture_output=True, text=True, timeout=300, check=False)
         assert refused.returncode != 0 and "refused" in refused.stderr + refused.stdout
 

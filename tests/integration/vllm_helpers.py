@@ -25,7 +25,7 @@ from asyncrl.weights.staging import GlooStaging
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here")
 
-STAGING = GlooStaging()
+STAGING = GlooStaging(Path("/"))
 BUCKET_BYTES = 100_000
 """Several buckets even for the smallest model."""
 
