@@ -4,7 +4,6 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from .faults import Scenario
@@ -65,18 +64,12 @@ def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) 
 
 
 def hangs(world: World) -> list[dict[str, Any]]:
-    """What was stopped, how long until it was replaced, and the longest time without a step after it, in seconds."""
+    """What was stopped, when it was replaced, and when the next step was made, in seconds."""
     steps = [event["at_s"] for event in world.events() if event["event"] == "step"]
-    found = []
-    for one in world.hangs:
-        ends = [
-            one["at_s"],
-            *(at_s for at_s in steps if one["at_s"] < at_s <= one["replaced_at_s"]),
-            _after(steps, one["replaced_at_s"]),
-        ]
-        pause_s = max(later - earlier for earlier, later in pairwise(ends))
-        found.append({"kinds": one["kinds"], "replaced_s": one["replaced_s"], "pause_s": round(pause_s, 2)})
-    return found
+    return [
+        {"kinds": one["kinds"], "replaced_s": one["replaced_s"], "step_s": round(_after(steps, one["at_s"]) - one["at_s"], 2)}
+        for one in world.hangs
+    ]
 
 
 def recoveries(world: World) -> dict[str, list[float]]:

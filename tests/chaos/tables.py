@@ -103,10 +103,10 @@ def hangs(found: Mapping[str, Any]) -> Iterator[str]:
     hung: dict[str, list[Run]] = {}
     for one in (one for run in runs for one in run["hangs"]):
         hung.setdefault(" and ".join(one["kinds"]), []).append(one)
-    yield "| stopped | times | until it is replaced, s | longest pause of steps, s |"
+    yield "| stopped | times | until it is replaced, s | until the next step, s |"
     yield "|---|---|---|---|"
     for kinds, times in hung.items():
-        yield f"| {kinds} | {len(times)} | {_span(times, 'replaced_s')} | {_span(times, 'pause_s')} |"
+        yield f"| {kinds} | {len(times)} | {_span(times, 'replaced_s')} | {_span(times, 'step_s')} |"
     yield ""
     stopped = sum(run["struck"]["stop"] for run in runs)
     yield (
