@@ -28,9 +28,9 @@ MEAN_S = {
 OTHER = {
     "garbage_frame": 0.2,  # per group
     "foreign_group": 0.05,  # authentic, and of no use: of another lane, or of other settings
-    "late_group": 0.1,
+    "late_group": 0.3,
     "reward_fails": 0.1,
-    "lost_order": 0.1,  # per look of a generator at what is published
+    "lost_order": 0.3,  # per look of a generator at what is published
     "torn_checkpoint": 0.3,  # per start of a learner
     "changed_settings": 0.3,
     "ambush": 0.15,  # per rare call of one

@@ -65,7 +65,7 @@ class Settings:
             groups=groups,
             window=random.choice([1, groups, 2 * groups, 3 * groups]),
             max_lag=random.choice([0, 1, 1, 2]),
-            drop=random.random() < 0.25,
+            drop=random.random() < 0.4,
         )
 
     def max_age(self, shards: int) -> int:
