@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,20 @@ SAVED, UNSAVED, STEPS = 4, 2, 10
 names = itertools.count(1)
 
 CHANGES = """
-batch.groups=64 batch.groups=8 batch.groups=1 batch.group_size=2 batch.group_size=6 batch.minibatches=4 batch.epochs=2
+batch.groups=64 batch.groups=8 batch.groups=1 batch.group_size=2 batch.group_size=6 batch.minibatches=4;batch.epochs=2
 sampling.temperature=0.5 sampling.max_prompt_tokens=4 sampling.max_response_tokens=2 sampling.max_response_tokens=9
-sampling.stop=[x] sampling.top_p=1 sampling.top_k=0 sampling.min_p=0
+sampling.stop=[x];sampling.top_p=1;sampling.top_k=0;sampling.min_p=0
 staleness.max_lag=0 staleness.max_lag=6 staleness.window_groups=1 staleness.window_groups=90 staleness.policy=drop
-staleness.policy=correct_only
-learner.steps=12 learner.device=auto learner.tokens_per_microbatch=14 learner.logprob_chunk_tokens=8 learner.threads=1
-learner.gradient_checkpointing=true learner.hooks=[own.py:Hook] learner.optimizer.lr=1e-4
-eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 eval.temperature=0.5
-data.eval=train.jsonl data.eval_split=train data.eval=null
-store.url=OTHER store.password_env=OTHER store.fsync=no store.max_gib=0.01 store.bind=tcp://127.0.0.1:1
-reward.functions.0.weight=2 reward.functions.0.function=gsm8k reward.functions.0.name=other reward.timeout_s=1 reward.workers=2
-reward.attempts=1 reward.memory_gib=1 reward.sandbox=bubblewrap;reward.memory_gib=1 reward.functions=[{"function":"gsm8k"}]
+staleness.policy=correct_only learner.steps=12 learner.tokens_per_microbatch=14
+learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.hooks=[own.py:Hook]
+eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 data.eval=train.jsonl data.eval=null
+store.url=OTHER store.max_gib=0.01
+store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;learner.optimizer.lr=1e-4
+reward.functions=[{"function":"gsm8k"}]
+reward.functions.0.weight=2 reward.functions.0.function=gsm8k reward.functions.0.name=other reward.attempts=1
+reward.timeout_s=1;reward.workers=2;reward.memory_gib=1;reward.sandbox=bubblewrap
 algorithm.advantage=remax algorithm.policy_loss=reinforce algorithm.max_refills=1
-algorithm.filters=[{"name":"reward_range","low":-9,"high":9}]
-generator.lease_s=5 generator.max_running=8 checkpoint.every=1 checkpoint.keep=3
+algorithm.filters=[{"name":"reward_range","low":-9,"high":9}] generator.max_running=8 checkpoint.every=1
 """
 """Overrides; those with a semicolon are one change of several keys."""
 
@@ -71,12 +71,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreSer
         yield one, other
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config; 16 groups a step, and a little of everything that lags, is rejected or is evaluated."""
-    monkeypatch.chdir(tmp_path)
+def config_in(directory: Path) -> Path:
+    """16 groups a step, and a little of everything that lags, is rejected or is evaluated."""
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": "1", "answer": "1"}) + "\n" for _ in range(4)))
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": "1", "answer": "1"}) + "\n" for _ in range(4)))
     values = {
         "run": {"name": f"resumed-{next(names)}"},
         "model": {"path": "model"},
@@ -90,8 +88,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "eval": {"every": 2, "prompts": 3},
         "checkpoint": {"every": 2},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path / "run.yaml"
+    (directory / "run.yaml").write_text(yaml.safe_dump(values))
+    return directory / "run.yaml"
 
 
 class Control:
@@ -281,21 +279,35 @@ class Life:
         return sum(ledger.consumed for ledger in self.intake.settled.shards)
 
 
-def resumed(
-    path: Path, servers: tuple[StoreServer, StoreServer], before: Sequence[str], after: Sequence[str]
-) -> tuple[Life, Life]:
-    """Two lives, the second with the overrides `after`; whatever was changed, no group is lost or trained twice."""
-    urls = [server.url for server in servers]
-    checkpoints = path.parent / "checkpoints"
-    first = Life(load_config(path, before), urls[0], checkpoints)
-    asyncio.run(first.live(SAVED + UNSAVED, saves=SAVED))
-    config = load_config(path, [override.replace("OTHER", urls[1] if "url" in override else "OTHER") for override in after])
-    assert not list(resume_findings(fixed_values(first.config), config, weights=path))
-    second = Life(config, config.store.url or urls[0], checkpoints)
-    assert second.state.version == SAVED
-    asyncio.run(second.live(config.learner.steps, saves=config.learner.steps))
+def begin(path: Path, server: StoreServer, *overrides: str) -> Life:
+    """The life before; when it ends, there are groups in every place."""
+    with contextlib.chdir(path.parent):
+        life = Life(load_config(path, overrides), server.url, path.parent / "checkpoints")
+        asyncio.run(life.live(SAVED + UNSAVED, saves=SAVED))
+    return life
+
+
+def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *overrides: str) -> Life:
+    """The life after; whatever was changed, no group is lost or trained twice."""
+    with contextlib.chdir(path.parent):
+        config = load_config(path, [override.replace("url=OTHER", f"url={servers[1].url}") for override in overrides])
+        assert not list(resume_findings(fixed_values(first.config), config, weights=path))
+        second = Life(config, config.store.url or servers[0].url, path.parent / "checkpoints")
+        assert second.state.version == SAVED
+        asyncio.run(second.live(config.learner.steps, saves=config.learner.steps))
     check(first, second)
-    return first, second
+    return second
+
+
+@pytest.fixture(scope="module")
+def begun(
+    servers: tuple[StoreServer, StoreServer], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Life, dict[bytes, bytes]]:
+    """A run that has begun, and what the store has of it."""
+    path = config_in(tmp_path_factory.mktemp("begun"))
+    life = begin(path, servers[0])
+    with contextlib.closing(StoreConnection(servers[0].url, retry_s=5.0)) as connection:
+        return path, life, {key: connection.client.dump(key) for key in connection.client.keys(f"*{life.config.run.name}:*")}
 
 
 def check(first: Life, second: Life) -> None:
@@ -321,16 +333,22 @@ def check(first: Life, second: Life) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES.split())
-def test_a_run_goes_on_with_one_key_changed(change, path, servers):
-    resumed(path, servers, [], change.split(";"))
+def test_a_run_goes_on_with_one_key_changed(change, begun, servers, tmp_path):
+    path, first, stored = begun
+    shutil.copytree(path.parent, tmp_path, dirs_exist_ok=True)
+    with contextlib.closing(StoreConnection(servers[0].url, retry_s=5.0)) as connection:
+        connection.client.flushall()
+        for key, value in stored.items():
+            connection.client.restore(key, 0, value)
+    resume(tmp_path / path.name, servers, first, *change.split(";"))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(("before", "after"), [(64, 32), (32, 64), (8, 64), (64, 2)])
-def test_a_run_goes_on_with_another_batch(before, after, shards, path, servers):
+def test_a_run_goes_on_with_another_batch(before, after, shards, servers, tmp_path):
     """What is sampled for the new batch is all trained; what had been sampled before is trained as far as it is young enough."""
-    same = [f"store.shards={shards}", "eval.every=5"]
-    _, second = resumed(path, servers, [*same, f"batch.groups={before}"], [*same, f"batch.groups={after}"])
+    path, same = config_in(tmp_path), [f"store.shards={shards}", "eval.every=5"]
+    second = resume(path, servers, begin(path, servers[0], *same, f"batch.groups={before}"), *same, f"batch.groups={after}")
     reasons = {reason for step in second.trainer.steps for _, reason in step["rejected"]}
     assert reasons <= {"stale", "discarded_lineage"}
 
