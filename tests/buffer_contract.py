@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pytest
 
-from asyncrl.buffer.base import GIVEN_UP, Buffer, BufferRules, PutOutcome, Take
+from asyncrl.buffer.base import DEAD_LETTERS, GIVEN_UP, Buffer, BufferRules, PutOutcome, Take
 from asyncrl.buffer.ledger import Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.types import INITIAL, History, Weights
@@ -144,6 +144,79 @@ class BufferContract:
         buffer.recover(ledger, version=0, limit=8)
         lease = buffer.lease("a", 1)
         assert (ids(lease), lease.closed) == ([1], False)
+
+    def test_a_holder_that_dies_costs_its_tickets_and_giving_back_does_not(self, lane, buffer):
+        buffer.lease("a", 2)
+        buffer.give_back("a", [2])
+        assert buffer.revoke("a") == 1
+        buffer.lease("b", 1)
+        lane.expire()
+        assert ids(buffer.lease("c", 2)) == [1, 2]
+        assert buffer.audit().counters["deaths"] == 2
+
+    def test_a_ticket_that_kills_its_holders_is_given_up_and_its_neighbours_are_not(self, buffer, ledger):
+        """Ticket 2 kills whoever has it; 1 and 3 were only there. RULES allow five deaths, the last two alone."""
+        held_with_2 = []
+        for life in range(20):
+            holder = f"g{life}"
+            while leased := ids(buffer.lease(holder, 3)):
+                if 2 in leased:
+                    held_with_2.append(leased)
+                    assert ids(buffer.lease(holder, 3)) == [] or leased != [2], "nothing beside a suspect"
+                    buffer.revoke(holder)
+                    break
+                for ticket_id in leased:
+                    assert buffer.put(holder, ticket_id, FRAME % ticket_id) is PutOutcome.STORED
+            buffer.take(ledger, 99, window=1)
+            if places(buffer)["ready"] == 8:
+                break
+        assert held_with_2 == [[1, 2, 3]] * 3 + [[2]] * 2
+        taken = take(buffer, ledger, 3)
+        assert buffer.frames(taken.ids)[::2] == [FRAME % 1, FRAME % 3]
+        reason = buffer.frames(taken.ids)[1].removeprefix(GIVEN_UP).decode()
+        assert reason.startswith("deadly: 5 generators died")
+        assert [(letter.id, letter.reason) for letter in buffer.dead_letters()] == [(2, reason)]
+        counters = buffer.audit().counters
+        assert (counters["dead"], counters.get("failed", 0)) == (1, 0)
+        assert buffer.reject_frame(taken, 2, buffer.frames([2])[0], "again", final=True) == taken
+        buffer.recover(Ledger(), version=0, limit=8)
+        assert buffer.take(Ledger(), 3, window=1) == taken
+        assert buffer.commit(1, taken.chain) == 3
+
+    def test_a_suspect_waits_for_a_holder_that_has_nothing(self, buffer):
+        buffer.lease("busy", 1)
+        for life in range(3):
+            assert ids(buffer.lease(f"g{life}", 1)) == [2]
+            buffer.revoke(f"g{life}")
+        assert ids(buffer.lease("busy", 4)) == [], "first it hands over what it has"
+        buffer.put("busy", 1, b"x")
+        assert ids(buffer.lease("busy", 4)) == [2]
+        assert ids(buffer.lease("busy", 4)) == []
+        assert ids(buffer.lease("other", 2)) == [3, 4], "others go on"
+        buffer.put("busy", 2, b"x")
+        assert ids(buffer.lease("busy", 1)) == [5]
+
+    def test_success_forgets_deaths(self, buffer, ledger):
+        for life in range(4):
+            buffer.lease(f"g{life}", 1)
+            buffer.revoke(f"g{life}")
+        buffer.lease("g", 1)
+        buffer.put("g", 1, b"rubbish")
+        taken = buffer.take(ledger, 1, window=1)
+        ledger.consume(buffer.reject_frame(taken, 1, b"rubbish", "no frame of ours").ids)
+        for life in range(3):
+            assert ids(buffer.lease(f"h{life}", 1)) == [1]
+            buffer.revoke(f"h{life}")
+        assert places(buffer)["reissue"] == 1
+
+    def test_dead_letters_are_kept_in_order_and_bounded(self, buffer, ledger):
+        buffer.set_version(0, limit=DEAD_LETTERS + 8)
+        fill(buffer, DEAD_LETTERS + 3)
+        taken = take(buffer, ledger, DEAD_LETTERS + 3)
+        for ticket_id in taken.ids:
+            buffer.reject_frame(taken, ticket_id, FRAME % ticket_id, f"untrainable: {ticket_id}", final=True)
+        letters = [(letter.id, letter.reason) for letter in buffer.dead_letters()]
+        assert letters == [(i, f"untrainable: {i}") for i in range(DEAD_LETTERS + 3, 3, -1)]
 
     # -- groups
 

@@ -39,6 +39,9 @@ class BufferRules:
     """B of the staleness bound; for the evaluation lane the number of prompts of one evaluation."""
     lease_s: float = 60.0
     max_attempts: int = 3
+    max_deaths: int = 5
+    """Holders that may die, or lose their lease, while they have a ticket. The last `ALONE_DEATHS` of them have nothing else of
+    the lane: so a ticket that kills its holder is told from those that were only near it."""
     max_bytes: int = 4 << 30
     """Cap on stored frames. Over it a group is stored only while the learner waits: the oldest unfinished one, or any while
     nobody has that one."""
@@ -55,6 +58,21 @@ REASON_CHARACTERS = 1000
 def one_line(reason: str) -> str:
     """A reason as it is kept."""
     return " ".join(reason.split())[:REASON_CHARACTERS]
+
+
+ALONE_DEATHS = 2
+DEAD_LETTERS = 100
+"""So many are kept, the newest."""
+DEADLY = "deadly"
+"""What the reason of a group begins with that is set aside because processes died of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A group that was set aside, or a frame that was refused."""
+
+    id: int
+    reason: str
 
 
 class PutOutcome(StrEnum):
@@ -90,7 +108,7 @@ class Audit:
     done: int
     payload_bytes: int
     counters: dict[str, int]
-    """put, duplicate, unknown, full, lease_expired, failed, dead, rejected_frames, returned."""
+    """put, duplicate, unknown, full, lease_expired, failed, dead, deaths, rejected_frames, returned."""
 
     @property
     def missing(self) -> int:
@@ -102,7 +120,12 @@ class GeneratorBuffer(Protocol):
     """The side that a generator may see."""
 
     def lease(self, holder: str, count: int) -> Lease:
-        """Up to `count` tickets under the credit limit: expired leases first, then given-back ids, then new ones."""
+        """Up to `count` tickets under the credit limit: those that wait to be issued again, lowest first, then new ones.
+
+        An expired lease is a death of its ticket's holder. A ticket that has cost `max_deaths` - `ALONE_DEATHS` holders is leased
+        alone, to a holder that has nothing and is given nothing beside it; while one waits, others lease nothing before they
+        have handed over what they have. After `max_deaths` the next take gives it up, with the reason in its place.
+        """
         ...
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
@@ -176,7 +199,11 @@ class LearnerBuffer(Protocol):
         ...
 
     def revoke(self, holder: str) -> int:
-        """Issue again at once everything that a dead generator held. Returns how many."""
+        """Issue again at once everything that a dead generator held; a death for each of its tickets. Returns how many."""
+        ...
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """What was set aside or refused, the newest first; bounded."""
         ...
 
     def close(self) -> None:

@@ -8,10 +8,12 @@
 --   takes      hash  number -> "previous chain unshortened id id ...", the frames of its ids are kept until the commit
 --   done       set   ids above meta.watermark
 -- and beside them
---   meta          hash  epoch owner version limit history closed starving last chain committed watermark; the learner's alone
+--   meta          hash  epoch owner version limit most history closed starving last chain committed watermark; the learner's
+--                       alone; most: the highest limit so far
 --   totals        hash  issued bytes
 --   requests      hash  holder -> "request id id ..." of its last lease, so that a lost reply can be asked for again
 --   attempts      hash  id -> failures so far
+--   deaths        hash  id -> holders that died, or lost their lease, since it was issued or stored
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
 --   counters      hash  name -> count
 --
@@ -19,30 +21,72 @@
 -- for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short, because they free it.
 -- The server checks the caller's rights at every command in here (users.py): what generators may call writes no place
 -- that is the learner's, and what only the learner may call begins with a write of meta.
+-- All else a generator may have written with any value: numbers are read as numbers or as 0, what is no id of a ticket under
+-- way is dropped where it is met, a key of another type is a gap for the learner, who recovers, and nothing to do for generators.
 
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
-                'attempts', 'dead_letters', 'counters', 'totals'}
+                'attempts', 'deaths', 'dead_letters', 'counters', 'totals'}
+local ZSETS = {'leased', 'deadlines', 'reissue', 'ready'}
+local HASHES = {'holders', 'frames', 'requests', 'attempts', 'deaths', 'counters', 'totals'}
+local COUNTERS = {'put', 'duplicate', 'unknown', 'full', 'lease_expired', 'failed', 'dead', 'deaths', 'rejected_frames', 'returned'}
+local MOST_NUMBER, MOST_TEXT = 2 ^ 53, 1000000
 local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
 local GIVEN_UP = 'given up: '
 local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
+local ALONE = 2 -- of the deaths that a ticket may cost, so many come of sampling it alone
 
 -- While the library is loaded, the server shows it no redis.call and no string.
 local function call(...) return redis.call(...) end
 
-local function register(name, flags, body)
+-- The places whose keys are of another type than they should be.
+local function wrong_types(k)
+  local wrong = {}
+  for _, place in ipairs(ZSETS) do
+    if type(redis.pcall('ZSCORE', k[place], '1')) == 'table' then wrong[#wrong + 1] = place end
+  end
+  for _, place in ipairs(HASHES) do
+    if type(redis.pcall('HEXISTS', k[place], '1')) == 'table' then wrong[#wrong + 1] = place end
+  end
+  return wrong
+end
+
+-- `while_wrong` gives the answer while a key is of a wrong type, until the learner has recovered; what was done so far, it mends.
+local function register(name, flags, body, while_wrong)
   local function callback(keys, args)
     local k = {}
     for i, place in ipairs(PLACES) do k[place] = keys[i] end
-    return body(k, args)
+    if not while_wrong then return body(k, args) end
+    local went_well, reply = pcall(body, k, args)
+    if went_well then return reply end
+    local text = type(reply) == 'table' and reply.err or tostring(reply)
+    if not string.find(text, 'WRONGTYPE', 1, true) then error{err = string.gsub(text, '^user_[%w_]+:%d+: ', '')} end
+    return while_wrong(k, text)
   end
   redis.register_function{function_name = 'asyncrl_@DIGEST@_' .. name, flags = flags, callback = callback}
 end
 
 local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
-local function total(k, field) return tonumber(call('HGET', k.totals, field) or '0') end
-local function count(k, counter, n) if n ~= 0 then call('HINCRBY', k.counters, counter, n) end end
-local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
 local function id_text(id) return string.format('%d', id) end
+
+-- A number of a generator's: whole and not negative, else 0.
+local function whole(text)
+  local number = tonumber(text or '') or 0
+  return number >= 0 and number <= MOST_NUMBER and math.floor(number) == number and number or 0
+end
+
+local function total(k, field) return whole(call('HGET', k.totals, field)) end
+local function issued_so_far(k) return math.max(math.min(total(k, 'issued'), meta(k, 'most')), meta(k, 'watermark')) end
+local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
+
+-- As HINCRBY, of a value that may be anything. Returns what it is now.
+local function add(hash, field, n)
+  local now = math.max(whole(call('HGET', hash, field)) + n, 0)
+  if now > MOST_NUMBER then now = n end
+  call('HSET', hash, field, id_text(now))
+  return now
+end
+
+local function count(k, counter, n) if n ~= 0 then add(k.counters, counter, n) end end
 
 local function ids_in(text)
   local ids = {}
@@ -57,7 +101,7 @@ end
 
 -- The oldest unfinished id, or the next one to be issued.
 local function anchor(k)
-  return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, total(k, 'issued') + 1)
+  return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, issued_so_far(k) + 1)
 end
 
 -- One call for many ids; Lua passes a few thousand values at most.
@@ -67,15 +111,40 @@ end
 
 local function is_done(k, id) return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1 end
 
+-- Whether it is the id of a ticket that may be under way, as this store writes it.
+local function is_id(k, id, issued)
+  local number = tonumber(id)
+  return number and number > 0 and number <= issued and id_text(number) == id and not is_done(k, id)
+end
+
+-- Sampled and handed over: ready, or in a take.
+local function has_frame(k, id) return call('HEXISTS', k.frames, id) == 1 end
+
 local function unlease(k, id)
   call('ZREM', k.leased, id)
   call('ZREM', k.deadlines, id)
   call('HDEL', k.holders, id)
 end
 
-local function issue_again(k, id)
+local function issue_again(k, id) -- an id under way
   unlease(k, id)
   call('ZADD', k.reissue, id, id)
+end
+
+-- Issues again what a holder lost without a word, of `ids`; returns how many. What is no such id is dropped.
+local function lost_by_holder(k, ids)
+  local lost, issued = 0, issued_so_far(k)
+  for _, id in ipairs(ids) do
+    if is_id(k, id, issued) and not has_frame(k, id) then
+      add(k.deaths, id, 1)
+      issue_again(k, id)
+      lost = lost + 1
+    else
+      unlease(k, id)
+    end
+  end
+  count(k, 'deaths', lost)
+  return lost
 end
 
 -- Those of `ids` that `holder` has leased.
@@ -89,7 +158,7 @@ end
 
 -- Counts a failed attempt and issues the id again; true instead after the last one: the ticket is dead.
 local function is_last_attempt(k, id, most)
-  if call('HINCRBY', k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
+  if add(k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
   count(k, 'dead', 1)
   return true
 end
@@ -98,7 +167,8 @@ end
 local function make_ready(k, id)
   unlease(k, id)
   call('ZREM', k.reissue, id)
-  call('HINCRBY', k.totals, 'bytes', call('HSTRLEN', k.frames, id))
+  call('HDEL', k.deaths, id)
+  add(k.totals, 'bytes', call('HSTRLEN', k.frames, id))
   call('ZADD', k.ready, id, id)
 end
 
@@ -106,14 +176,16 @@ local function drop_frames(k, ids)
   local freed = 0
   for _, id in ipairs(ids) do freed = freed + call('HSTRLEN', k.frames, id) end
   each_batch(ids, function(...) call('HDEL', k.frames, ...) end)
-  call('HSET', k.totals, 'bytes', total(k, 'bytes') - freed) -- HINCRBY would refuse Lua's "-0"
+  add(k.totals, 'bytes', -freed)
 end
 
 -- What stands in the place of a frame without any attempt left.
 local function given_up(frame) return string.sub(frame, 1, #GIVEN_UP) == GIVEN_UP end
-local function give_up(k, id, reason)
-  call('HSET', k.frames, id, GIVEN_UP .. reason)
-  call('HINCRBY', k.totals, 'bytes', #GIVEN_UP + #reason)
+
+-- A dead letter: why, and the beginning of the frame if there was one.
+local function lay_aside(k, id, reason, frame)
+  call('LPUSH', k.dead_letters, id .. ' ' .. reason .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
+  call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
 end
 
 local function assignment(k, number)
@@ -145,42 +217,93 @@ local function stranger(k, args)
 end
 
 -- Changes nothing, and ends the call of a user who may not write meta, before any effect.
-local function register_privileged(name, body)
+local function register_privileged(name, body, while_wrong)
   register(name, {'allow-oom'}, function(k, args)
     call('HSETNX', k.meta, 'epoch', 0)
     return body(k, args)
-  end)
+  end, while_wrong)
 end
 
 local function register_for_learner(name, body)
-  register_privileged(name, function(k, args) return stranger(k, args) or body(k, args) end)
+  register_privileged(name, function(k, args) return stranger(k, args) or body(k, args) end, function(k, text)
+    return {'GAP', 'somebody made a key of this lane anew, as another type: ' .. text}
+  end)
 end
 
 local function expire(k)
-  local expired = call('ZRANGEBYSCORE', k.deadlines, '-inf', now_ms())
-  for _, id in ipairs(expired) do issue_again(k, id) end
-  count(k, 'lease_expired', #expired)
+  count(k, 'lease_expired', lost_by_holder(k, call('ZRANGEBYSCORE', k.deadlines, '-inf', now_ms())))
 end
 
 -- Ids of the lease that `request` got before, as far as `holder` still has them.
 local function repeated(k, holder, request)
-  local ids = ids_in(call('HGET', k.requests, holder) or '')
+  local ids = ids_in(string.sub(call('HGET', k.requests, holder) or '', 1, MOST_TEXT))
   if table.remove(ids, 1) ~= request then return nil end
   return held(k, holder, ids)
 end
 
--- lease holder count lease_ms request -> version, limit, closed, ids, history
+-- The ids that as many holders had when they died as a suspect takes, and how many it was. A suspect is sampled alone: so it
+-- shows whether it is the culprit, or was only near one.
+local function suspects(k, most)
+  local found, counts = {}, call('HGETALL', k.deaths)
+  for i = 1, #counts, 2 do
+    local deaths = whole(counts[i + 1])
+    if deaths >= math.max(most - ALONE, 1) then found[counts[i]] = deaths end
+  end
+  return found
+end
+
+-- What `holder` may lease while there are suspects: nothing beside one, and one when it has nothing. Nil: as always.
+local function alone(k, holder, suspected, limit, most)
+  local first, issued = nil, issued_so_far(k)
+  for id, deaths in pairs(suspected) do
+    if call('HGET', k.holders, id) == holder then return {} end
+    local waits = deaths < most and is_id(k, id, issued) and tonumber(id) <= limit and call('ZSCORE', k.reissue, id)
+    if waits and tonumber(id) < (tonumber(first) or math.huge) then first = id end
+  end
+  if not first then return nil end
+  local holders = call('HGETALL', k.holders)
+  for i = 2, #holders, 2 do
+    if holders[i] == holder then return {} end
+  end
+  return {first}
+end
+
+-- Up to `wanted` ids that wait to be issued again and are no suspects; what else is found there is dropped.
+local function waiting(k, limit, wanted, suspected)
+  local skipped, ids, issued = 0, {}, issued_so_far(k)
+  for _ in pairs(suspected) do skipped = skipped + 1 end
+  for _, id in ipairs(call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted + skipped)) do
+    if not is_id(k, id, issued) or has_frame(k, id) then call('ZREM', k.reissue, id)
+    elseif not suspected[id] and #ids < wanted then ids[#ids + 1] = id end
+  end
+  return ids
+end
+
+local function credit(k) return meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed'), call('HGET', k.meta, 'history') or '' end
+
+local function nothing_to_lease(k)
+  local version, limit, closed, history = credit(k)
+  return {version, limit, closed, {}, history}
+end
+
+-- lease holder count lease_ms request max_deaths -> version, limit, closed, ids, history
 register('lease', {}, function(k, args)
-  local holder, wanted, request = args[1], tonumber(args[2]), args[4]
-  local version, limit, closed, issued = meta(k, 'version'), meta(k, 'limit'), meta(k, 'closed'), total(k, 'issued')
-  local history = call('HGET', k.meta, 'history') or ''
+  local holder, wanted, request, most = args[1], tonumber(args[2]), args[4], tonumber(args[5])
+  local version, limit, closed, history = credit(k)
   expire(k)
   local again = repeated(k, holder, request)
   if again or closed == 1 then return {version, limit, closed, again or {}, history} end
-  local ids = call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted)
-  while #ids < wanted and issued < limit do
-    issued = issued + 1
-    ids[#ids + 1] = id_text(issued)
+  local suspected, issued = suspects(k, most), issued_so_far(k)
+  local ids = alone(k, holder, suspected, limit, most)
+  if not ids then
+    ids = waiting(k, limit, wanted, suspected)
+    while #ids < wanted and issued < limit do
+      issued = issued + 1
+      local id = id_text(issued)
+      if not (is_done(k, id) or has_frame(k, id) or call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then
+        ids[#ids + 1] = id
+      end
+    end
   end
   local ends_ms = now_ms() + tonumber(args[3])
   for _, id in ipairs(ids) do
@@ -189,20 +312,20 @@ register('lease', {}, function(k, args)
     call('ZADD', k.deadlines, ends_ms, id)
     call('HSET', k.holders, id, holder)
   end
-  call('HSET', k.totals, 'issued', issued)
+  call('HSET', k.totals, 'issued', id_text(issued))
   call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' '))
   return {version, limit, closed, ids, history}
-end)
+end, nothing_to_lease)
 
 -- renew holder lease_ms ids
 register('renew', {'allow-oom'}, function(k, args)
   local ends_ms = now_ms() + tonumber(args[2])
   for _, id in ipairs(held(k, args[1], ids_in(args[3]))) do call('ZADD', k.deadlines, ends_ms, id) end
-end)
+end, function() return 0 end)
 
 local function put_outcome(k, id, bytes, max_bytes)
   if is_done(k, id) then return 'duplicate' end
-  if tonumber(id) > total(k, 'issued') then return 'unknown' end
+  if tonumber(id) > issued_so_far(k) then return 'unknown' end
   if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end
   if total(k, 'bytes') + bytes <= max_bytes then return 'stored' end
   -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock. So
@@ -218,7 +341,7 @@ register('offer', {}, function(k, args)
   local outcome = put_outcome(k, args[1], tonumber(args[2]), tonumber(args[3]))
   if outcome == 'full' then count(k, 'full', 1) end
   return outcome
-end)
+end, function() return 'full' end)
 
 -- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction: Lua would hash every byte of it
 register('put', {}, function(k, args)
@@ -228,20 +351,20 @@ register('put', {}, function(k, args)
   elseif outcome ~= 'duplicate' or is_done(k, id) then call('HDEL', k.frames, id) end
   count(k, outcome == 'stored' and 'put' or outcome, 1)
   return outcome
-end)
+end, function() return 'full' end)
 
 -- give_back holder ids
 register('give_back', {'allow-oom'}, function(k, args)
   local ids = held(k, args[1], ids_in(args[2]))
   for _, id in ipairs(ids) do issue_again(k, id) end
   count(k, 'returned', #ids)
-end)
+end, function() return 0 end)
 
 -- fail holder id tombstone max_attempts -> 1 when that was the last attempt
 register('fail', {'allow-oom'}, function(k, args)
   local id, most = args[2], tonumber(args[4])
   if call('HGET', k.holders, id) ~= args[1] then
-    local attempts = tonumber(call('HGET', k.attempts, id) or '0')
+    local attempts = whole(call('HGET', k.attempts, id))
     return (attempts >= most and call('HEXISTS', k.frames, id) == 1) and 1 or 0
   end
   count(k, 'failed', 1)
@@ -249,7 +372,7 @@ register('fail', {'allow-oom'}, function(k, args)
   call('HSET', k.frames, id, args[3])
   make_ready(k, id)
   return 1
-end)
+end, function() return 0 end)
 
 -- Undo the takes from `number` on: their groups are ready again.
 local function unassign_from(k, number)
@@ -261,7 +384,38 @@ local function unassign_from(k, number)
   end
 end
 
--- take epoch owner number previous count window -> OK chain ids | WAIT
+-- Gives up the tickets that too many holders died of, so that the learner meets them in order.
+local function bury(k, most)
+  local counts, issued = call('HGETALL', k.deaths), issued_so_far(k)
+  for i = 1, #counts, 2 do
+    local id, deaths = counts[i], whole(counts[i + 1])
+    if not is_id(k, id, issued) then call('HDEL', k.deaths, id)
+    elseif deaths >= most and call('ZSCORE', k.reissue, id) and not has_frame(k, id) then
+      local reason = 'deadly: ' .. deaths .. ' generators died, or lost their lease, while they had this ticket'
+      lay_aside(k, id, reason, '')
+      call('HSET', k.frames, id, GIVEN_UP .. reason)
+      make_ready(k, id)
+      count(k, 'dead', 1)
+    end
+  end
+end
+
+-- The lowest `wanted` ids that are ready, in order; what else is found there is dropped, for a recovery to put in its place.
+local function ready_ids(k, wanted)
+  local members, ids, taken, issued = call('ZRANGE', k.ready, 0, wanted - 1, 'WITHSCORES'), {}, {}, issued_so_far(k)
+  if #members < 2 * wanted then return ids end
+  for _, n in ipairs(call('HKEYS', k.takes)) do
+    for _, id in ipairs(assignment(k, n).ids) do taken[id] = true end
+  end
+  for i = 1, #members, 2 do
+    local id = members[i]
+    local fits = is_id(k, id, issued) and tonumber(members[i + 1]) == tonumber(id) and not taken[id] and has_frame(k, id)
+    if fits then ids[#ids + 1] = id else call('ZREM', k.ready, id) end
+  end
+  return ids
+end
+
+-- take epoch owner number previous count window max_deaths -> OK chain ids | WAIT
 register_for_learner('take', function(k, args)
   local number, previous, wanted, window = tonumber(args[3]), args[4], tonumber(args[5]), tonumber(args[6])
   local before = assignment(k, number)
@@ -272,7 +426,8 @@ register_for_learner('take', function(k, args)
   if number ~= meta(k, 'last') + 1 or (call('HGET', k.meta, 'chain') or EMPTY_CHAIN) ~= previous then
     return {'GAP', 'take ' .. number .. ' does not follow the take ' .. meta(k, 'last') .. ' of the store'}
   end
-  local ids = call('ZRANGE', k.ready, 0, wanted - 1)
+  bury(k, tonumber(args[7]))
+  local ids = ready_ids(k, wanted)
   local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window
   call('HSET', k.meta, 'starving', waits and 1 or 0)
   if waits then return {'WAIT'} end
@@ -296,16 +451,22 @@ register_for_learner('reject', function(k, args)
   local frame = call('HGET', k.frames, rejected)
   local is_another = not frame or given_up(frame) or redis.sha1hex(frame) ~= args[6]
   if chain ~= take.chain or #ids == #take.ids or is_another then return {'OK', take.chain, take.ids} end
-  call('LPUSH', k.dead_letters, rejected .. ' ' .. args[7] .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
-  call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
+  lay_aside(k, rejected, args[7], frame)
   drop_frames(k, {rejected})
   count(k, 'rejected_frames', 1)
   -- Without the id this would be another take, with another chain than those after it go on from: there is no next attempt.
   local most = number == meta(k, 'last') and args[8] or 0
   if not is_last_attempt(k, rejected, most) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
-  give_up(k, rejected, args[7])
+  call('HSET', k.frames, rejected, GIVEN_UP .. args[7])
+  add(k.totals, 'bytes', #GIVEN_UP + #args[7])
   return {'OK', take.chain, take.ids}
 end)
+
+local function weight(k)
+  local bytes = 0
+  for _, id in ipairs(call('HKEYS', k.frames)) do bytes = bytes + call('HSTRLEN', k.frames, id) end
+  return bytes
+end
 
 -- commit epoch owner number chain -> OK groups
 register_for_learner('commit', function(k, args)
@@ -318,13 +479,14 @@ register_for_learner('commit', function(k, args)
   for n = committed + 1, number do
     local ids = takes[n].ids
     drop_frames(k, ids)
-    each_batch(ids, function(...) call('HDEL', k.attempts, ...) call('SADD', k.done, ...) end)
+    each_batch(ids, function(...) call('HDEL', k.attempts, ...) call('HDEL', k.deaths, ...) call('SADD', k.done, ...) end)
     call('HDEL', k.takes, n)
     groups = groups + #ids
   end
   local watermark = meta(k, 'watermark')
   while call('SREM', k.done, id_text(watermark + 1)) == 1 do watermark = watermark + 1 end
   call('HSET', k.meta, 'committed', number, 'watermark', watermark)
+  call('HSET', k.totals, 'bytes', id_text(weight(k)))
   return {'OK', groups}
 end)
 
@@ -353,67 +515,89 @@ end
 local function forget_obsolete(k, hash, issued)
   local obsolete = {}
   for _, id in ipairs(call('HKEYS', hash)) do
-    if is_done(k, id) or tonumber(id) > issued then obsolete[#obsolete + 1] = id end
+    if not is_id(k, id, issued) then obsolete[#obsolete + 1] = id end
   end
   each_batch(obsolete, function(...) call('HDEL', hash, ...) end)
 end
 
--- Puts every id above the watermark into its one place and counts the bytes anew; O(ids in flight).
-local function rebuild(k, kept, watermark, issued)
-  local bytes = 0
-  forget_obsolete(k, k.frames, issued)
-  forget_obsolete(k, k.attempts, issued)
-  for _, id in ipairs(call('HKEYS', k.holders)) do
-    if is_done(k, id) or call('HEXISTS', k.frames, id) == 1 then unlease(k, id) end
+-- The leases of ids under way, no longer than `lease_ms`: id -> {holder, end}.
+local function sound_leases(k, issued, lease_ms)
+  local leases, longest_ms, holders = {}, now_ms() + lease_ms, call('HGETALL', k.holders)
+  for i = 1, #holders, 2 do
+    local id = holders[i]
+    local ends_ms = is_id(k, id, issued) and not has_frame(k, id) and tonumber(call('ZSCORE', k.deadlines, id) or '')
+    if ends_ms then leases[id] = {holders[i + 1], math.min(ends_ms, longest_ms)} end
   end
-  call('DEL', k.ready, k.reissue)
+  return leases
+end
+
+-- Puts every id above the watermark into its one place and counts the bytes anew; O(ids in flight). Nothing that stands in
+-- these places is taken for granted.
+local function rebuild(k, kept, watermark, issued, lease_ms)
+  for _, hash in ipairs{k.frames, k.attempts, k.deaths} do forget_obsolete(k, hash, issued) end
+  local leases = sound_leases(k, issued, lease_ms)
+  call('DEL', k.ready, k.reissue, k.leased, k.deadlines, k.holders)
   for n = watermark + 1, issued do
     local id = id_text(n)
-    if call('HEXISTS', k.frames, id) == 1 then
-      bytes = bytes + call('HSTRLEN', k.frames, id)
+    if has_frame(k, id) then
       if not kept[id] then call('ZADD', k.ready, id, id) end
-    elseif not is_done(k, id) and call('HEXISTS', k.holders, id) == 0 then
+    elseif leases[id] then
+      call('ZADD', k.leased, id, id)
+      call('ZADD', k.deadlines, leases[id][2], id)
+      call('HSET', k.holders, id, leases[id][1])
+    elseif not is_done(k, id) then
       call('ZADD', k.reissue, id, id)
     end
   end
-  call('HSET', k.totals, 'bytes', bytes)
+  call('HSET', k.totals, 'issued', id_text(issued), 'bytes', id_text(weight(k)))
 end
 
--- recover known_epoch owner takes chain version limit watermark "id id ..." history -> OK epoch
+-- Counters that are no numbers begin anew; all others than ours go.
+local function sound_counters(k)
+  local counted = call('HMGET', k.counters, unpack(COUNTERS))
+  call('DEL', k.counters)
+  for i, name in ipairs(COUNTERS) do count(k, name, whole(counted[i])) end
+end
+
+-- recover known_epoch owner takes chain version limit watermark "id id ..." history lease_ms -> OK epoch
 register_privileged('recover', function(k, args)
   local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
   if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
-  local above = ids_in(args[8])
+  for _, place in ipairs(wrong_types(k)) do call('DEL', k[place]) end
+  local above, limit = ids_in(args[8]), tonumber(args[6])
+  local most = math.max(meta(k, 'most'), limit, watermark)
+  for _, id in ipairs(above) do most = math.max(most, tonumber(id)) end
   call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0,
-       'history', args[9], 'watermark', watermark, 'committed', args[3])
+       'history', args[9], 'watermark', watermark, 'committed', args[3], 'most', most)
   call('DEL', k.done)
-  local issued = math.max(total(k, 'issued'), watermark)
+  local issued = issued_so_far(k)
   for _, id in ipairs(above) do
     call('SADD', k.done, id)
     issued = math.max(issued, tonumber(id))
   end
   local kept, last, chain = keep_takes(k, tonumber(args[3]), args[4])
-  call('HSET', k.totals, 'issued', issued)
+  for id in pairs(kept) do issued = math.max(issued, tonumber(id)) end
   call('HSET', k.meta, 'last', last, 'chain', chain)
-  rebuild(k, kept, watermark, issued)
+  sound_counters(k)
+  rebuild(k, kept, watermark, issued, tonumber(args[10]))
   return {'OK', epoch}
 end)
 
 -- version epoch owner version limit waiting -> OK
 register_for_learner('version', function(k, args)
   if args[5] == '1' then call('HSET', k.meta, 'starving', 1) end
-  call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]))
+  call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]),
+       'most', math.max(meta(k, 'most'), args[4]))
   return {'OK'}
 end)
 
 -- revoke holder -> ids issued again
 register_privileged('revoke', function(k, args)
-  local ids = held(k, args[1], call('HKEYS', k.holders))
-  for _, id in ipairs(ids) do issue_again(k, id) end
+  local lost = lost_by_holder(k, held(k, args[1], call('HKEYS', k.holders)))
   call('HDEL', k.requests, args[1])
-  count(k, 'returned', #ids)
-  return #ids
-end)
+  count(k, 'returned', lost)
+  return lost
+end, function() return 0 end) -- the leases run out
 
 -- close epoch owner -> OK
 register_for_learner('close', function(k, args)
@@ -425,6 +609,15 @@ end)
 register('audit', {'no-writes'}, function(k)
   local taken = 0
   for _, n in ipairs(call('HKEYS', k.takes)) do taken = taken + #assignment(k, n).ids end
-  return {total(k, 'issued'), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
-          meta(k, 'watermark') + call('SCARD', k.done), total(k, 'bytes'), call('HGETALL', k.counters)}
+  local counted = call('HMGET', k.counters, unpack(COUNTERS))
+  for i in ipairs(COUNTERS) do counted[i] = whole(counted[i]) end
+  return {issued_so_far(k), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
+          meta(k, 'watermark') + call('SCARD', k.done), total(k, 'bytes'), COUNTERS, counted}
+end, function() return {1, 0, 0, 0, 0, 0, 0, {}, {}} end) -- a place that cannot be read: an id that is nowhere
+
+-- letters -> "id reason", newest first
+register('letters', {'no-writes'}, function(k)
+  local letters = call('LRANGE', k.dead_letters, 0, -1)
+  for i, letter in ipairs(letters) do letters[i] = string.match(letter, '^[^\n]*') end
+  return letters
 end)

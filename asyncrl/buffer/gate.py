@@ -5,17 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
-from asyncrl.buffer.base import GIVEN_UP, LearnerBuffer, Take
+from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take
 from asyncrl.errors import WireError
 from asyncrl.progress import beat
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
-DEADLY = "deadly"
-"""What the reason of a group begins with that is set aside because processes died of it."""
 DEAD = "dead"
-"""And of one whose ticket failed too often."""
+"""What the reason of a group begins with whose ticket failed too often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.algo.staleness import choose, minimum_version
-from asyncrl.buffer.base import GIVEN_UP, Audit, BufferRules, Lease, PutOutcome, Take, one_line
+from asyncrl.buffer.base import (
+    ALONE_DEATHS,
+    DEAD_LETTERS,
+    DEADLY,
+    GIVEN_UP,
+    Audit,
+    BufferRules,
+    DeadLetter,
+    Lease,
+    PutOutcome,
+    Take,
+    one_line,
+)
 from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.types import INITIAL, History, Ticket
@@ -54,6 +66,7 @@ class _Store:
     done: set[int] = field(default_factory=set)
     frames: dict[int, bytes] = field(default_factory=dict)
     attempts: Counter[int] = field(default_factory=Counter)
+    deaths: Counter[int] = field(default_factory=Counter)
     dead_letters: list[tuple[int, str, bytes]] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
 
@@ -72,6 +85,7 @@ class _Store:
     def store(self, ticket_id: int, frame: bytes) -> None:
         self.leases.pop(ticket_id, None)
         self.reissue.discard(ticket_id)
+        self.deaths.pop(ticket_id, None)
         self.frames[ticket_id] = frame
         self.ready.add(ticket_id)
 
@@ -81,6 +95,13 @@ class _Store:
             self.leases.pop(ticket_id, None)
             self.reissue.add(ticket_id)
         return len(ids)
+
+    def lost_by_holder(self, ids: Iterable[int]) -> int:
+        """Issue again what a holder lost without a word. Returns how many."""
+        count = self.issue_again(ids := list(ids))
+        self.deaths.update(ids)
+        self.counters["deaths"] += count
+        return count
 
     def held(self, holder: str, ids: Iterable[int]) -> list[int]:
         return [i for i in ids if i in self.leases and self.leases[i].holder == holder]
@@ -96,6 +117,7 @@ class _Store:
         for ticket_id in ids:
             self.frames.pop(ticket_id, None)
             self.attempts.pop(ticket_id, None)
+            self.deaths.pop(ticket_id, None)
             self.done.add(ticket_id)
         while self.watermark + 1 in self.done:
             self.watermark += 1
@@ -126,9 +148,7 @@ class MemoryBuffer:
             self._expire()
             ids: list[int] = []
             if not store.closed:
-                ids = [i for i in sorted(store.reissue) if i <= store.limit][:count]
-                new = min(count - len(ids), store.limit - store.issued)
-                ids += range(store.issued + 1, store.issued + 1 + new)
+                ids = self._leasable(holder, count)
                 store.issued = max(store.issued, *ids, 0)
             for ticket_id in ids:
                 store.reissue.discard(ticket_id)
@@ -136,12 +156,26 @@ class MemoryBuffer:
             tickets = tuple(Ticket(id=i, minimum_version=self._minimum_version(i), history=store.history) for i in ids)
             return Lease(tickets=tickets, closed=store.closed)
 
+    def _leasable(self, holder: str, count: int) -> list[int]:
+        """One suspect alone, nothing beside one, nothing while one waits for a free holder; else the lowest and new ones."""
+        store, held = self._store, self._store.held(holder, self._store.leases)
+        suspects = {i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)}
+        waiting = [i for i in sorted(store.reissue) if i <= store.limit]
+        alone = [i for i in waiting if i in suspects and store.deaths[i] < self._rules.max_deaths]
+        if suspects & set(held):
+            return []
+        if alone:
+            return [] if held else alone[:1]
+        ids = [i for i in waiting if i not in suspects][:count]
+        new = min(count - len(ids), store.limit - store.issued)
+        return [*ids, *range(store.issued + 1, store.issued + 1 + new)]
+
     def _minimum_version(self, ticket_id: int) -> int:
         return minimum_version(ticket_id, version=self._store.version, limit=self._store.limit, groups=self._rules.groups)
 
     def _expire(self) -> None:
         expired = [i for i, lease in self._store.leases.items() if lease.ends_s <= self._clock()]
-        self._store.counters["lease_expired"] += self._store.issue_again(expired)
+        self._store.counters["lease_expired"] += self._store.lost_by_holder(expired)
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
         """Extend the leases that `holder` still has."""
@@ -205,12 +239,14 @@ class MemoryBuffer:
             store.watermark, store.done = ledger.watermark, set(ledger.above)
             kept = self._continued(ledger)
             taken = {i for assignment in kept.values() for i in assignment.ids}
-            unconsumed = [i for i in range(store.watermark + 1, store.issued + 1) if i not in store.done]
+            unconsumed = {i for i in range(store.watermark + 1, store.issued + 1) if i not in store.done}
             store.frames = {i: store.frames[i] for i in unconsumed if i in store.frames}
             store.ready = store.frames.keys() - taken
             store.leases = {i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames}
             store.reissue = {i for i in unconsumed if i not in store.frames and i not in store.leases}
             store.takes, store.committed = kept, ledger.takes
+            store.attempts = Counter({i: n for i, n in store.attempts.items() if i in unconsumed})
+            store.deaths = Counter({i: n for i, n in store.deaths.items() if i in unconsumed})
             store.last = ledger.takes + len(kept)
             store.chain = kept[store.last].chain if kept else ledger.chain
             store.version, store.limit, store.history = version, limit, history
@@ -239,6 +275,7 @@ class MemoryBuffer:
                 store.unassign_from(number)  # assigned for a larger batch, before a restart with a smaller one
             if number != store.last + 1 or ledger.chain != store.chain:
                 raise BufferGap(f"take {number} does not follow the store's take {store.last}; recover")
+            self._bury()
             ids = choose(sorted(store.ready), anchor=store.anchor, count=count, window=window)
             store.starving = ids is None
             if ids is None:
@@ -247,6 +284,16 @@ class MemoryBuffer:
             store.ready.difference_update(ids)
             store.takes[number], store.last, store.chain = assignment, number, assignment.chain
             return Take(number=number, ids=assignment.ids, chain=assignment.chain)
+
+    def _bury(self) -> None:
+        """Give up what too many holders died of."""
+        store = self._store
+        for ticket_id in sorted(store.reissue):
+            if (deaths := store.deaths[ticket_id]) >= self._rules.max_deaths:
+                reason = f"{DEADLY}: {deaths} generators died, or lost their lease, while they had this ticket"
+                store.dead_letters.append((ticket_id, reason, b""))
+                store.store(ticket_id, GIVEN_UP + reason.encode())
+                store.counters["dead"] += 1
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
         """The frames of `ids`."""
@@ -320,9 +367,15 @@ class MemoryBuffer:
         """Issue again what `holder` holds."""
         store = self._store
         with store.lock:
-            count = store.issue_again(store.held(holder, list(store.leases)))
+            count = store.lost_by_holder(store.held(holder, list(store.leases)))
             store.counters["returned"] += count
             return count
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Newest first."""
+        with self._store.lock:
+            newest = self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
+            return [DeadLetter(id=ticket_id, reason=reason) for ticket_id, reason, _ in newest]
 
     def close(self) -> None:
         """Lease nothing more."""

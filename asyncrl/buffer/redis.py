@@ -10,7 +10,7 @@ import redis
 from redis.exceptions import BusyLoadingError, NoPermissionError, OutOfMemoryError, ResponseError
 
 from asyncrl.algo.staleness import minimum_version
-from asyncrl.buffer.base import Audit, BufferRules, Lease, PutOutcome, Take, one_line
+from asyncrl.buffer.base import Audit, BufferRules, DeadLetter, Lease, PutOutcome, Take, one_line
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
@@ -21,7 +21,7 @@ _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 """Part of every function's name, so that a release can only call its own code, also beside another on one server."""
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
 PLACES = (
-    "meta leased deadlines holders reissue ready frames takes done requests attempts dead_letters counters totals".split()  # noqa: SIM905
+    "meta leased deadlines holders reissue ready frames takes done requests attempts deaths dead_letters counters totals".split()  # noqa: SIM905
 )
 """Keys of a lane, in the order of functions.lua."""
 MAX_COUNT = 1 << 40
@@ -57,7 +57,9 @@ class RedisBuffer:
     def lease(self, holder: str, count: int) -> Lease:
         """Up to `count` tickets, lowest id first; none while the server is out of memory."""
         try:
-            version, limit, closed, ids, history = self._call("lease", holder, count, self._lease_ms, uuid.uuid4().int)
+            version, limit, closed, ids, history = self._call(
+                "lease", holder, count, self._lease_ms, uuid.uuid4().int, self._rules.max_deaths
+            )
         except StoreFullError:
             return Lease(tickets=(), closed=False)
         tickets = tuple(
@@ -103,12 +105,12 @@ class RedisBuffer:
         """Become the lane's learner and make it agree with `ledger`."""
         above = _text(sorted(ledger.above))
         arguments = (self._owner, ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
-        self._epoch = self._checked("recover", self._epoch, *arguments)[0]
+        self._epoch = self._checked("recover", self._epoch, *arguments, self._lease_ms)[0]
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """Assign the lowest `count` ready ids, if the window allows it."""
         number = ledger.takes + 1
-        reply = self._learner("take", number, ledger.chain, min(count, MAX_COUNT), min(window, MAX_COUNT))
+        reply = self._learner("take", number, ledger.chain, min(count, MAX_COUNT), min(window, MAX_COUNT), self._rules.max_deaths)
         return _take(number, reply) if reply else None
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
@@ -116,7 +118,7 @@ class RedisBuffer:
         if not ids:
             return []
         keys = [str(i) for i in ids]
-        frames: list[Any] = self._connection.call(lambda client: client.hmget(self._frames_key, keys), tag=self._tag)
+        frames: list[Any] = self._connection.call(lambda client: self._fetch(client, keys), tag=self._tag)
         missing = [i for i, frame in zip(ids, frames, strict=True) if frame is None]
         if missing:
             raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
@@ -140,15 +142,20 @@ class RedisBuffer:
         """Issue again what `holder` holds."""
         return int(self._call("revoke", holder))
 
+    def dead_letters(self) -> list[DeadLetter]:
+        """Newest first."""
+        texts = [letter.decode(errors="replace").partition(" ") for letter in self._call("letters")]
+        return [DeadLetter(id=int(ticket_id), reason=reason) for ticket_id, _, reason in texts]
+
     def close(self) -> None:
         """Lease nothing more."""
         self._learner("close")
 
     def audit(self) -> Audit:
         """Count every id once."""
-        *places, payload_bytes, flat = self._call("audit")
+        *places, payload_bytes, names, counted = self._call("audit")
         issued, leased, reissue, ready, taken, done = places
-        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        counters = {name.decode(): value for name, value in zip(names, counted, strict=True) if value}
         return Audit(
             issued=issued,
             leased=leased,
@@ -194,6 +201,14 @@ class RedisBuffer:
 
             return self._loaded(client, request)
 
+    def _fetch(self, client: redis.Redis, keys: list[str]) -> Any:
+        try:
+            return client.hmget(self._frames_key, keys)
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            raise BufferGap(f"store {self._connection.url}: somebody made another type of its frames; recover") from error
+
     def _request(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
 
@@ -204,6 +219,8 @@ class RedisBuffer:
         except ResponseError as error:
             if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
                 raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
+            if "WRONGTYPE" in str(error):
+                raise StoreFullError(f"store {self._connection.url}: somebody changed its types: {error}") from error
             if "Function not found" not in str(error):
                 raise
         try:
@@ -214,7 +231,7 @@ class RedisBuffer:
 
 
 class StoreFullError(StoreError):
-    """The server's own memory limit is reached; PUT and LEASE have to wait."""
+    """The server's own memory limit is reached, or a key is of a wrong type: PUT and LEASE wait until that is mended."""
 
 
 def _take(number: int, reply: list[Any]) -> Take:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from asyncrl.buffer.base import Audit, Buffer, Lease, PutOutcome
+from asyncrl.buffer.base import Audit, Buffer, DeadLetter, Lease, PutOutcome
 from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import ConfigError
@@ -120,6 +120,14 @@ class ShardedBuffer:
     def revoke(self, holder: str) -> int:
         """Issue again what a dead generator held. Returns how many."""
         return sum(shard.revoke(holder) for shard in self.shards)
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Of every shard, under the ids that everybody knows."""
+        return [
+            DeadLetter(id=join(shard, letter.id, len(self.shards)), reason=letter.reason)
+            for shard, buffer in enumerate(self.shards)
+            for letter in buffer.dead_letters()
+        ]
 
     def close(self) -> None:
         """Tell the generators that the run is over."""

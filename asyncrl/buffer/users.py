@@ -14,11 +14,11 @@ LEARNER, GENERATOR = "learner", "generator"
 
 _RECORD = "asyncrl:run"
 _ANYBODY = "ping select multi exec hget hgetall"
-_GENERATOR_WRITES = "leased deadlines holders reissue ready requests attempts counters totals"
+_GENERATOR_WRITES = "leased deadlines holders reissue ready requests attempts deaths counters totals"
 _GENERATOR_READS = "meta done"
 _TICKETS = "time hmget hset hsetnx hdel hexists hincrby hstrlen sismember zadd zrem zrange zrangebyscore zscore"
 """What the functions that generators call are made of."""
-_LEARNER_TOO = "del hkeys lpush ltrim sadd scard srem zcard zremrangebyrank info function|load scan unlink fcall"
+_LEARNER_TOO = "del hkeys lpush lrange ltrim sadd scard srem zcard zremrangebyrank info function|load scan unlink fcall"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.gate import DEADLY
+from asyncrl.buffer.base import DEADLY
 from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.objective import LOSS

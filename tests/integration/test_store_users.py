@@ -40,7 +40,7 @@ OF_GENERATORS = {
 }
 OF_THE_LEARNER = OF_GENERATORS | {
     *("del", "unlink", "scan", "info", "function|load"),
-    *("hkeys", "lpush", "ltrim", "sadd", "scard", "srem", "zcard", "zremrangebyrank"),
+    *("hkeys", "lpush", "lrange", "ltrim", "sadd", "scard", "srem", "zcard", "zremrangebyrank"),
 }
 
 
@@ -131,12 +131,12 @@ def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str,
     """Calls as this very learner would make them: its epoch and its name can be read."""
     me = (buffer._epoch, buffer._owner)
     return {
-        "take": (*me, ledger.takes + 1, ledger.chain, 2, 100),
+        "take": (*me, ledger.takes + 1, ledger.chain, 2, 100, 5),
         "reject": (*me, taken.number, taken.chain, taken.ids[0], sha1_of(FRAME % taken.ids[0]), "because", 2),
         "commit": (*me, taken.number, taken.chain),
         "version": (*me, 5, 99),
         "close": me,
-        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, "", str(INITIAL)),
+        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, "", str(INITIAL), 1000),
         "revoke": ("g",),
     }
 
@@ -266,7 +266,7 @@ def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_a
     client, before = lane.generator.client, lane.dump()
     for place in ("leased", "deadlines", "reissue", "ready"):
         client.zadd(lane.key(place), {"1": 1, "11": 11, "nonsense": 0})
-    for place in ("holders", "requests", "attempts", "counters", "totals"):
+    for place in ("holders", "requests", "attempts", "deaths", "counters", "totals"):
         client.hset(lane.key(place), mapping={"5": "7", "issued": "3", "bytes": "-9"})
     client.hdel(lane.key("frames"), "5", "6")
     after = lane.dump()

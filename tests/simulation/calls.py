@@ -289,7 +289,7 @@ def _version_call(call: Call) -> None:
 
 
 def _recover_call(call: Call) -> None:
-    known_epoch, owner, takes, chain, version, limit, watermark, above, history = call.arguments
+    known_epoch, owner, takes, chain, version, limit, watermark, above, history, _ = call.arguments
     before, after = call.before, call.after
     require(
         (after.watermark, after.done) == (int(watermark), call.ids(above)), "the store disagrees with the ledger", call.arguments

@@ -88,7 +88,7 @@ class Network:
     def repeat_take(self, lane: str, number: int) -> None:
         """What was asked for take `number` of a lane of late comes now."""
         for requests in self._recent:
-            if _function(requests) == "take" and requests[-1][-4] == number and lane_of(requests[-1][3].encode()) == lane:
+            if _function(requests) == "take" and requests[-1][-5] == number and lane_of(requests[-1][3].encode()) == lane:
                 self._engine.at(0.0, functools.partial(self._arrive, requests, lambda delay_s, value: None))
 
     def _arrive_later(self, requests: tuple[Request, ...]) -> None:

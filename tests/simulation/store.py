@@ -136,8 +136,10 @@ class Data:
     def _zcard(self, key: bytes) -> Reply:
         return len(self.look(key, SortedSet))
 
-    def _zrange(self, key: bytes, first: bytes, last: bytes) -> Reply:
-        return self.look(key, SortedSet).ascending()[_span(first, last)]
+    def _zrange(self, key: bytes, first: bytes, last: bytes, withscores: bytes = b"") -> Reply:
+        value = self.look(key, SortedSet)
+        found = value.ascending()[_span(first, last)]
+        return [part for member in found for part in (member, b"%.17g" % value[member])] if withscores else found
 
     def _zremrangebyrank(self, key: bytes, first: bytes, last: bytes) -> Reply:
         return self._zrem(key, *self._zrange(key, first, last))
@@ -178,6 +180,9 @@ class Data:
             value.insert(0, one)
         self.store(key, value)
         return len(value)
+
+    def _lrange(self, key: bytes, first: bytes, last: bytes) -> Reply:
+        return self.look(key, list)[_span(first, last)]
 
     def _ltrim(self, key: bytes, first: bytes, last: bytes) -> Reply:
         value = self.copy_of(key, list)
@@ -229,6 +234,11 @@ function redis.call(name, ...)
   local reply = commands[name](texts(select('#', ...), ...))
   if reply == nil then return false end
   return reply
+end
+function redis.pcall(...)
+  local went_well, reply = pcall(redis.call, ...)
+  if went_well then return reply end
+  return {err = tostring(reply)}
 end
 function redis.register_function(described) python_register(described) end
 """

@@ -1,0 +1,181 @@
+"""Whatever somebody with the generators' rights wrote into the store: an honest run goes on, and every id is in its place."""
+
+import random
+
+import numpy as np
+import pytest
+import redis
+from test_redis_buffer import RedisLane
+
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import PLACES, RedisBuffer
+from asyncrl.buffer.server import StoreServer
+from asyncrl.config.schema import StoreConfig
+from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.wire.schema import decode_group, encode_group
+
+pytestmark = pytest.mark.integration
+B = 4
+RULES = BufferRules(groups=B, lease_s=1000.0, max_bytes=1 << 20)
+WRITABLE = "leased deadlines holders reissue ready requests attempts deaths counters totals frames".split()  # noqa: SIM905
+ZSETS = {"leased", "deadlines", "reissue", "ready"}
+NUMBERS = ["0", "-1", "1", "5", "9007199254740992", "9e15", "1e300", "99999999999999999999", "inf", "nan", "-0", "007", "1.5"]
+TEXTS = [*NUMBERS, "abc", "", "foo bar", "\xff", "given up: "]
+FIELDS = {
+    "totals": ["issued", "bytes"],
+    "counters": ["put", "duplicate", "unknown", "full", "lease_expired", "failed", "dead", "deaths", "returned", "x"],
+    "requests": ["g", "other"],
+}
+IDS = [*map(str, range(1, 24)), *TEXTS]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+@pytest.fixture
+def connection(server):
+    connection = StoreConnection(server.url, retry_s=5.0)
+    yield connection
+    connection.close()
+
+
+def frame(ticket_id: int) -> bytes:
+    one = np.ones(1, np.int32)
+    rollout = Rollout(
+        prompt_ids=one, response_ids=one, action_mask=np.ones(1, np.bool_), behaviour_logprobs=np.zeros(1, np.float32),
+        version_spans=(VersionSpan(0, 1),), finish_reason="stop",
+    )  # fmt: skip
+    return encode_group(Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=0))
+
+
+class DamagedLane(RedisLane):
+    kind = RedisBuffer  # its bytes are right again after a commit
+
+
+class HonestRun:
+    """A learner and a generator."""
+
+    def __init__(self, lane: RedisLane) -> None:
+        self.learner, self.generator, self.version = lane.handle(), lane.handle(), 0
+        limits = GroupLimits(vocabulary=9, rollouts=1, max_tokens=9)
+        self.intake = Intake(
+            buffer=self.learner, ledger=Ledger(), gate=Gate(lane="train", decode=decode_group, limits=limits),
+            judge=lambda group, version: None, groups=B, window=B, max_lag=1, max_refills=99, stall_s=600.0,
+        )  # fmt: skip
+        self.intake.recover(0)
+        self.trained: list[int] = []
+        self.held: list[int] = []
+
+    def generate(self) -> None:
+        self.held += [ticket.id for ticket in self.generator.lease("g", 3).tickets]
+        kept, outcomes = self.held, {}
+        for ticket_id in kept:
+            outcomes[ticket_id] = self.generator.put("g", ticket_id, frame(ticket_id))
+        self.held = [i for i in kept if outcomes[i] is PutOutcome.FULL]
+        self.generator.renew("g", self.held)
+
+    def train(self) -> bool:
+        if (collected := self.intake.poll(self.version, wait_s=0.0)) is None:
+            return False
+        self.trained += [group.ticket_id for group in collected.groups]
+        self.version += 1
+        self.intake.open(self.version)
+        if self.version % 3 == 0:
+            self.intake.commit(self.intake.ledger.takes, self.intake.ledger.chain, self.version)
+        return True
+
+    def go_on(self, steps: int, *, rounds: int = 60) -> bool:
+        """Whether it gets there."""
+        until = self.version + steps
+        for _ in range(rounds):
+            if self.version == until:
+                return True
+            self.generate()
+            self.train()
+        return False
+
+
+def damage(client: redis.Redis, lane: RedisLane, rng: random.Random) -> list[str]:
+    """What a generator's user may do, once or a few times; and of other types where a key can be made anew."""
+    done = []
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        place = rng.choice(WRITABLE)
+        key = lane.key(place)
+        if rng.random() < 0.15:
+            client.delete(key)  # as when nothing has been in it yet
+            if place in ZSETS:
+                client.hset(key, "1", "x")
+            else:
+                client.zadd(key, {"1": 1.0})
+            done.append(f"type of {place}")
+        elif place in ZSETS and client.type(key) in (b"zset", b"none"):
+            member, score = rng.choice(IDS), rng.choice([0.0, 1.0, 5.0, 1e300, -1.0, float("inf")])
+            client.zrem(key, member) if rng.random() < 0.3 else client.zadd(key, {member: score})
+            done.append(f"{place} {member} {score}")
+        elif place not in ZSETS and client.type(key) in (b"hash", b"none"):
+            field, value = rng.choice(FIELDS.get(place, IDS)), rng.choice(TEXTS)
+            client.hdel(key, field) if rng.random() < 0.2 else client.hset(key, field, value)
+            done.append(f"{place} {field} {value!r}")
+    return done
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connection, seed):
+    rng = random.Random(seed)
+    for _ in range(12):
+        lane = DamagedLane(connection, RULES)
+        run = HonestRun(lane)
+        run.go_on(rng.choice([0, 1, 2, 4]))
+        run.generate()
+        said = damage(connection.client, lane, rng)
+        recoveries = 0
+        for steps in (1, 3, 2):
+            went_on = run.go_on(steps)
+            if not went_on or run.learner.audit().missing:  # what a watch of the audit does
+                recoveries += 1
+                run.intake.recover(run.version)
+                assert run.learner.audit().missing == 0, said
+        assert recoveries <= 1 and went_on, (said, run.learner.audit())
+        ledger = run.intake.ledger
+        assert len(set(run.trained)) == len(run.trained), said
+        assert ledger.consumed == ledger.trained + ledger.total_rejected
+        assert ledger.total_rejected <= 6, said
+        connection.client.delete(*map(lane.key, PLACES))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HSET", "totals", "issued", "9007199254740992"),
+        ("HSET", "totals", "issued", "abc"),
+        ("HSET", "totals", "issued", "0"),
+        ("HSET", "totals", "bytes", "9007199254740992"),
+        ("HSET", "counters", "put", "x"),
+        ("HSET", "attempts", "5", "x"),
+        ("HSET", "deaths", "5", "99999"),
+        ("ZADD", "reissue", "0", "foo"),
+        ("ZADD", "ready", "0", "foo"),
+        ("ZADD", "ready", "1", "1"),
+        ("ZADD", "deadlines", "0", "foo"),
+        ("HSET", "holders", "foo", "g"),
+    ],
+)
+def test_one_write_neither_stops_a_process_nor_the_server(connection, command):
+    name, place, *values = command
+    lane = DamagedLane(connection, RULES)
+    run = HonestRun(lane)
+    assert run.go_on(2)
+    connection.client.execute_command(name, lane.key(place), *values)
+    another = lane.handle()
+    another.recover(run.intake.ledger, version=run.version, limit=run.intake._limit(run.version))
+    run.learner, run.intake.buffer = another, another
+    assert run.go_on(4)
+    assert another.audit().missing == 0
