@@ -96,12 +96,11 @@ class _Store:
             self.reissue.add(ticket_id)
         return len(ids)
 
-    def lost_by_holder(self, ids: Iterable[int]) -> int:
+    def lost_by_holder(self, ids: list[int]) -> int:
         """Issue again what a holder lost without a word. Returns how many."""
-        count = self.issue_again(ids := list(ids))
         self.deaths.update(ids)
-        self.counters["deaths"] += count
-        return count
+        self.counters["deaths"] += len(ids)
+        return self.issue_again(ids)
 
     def held(self, holder: str, ids: Iterable[int]) -> list[int]:
         return [i for i in ids if i in self.leases and self.leases[i].holder == holder]
@@ -115,9 +114,8 @@ class _Store:
 
     def finish(self, ids: Iterable[int]) -> None:
         for ticket_id in ids:
-            self.frames.pop(ticket_id, None)
-            self.attempts.pop(ticket_id, None)
-            self.deaths.pop(ticket_id, None)
+            for place in (self.frames, self.attempts, self.deaths):
+                place.pop(ticket_id, None)
             self.done.add(ticket_id)
         while self.watermark + 1 in self.done:
             self.watermark += 1
@@ -162,13 +160,12 @@ class MemoryBuffer:
         suspects = {i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)}
         waiting = [i for i in sorted(store.reissue) if i <= store.limit]
         alone = [i for i in waiting if i in suspects and store.deaths[i] < self._rules.max_deaths]
-        if suspects & set(held):
+        if suspects.intersection(held):
             return []
         if alone:
-            return [] if held else alone[:1]
-        ids = [i for i in waiting if i not in suspects][:count]
-        new = min(count - len(ids), store.limit - store.issued)
-        return [*ids, *range(store.issued + 1, store.issued + 1 + new)]
+            return alone[: not held]
+        new = range(store.issued + 1, store.limit + 1)[:count]
+        return [*(i for i in waiting if i not in suspects), *new][:count]
 
     def _minimum_version(self, ticket_id: int) -> int:
         return minimum_version(ticket_id, version=self._store.version, limit=self._store.limit, groups=self._rules.groups)
@@ -245,8 +242,9 @@ class MemoryBuffer:
             store.leases = {i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames}
             store.reissue = {i for i in unconsumed if i not in store.frames and i not in store.leases}
             store.takes, store.committed = kept, ledger.takes
-            store.attempts = Counter({i: n for i, n in store.attempts.items() if i in unconsumed})
-            store.deaths = Counter({i: n for i, n in store.deaths.items() if i in unconsumed})
+            for counts in (store.attempts, store.deaths):
+                for ticket_id in counts.keys() - unconsumed:
+                    del counts[ticket_id]
             store.last = ledger.takes + len(kept)
             store.chain = kept[store.last].chain if kept else ledger.chain
             store.version, store.limit, store.history = version, limit, history
@@ -311,7 +309,8 @@ class MemoryBuffer:
             assignment = store.takes.get(take.number)
             if assignment is None or take.chain not in (assignment.chain, assignment.unshortened):
                 raise BufferGap(f"the store does not know take {take.number} with this chain; recover")
-            if take.chain == assignment.chain and self._is_refusable(assignment, ticket_id, frame):
+            is_there = ticket_id in assignment.ids and store.frames.get(ticket_id) == frame
+            if take.chain == assignment.chain and is_there and not frame.startswith(GIVEN_UP):
                 reason = one_line(reason)
                 store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
                 store.counters["rejected_frames"] += 1
@@ -322,10 +321,6 @@ class MemoryBuffer:
                     assignment = self._shortened(assignment, ticket_id)
                     store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
-
-    def _is_refusable(self, assignment: _Assignment, ticket_id: int, frame: bytes) -> bool:
-        is_given_up = frame.startswith(GIVEN_UP)
-        return ticket_id in assignment.ids and not is_given_up and self._store.frames.get(ticket_id) == frame
 
     def _shortened(self, assignment: _Assignment, ticket_id: int) -> _Assignment:
         ids = tuple(i for i in assignment.ids if i != ticket_id)
@@ -374,8 +369,7 @@ class MemoryBuffer:
     def dead_letters(self) -> list[DeadLetter]:
         """Newest first."""
         with self._store.lock:
-            newest = self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
-            return [DeadLetter(id=ticket_id, reason=reason) for ticket_id, reason, _ in newest]
+            return [DeadLetter(id=i, reason=reason) for i, reason, _ in self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]]
 
     def close(self) -> None:
         """Lease nothing more."""
