@@ -85,7 +85,7 @@ def main() -> int:
     if "real_hangs" in chosen:
         from . import real_hangs
 
-        found["real"] = {"environment": describe(), **real_hangs.run(arguments.seed, list(real_hangs.KINDS), root / "hangs")}
+        found["real"] = {"environment": describe(), **real_hangs.run(arguments.seed, root / "hangs")}
         say(json.dumps(found["real"]))
     _keep(arguments.out, found)
     if broken:

@@ -121,7 +121,10 @@ def hangs(found: Mapping[str, Any]) -> Iterator[str]:
         for kind, one in run["times"].items():
             yield f"| {kind} | {one['bound_s']:.0f} | {one['replaced_s']:.1f} | {one['pause_s']:.1f} | {one['whole_s']:.1f} |"
         yield ""
-        yield _account(run)
+        yield (
+            f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
+            f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}."
+        )
 
 
 def _span(times: Sequence[Run], key: str) -> str:
