@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
-from asyncrl.buffer.users import user_of
+from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.config.addresses import open_ways
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
@@ -129,7 +129,9 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
         candidates.append(config.run.directory)
     if url.startswith("unix:"):  # RUN/store/store.sock
         candidates.append(Path(unquote(urlsplit(url).path)).parent.parent)
-    return next((found for found in map(RunDirectory, candidates) if found.store_url() == url), None)
+    place = with_user(url, GENERATOR)  # the learner may have another user there
+    urls = ((found, found.store_url()) for found in map(RunDirectory, candidates))
+    return next((found for found, known in urls if known and with_user(known, GENERATOR) == place), None)
 
 
 def _run_of(keys: JoinKeys) -> RunDirectory | None:

@@ -27,7 +27,9 @@ ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 CLIENT = f"""#!{sys.executable}
 import os, sys, redis
 assert sys.argv[1] == "-p" and sys.argv[3] == "ping"
-print("PONG" if redis.Redis(port=int(sys.argv[2]), password=os.environ["REDISCLI_AUTH"]).ping() else "")
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+client = redis.Redis(port=int(given["-p"]), username=given["--user"], password=os.environ["REDISCLI_AUTH"])
+print("PONG" if client.ping() else "")
 """
 """valkey-cli, as far as the health check needs it: the bundled store comes without."""
 
@@ -120,6 +122,7 @@ def box(project: Path) -> Iterator[Box]:
     variables = env_file() | {
         "ASYNCRL_CONFIG": "task.yaml",
         "ASYNCRL_STORE_PASSWORD": secrets.token_hex(32),
+        "ASYNCRL_GENERATOR_PASSWORD": secrets.token_hex(32),
         **dict(zip(("STORE_PORT", "CONTROL_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True)),
         "GRAFANA_PASSWORD": "unused",
         "GENERATORS": "2",

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from asyncrl import __version__
+from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, StoreConfig
@@ -26,7 +27,7 @@ from asyncrl.launch.environment import child_environment
 from asyncrl.launch.up import LEAVE_S, learner_spec
 
 ROOT = DEPLOY.parent
-SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "GRAFANA_PASSWORD": "g" * 32}
+SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "ASYNCRL_GENERATOR_PASSWORD": "q" * 64, "GRAFANA_PASSWORD": "g" * 32}
 VALUES = env_file() | SECRETS
 COMPOSE = compose(VALUES)
 SERVICES = COMPOSE["services"]
@@ -108,8 +109,18 @@ def test_store_and_learner_agree(tmp_path):
         line.split(" ", 1) for line in re.search(r"<<END\n(.*)END", SERVICES["store"]["command"][-1], re.DOTALL)[1].splitlines()
     )
     port = SERVICES["store"]["environment"]["STORE_PORT"]
-    assert config.store.url == f"redis://{settings['bind']}:{port}/0" == SERVICES["generators"]["command"][-1]
-    assert settings["port"] == "$STORE_PORT" and settings["requirepass"] == "$ASYNCRL_STORE_PASSWORD"
+    assert config.store.url == f"redis://{LEARNER}@{settings['bind']}:{port}/0"
+    assert SERVICES["generators"]["command"][-1] == f"redis://{GENERATOR}@{settings['bind']}:{port}/0"
+    assert settings["port"] == "$STORE_PORT" and "requirepass" not in settings
+    users = re.findall(r"^ *user (\w+) (.*)$", SERVICES["store"]["command"][-1], re.MULTILINE)
+    assert dict(users) == {
+        "default": "off ~* &* +@all",
+        LEARNER: f"on >$ASYNCRL_STORE_PASSWORD {learner_rules('*')}",
+        GENERATOR: f"on >$ASYNCRL_GENERATOR_PASSWORD {generator_rules('*')}",
+    }
+    assert SERVICES["generators"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_GENERATOR_PASSWORD"]
+    assert SERVICES["learner"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_STORE_PASSWORD"]
+    assert "ASYNCRL_GENERATOR_PASSWORD" not in SERVICES["learner"]["environment"]
     assert settings["maxmemory-policy"] == "noeviction" and settings["appendfsync"] == config.store.fsync
     assert gib(settings["maxmemory"]) == 1.5 * config.store.max_gib
     assert gib(SERVICES["store"]["deploy"]["resources"]["limits"]["memory"]) > gib(settings["maxmemory"])
@@ -254,7 +265,8 @@ def test_the_env_file_can_be_filled_in(tmp_path):
     assert len(typed) == 4
     subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
     values = env_file(tmp_path / ".env")
-    assert re.fullmatch(r"[0-9a-f]{64}", values["ASYNCRL_STORE_PASSWORD"])
+    passwords = [values["ASYNCRL_STORE_PASSWORD"], values["ASYNCRL_GENERATOR_PASSWORD"]]
+    assert all(re.fullmatch(r"[0-9a-f]{64}", one) for one in passwords) and len({*passwords}) == 2
     assert re.fullmatch(r"[0-9a-f]{32}", values["GRAFANA_PASSWORD"])
     assert (values["ASYNCRL_UID"], values["ASYNCRL_GID"]) == (str(os.getuid()), str(os.getgid()))
     assert compose(values) != compose(VALUES)
