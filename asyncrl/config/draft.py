@@ -37,7 +37,9 @@ class Draft:
 
     def add(self, about: Iterable[Keys], problem: Problem) -> None:
         """Enter a problem, unless it may hang on one that has been reported: of a key that it is `about`, or of its section."""
-        doubtful = [one.keys[:-1] if UNKNOWN_KEY in one.text else one.keys for one in self.problems if len(one.keys) > 1]
+        is_unknown = [UNKNOWN_KEY in one.text for one in self.problems]
+        doubtful = [one.keys[:-1] if unknown else one.keys for one, unknown in zip(self.problems, is_unknown, strict=True)]
+        doubtful = [keys for keys in doubtful if keys]  # a section that is wrong as a whole has been left out, for defaults
         unknown_section = any(UNKNOWN_KEY in one.text for one in self.problems if len(one.keys) == 1)
         if unknown_section and not self.root.has(problem.keys):
             return

@@ -67,8 +67,11 @@ def _before_and_after(state: DashboardState, name: str) -> str:
 def _next_steps(directory: RunDirectory, *, finished: bool) -> str:
     path = directory.path
     if not finished:
-        return f"stopped before the end; `asyncrl up --config {directory.config}` resumes from its last checkpoint"
+        again = (
+            "resumes from its last checkpoint" if any(directory.checkpoints.glob("step-*")) else "begins anew: nothing was saved"
+        )
+        return f"stopped before the end; `asyncrl up {directory.config}` {again}"
     return (
         f"next: `asyncrl report {path}`, `asyncrl samples {path}`, `asyncrl export {path} --to model`, `asyncrl audit {path}`; "
-        f"a longer run: `asyncrl up --config {directory.config} learner.steps=...`"
+        f"a longer run: `asyncrl up {directory.config} learner.steps=...`"
     )

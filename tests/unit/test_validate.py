@@ -236,6 +236,12 @@ def test_a_first_row_that_is_no_object(content: str, said: str):
     assert said in line and line.startswith("  run.yaml:6  data.train: ")
 
 
+def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
+    Path("data/train.jsonl").write_text('{"question": "q"}\n')  # without what the default's reward would want
+    (line,) = said_of(GOOD.replace("score.py:brief", "score.py:correct"))
+    assert "reward: reward parts need different names" in line
+
+
 def test_every_row_is_looked_at_and_named_by_its_line():
     good = '{"question": "q", "answer": "a"}\n'
     rows = [good] * 99 + ["\n", '{"question": "q"}\n', '{"answer": "a"}\n', '{"question": "", "answer": "a"}\n', good]
