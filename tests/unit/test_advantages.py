@@ -390,18 +390,18 @@ def test_value_targets_have_the_lambda_of_the_critic(params, bootstrap):
 
 def test_a_short_answer_has_lambda_zero_and_a_long_one_nearly_one():
     """VAPO's alpha of 0.05: up to 20 tokens one step ahead, at 2,000 lambda is 0.99."""
-    lengths = torch.tensor([20, 2000])
+    lengths = torch.tensor([15, 2000])
     rewards = GroupRewards(
         rewards_S=torch.tensor([1.0, 1.0]),
         group_S=torch.tensor([0, 1]),
         num_groups=2,
         lengths_S=lengths,
         sequence_T=torch.repeat_interleave(torch.arange(2), lengths),
-        values_T=torch.zeros(2020),
+        values_T=torch.zeros(2015),
     )
     raw_T = estimate("gae", rewards, {"length_alpha": 0.05, "whitened": False})
-    assert raw_T[:20].tolist() == [0.0] * 19 + [1.0]
-    assert raw_T[20:].tolist()[::-1] == pytest.approx([0.99**k for k in range(2000)], abs=1e-6)
+    assert raw_T[:15].tolist() == [0.0] * 14 + [1.0]
+    assert raw_T[15:].tolist()[::-1] == pytest.approx([0.99**k for k in range(2000)], abs=1e-6)
 
 
 def test_gae_with_lambda_one_is_the_return_minus_the_value():
