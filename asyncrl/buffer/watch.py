@@ -8,7 +8,7 @@ from asyncrl.buffer.base import Audit
 
 log = logging.getLogger(__name__)
 
-JUDGE_EVERY_S = 10.0
+JUDGE_EVERY_S, LONGEST_PAUSE_S = 10.0, 600.0
 
 
 class AuditWatch:
@@ -23,8 +23,21 @@ class AuditWatch:
         self._clock = clock
         self._judged_at_s = -JUDGE_EVERY_S
         self._was_missing = False
+        self.recoveries = 0
+        self._next_recovery_s = 0.0
         self.mismatch = 0
         """Ids that are nowhere (> 0) or in two places (< 0), as long as it lasts."""
+
+    def is_recovery_due(self) -> bool:
+        """Whether the learner shall make the store agree with its ledger now: while ids are missing, ever more seldom."""
+        if not self.mismatch:
+            return False
+        now_s = self._clock()
+        if now_s < self._next_recovery_s:
+            return False
+        self.recoveries += 1
+        self._next_recovery_s = now_s + min(JUDGE_EVERY_S * 2**self.recoveries, LONGEST_PAUSE_S)
+        return True
 
     def audit(self) -> Audit:
         """Where every issued id is now. Raises what the buffer raises."""

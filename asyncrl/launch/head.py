@@ -197,6 +197,9 @@ class Head:
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """How many groups the next step has; empty while they are not all there."""
         self._hub.check()
+        if self._watch.is_recovery_due():
+            log.warning("the store is made to agree with the ledger, as issued ids are missing or in two places")
+            self._intake.recover(version)
         self._reports.evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:

@@ -92,5 +92,6 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
         raise RunError(f"{directory.path} has never been up here; give --store URL")
     if config.store.url is None:
         url = with_user(url, LEARNER)
-    audit = train_lane(config, connect_store(config, url, keys=directory.keys(), retry_s=2.0)).audit()
-    return asdict(audit) | {"missing": audit.missing}
+    lane = train_lane(config, connect_store(config, url, keys=directory.keys(), retry_s=2.0))
+    audit = lane.audit()
+    return asdict(audit) | {"missing": audit.missing, "dead_letters": [asdict(letter) for letter in lane.dead_letters()]}

@@ -62,3 +62,16 @@ def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(buffer: MemoryBuf
     watch.audit()
     buffer.recover(Ledger(), version=0, limit=8)
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
+
+
+def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom():
+    now_s = 0.0
+    watch = AuditWatch(lambda: None, clock=lambda: now_s)
+    assert not watch.is_recovery_due()
+    watch.mismatch, due_at_s = 1, []
+    for second in range(100):
+        now_s = float(second)
+        if watch.is_recovery_due():
+            due_at_s.append(second)
+    assert due_at_s == [0, 20, 60]
+    assert watch.recoveries == 3

@@ -28,6 +28,7 @@ def head_on(buffer: MemoryBuffer) -> Head:
     """Rank 0's, with nothing but the intake."""
     head: Any = Head.__new__(Head)
     head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
+    head._watch = mock.Mock(is_recovery_due=lambda: False)
     head._evaluation.poll.return_value = []
     head._decoder, head._rounds = SimpleNamespace(decode=decode_group), 0
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
