@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -247,7 +248,7 @@ class RealRun:
             "unaccounted": consumed - state["version"] * B - rejected,
             "missing_in_audit": audit["missing"],
             "steps_in_a_row": lineage_of(self.rows())[: state["version"]] == list(range(1, state["version"] + 1)),
-            "down_leaves_nothing": status == 0 and left == 0,
+            "down_leaves_nothing": status == 128 + signal.SIGTERM and left == 0,
         }
 
     def crash_loop(self) -> bool:
