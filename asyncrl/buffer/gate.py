@@ -1,8 +1,8 @@
 """Between the store and everything that digests a group: what was taken comes out as a group that is safe, or as a dead one."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
 from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take
@@ -24,8 +24,8 @@ class Gate:
     """A frame of another lane is none of this one, though the number of its ticket may be the same."""
     decode: Callable[[bytes], Group]
     limits: GroupLimits
-    condemned: Mapping[int, str] = field(default_factory=dict)
-    """Ticket id -> why its group is set aside whatever it holds: the learner died of it before."""
+    condemned: Callable[[bytes], str | None] = lambda frame: None
+    """Why a frame is set aside whatever it holds; None for others. Learners died while they trained on it."""
 
     def groups(self, buffer: LearnerBuffer, take: Take, name_of: Callable[[int], int] = int) -> list[Group] | None:
         """The groups of a take; None after a frame that is not ours was sent back.
@@ -56,8 +56,8 @@ class Gate:
         """Raises WireError, and _SetAside where no other attempt is to be made."""
         if frame.startswith(GIVEN_UP):
             return _dead(name, frame.removeprefix(GIVEN_UP).decode(errors="replace"))
-        if name in self.condemned:
-            raise _SetAside(f"{DEADLY}: {self.condemned[name]}")
+        if reason := self.condemned(frame):
+            raise _SetAside(f"{DEADLY}: {reason}")
         group = self.decode(frame)
         if (group.lane, group.ticket_id) != (self.lane, name):
             raise WireError(

@@ -95,6 +95,11 @@ class RunDirectory:
         return self.path / "weights"
 
     @property
+    def step_under_way(self) -> Path:
+        """Which step the learner is in, and how many died in it."""
+        return self.path / "step.json"
+
+    @property
     def lock(self) -> Path:
         """Held by the learner."""
         return self.path / "learner.lock"

@@ -30,6 +30,7 @@ from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.reports import Reports
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
@@ -86,7 +87,16 @@ class Head:
         self._decoder = GroupDecoder(wire_key())
         self._lane = train_lane(config, store)
         vocabulary, history = vocabulary_size(config.model), self._history
-        self._intake = open_intake(config, self._lane, state.ledgers, self._decode, vocabulary=vocabulary, history=history)
+        self._deaths = StepDeaths(directory.step_under_way)
+        self._intake = open_intake(
+            config,
+            self._lane,
+            state.ledgers,
+            self._decode,
+            condemned=self._deaths.reason,
+            vocabulary=vocabulary,
+            history=history,
+        )
         self._watch = AuditWatch(self._lane.audit)
         self._evaluation = open_evaluation(config, store, state, self._decoder.decode, vocabulary=vocabulary, history=history)
         self._publisher = SharedMemoryPublisher(
@@ -206,6 +216,7 @@ class Head:
             return b""
         frame_of = {id(group): frame for group, frame in self._decoded}  # not by ticket: a refused frame may say any
         self.frames, self._decoded = [frame_of[id(group)] for group in self._collected.groups], []
+        self._deaths.begin(version, self.frames)
         return b"%d" % len(self.frames)
 
     def publish(self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]) -> None:
@@ -227,6 +238,7 @@ class Head:
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
         counters["buffer/audit_mismatch"] = self._watch.mismatch
         self._reports.step(step, counters)
+        self._deaths.end(step.version - 1)
         self._reports.evaluation(self._evaluation.poll())
 
     def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:

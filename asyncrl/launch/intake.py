@@ -20,7 +20,14 @@ Decode = Callable[[bytes], Group]
 
 
 def open_intake(
-    config: Config, lane: ShardedBuffer, ledgers: Ledgers, decode: Decode, *, vocabulary: int, history: History
+    config: Config,
+    lane: ShardedBuffer,
+    ledgers: Ledgers,
+    decode: Decode,
+    *,
+    condemned: Callable[[bytes], str | None],
+    vocabulary: int,
+    history: History,
 ) -> ShardedIntake:
     """Goes on from `ledgers`. Raises ConfigError where they are of another number of shards."""
     shards = lane.shards
@@ -30,7 +37,7 @@ def open_intake(
         needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
         history=history,
     )
-    gate = Gate(lane="train", decode=decode, limits=train_limits(config, vocabulary))
+    gate = Gate(lane="train", decode=decode, limits=train_limits(config, vocabulary), condemned=condemned)
     return ShardedIntake(
         tuple(
             Intake(

@@ -30,7 +30,7 @@ def head_on(buffer: MemoryBuffer) -> Head:
     head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
     head._watch = mock.Mock(is_recovery_due=lambda: False)
     head._evaluation.poll.return_value = []
-    head._decoder, head._rounds = SimpleNamespace(decode=decode_group), 0
+    head._decoder, head._rounds, head._deaths = SimpleNamespace(decode=decode_group), 0, mock.Mock()
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
     one.gate = replace(one.gate, decode=head._decode)
     head._intake = ShardedIntake((one,))
