@@ -175,7 +175,10 @@ class ControlClient:
             if not await self._socket.poll(remaining_s * 1000):
                 return
             try:
-                await self._handle(CODEC.decode(await self._socket.recv(), self._wire_key))
+                # Not blocking: what was announced may be gone, together with the learner that sent it.
+                await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
+            except zmq.Again:
+                continue
             except WireError as error:
                 log.warning("a message from the learner was rejected: %s", error)
 

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -137,7 +138,7 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
         looked_until(lambda: min(member_versions(run), default=-1) > before + 1)
         store_dump = dump(store, keys)
         call("down", str(run))
-        assert up.wait(timeout=200) == 0
+        assert up.wait(timeout=200) == 128 + signal.SIGTERM
         assert joined.wait(timeout=200) == 0
     finally:
         up.kill()

@@ -211,3 +211,24 @@ def test_the_record_holds_no_secret(record):
     assert json.loads(record.read().config_json)["run"]["name"] == "far"
     for secret in (KEYS.secret, KEYS.join.secret, KEYS.join.record, KEYS.join.wire):
         assert secret.hex() not in stored
+
+
+def test_a_message_that_is_gone_with_its_learner_holds_up_nobody():
+    """The socket announces a message; before it is read, its sender's connection ends."""
+
+    class Gone:
+        async def poll(self, timeout_ms):
+            await asyncio.sleep(0.01)
+            return zmq.POLLIN
+
+        async def recv(self, flags=0):
+            if flags & zmq.NOBLOCK:
+                raise zmq.Again
+            await asyncio.Event().wait()
+
+    async def scenario():
+        client = ControlClient("ipc://nowhere", heartbeat_s=0.1, timeout_s=1.0)
+        client._socket = Gone()
+        await asyncio.wait_for(client._listen_until(time.monotonic() + 0.05), 10.0)
+
+    asyncio.run(scenario())
