@@ -117,8 +117,26 @@ local function is_id(k, id, issued)
   return number and number > 0 and number <= issued and id_text(number) == id and not is_done(k, id)
 end
 
--- Sampled and handed over: ready, or in a take.
+local function assignment(k, number)
+  local text = call('HGET', k.takes, number)
+  if not text then return nil end
+  local previous, chain, unshortened, ids = string.match(text, '^(%x+) (%x+) (%S+) ?(.*)$')
+  return {previous = previous, chain = chain, unshortened = unshortened, ids = ids_in(ids)}
+end
+
 local function has_frame(k, id) return call('HEXISTS', k.frames, id) == 1 end
+
+-- Sampled and handed over: ready, or in a take. A frame alone says neither: PUT writes it first, and leaves it behind where the
+-- store has lost these functions.
+local function is_handed_over(k, id)
+  if call('ZSCORE', k.ready, id) then return true end
+  for _, n in ipairs(has_frame(k, id) and call('HKEYS', k.takes) or {}) do
+    for _, taken in ipairs(assignment(k, n).ids) do
+      if taken == id then return true end
+    end
+  end
+  return false
+end
 
 local function unlease(k, id)
   call('ZREM', k.leased, id)
@@ -135,7 +153,7 @@ end
 local function lost_by_holder(k, ids)
   local lost, issued = 0, issued_so_far(k)
   for _, id in ipairs(ids) do
-    if is_id(k, id, issued) and not has_frame(k, id) then
+    if is_id(k, id, issued) and not is_handed_over(k, id) then
       add(k.deaths, id, 1)
       issue_again(k, id)
       lost = lost + 1
@@ -186,13 +204,6 @@ local function given_up(frame) return string.sub(frame, 1, #GIVEN_UP) == GIVEN_U
 local function lay_aside(k, id, reason, frame)
   call('LPUSH', k.dead_letters, id .. ' ' .. reason .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
-end
-
-local function assignment(k, number)
-  local text = call('HGET', k.takes, number)
-  if not text then return nil end
-  local previous, chain, unshortened, ids = string.match(text, '^(%x+) (%x+) (%S+) ?(.*)$')
-  return {previous = previous, chain = chain, unshortened = unshortened, ids = ids_in(ids)}
 end
 
 -- Writes take `number`; returns its chain.
@@ -273,7 +284,7 @@ local function waiting(k, limit, wanted, suspected)
   local skipped, ids, issued = 0, {}, issued_so_far(k)
   for _ in pairs(suspected) do skipped = skipped + 1 end
   for _, id in ipairs(call('ZRANGEBYSCORE', k.reissue, '-inf', limit, 'LIMIT', 0, wanted + skipped)) do
-    if not is_id(k, id, issued) or has_frame(k, id) then call('ZREM', k.reissue, id)
+    if not is_id(k, id, issued) or is_handed_over(k, id) then call('ZREM', k.reissue, id)
     elseif not suspected[id] and #ids < wanted then ids[#ids + 1] = id end
   end
   return ids
@@ -300,7 +311,8 @@ register('lease', {}, function(k, args)
     while #ids < wanted and issued < limit do
       issued = issued + 1
       local id = id_text(issued)
-      if not (is_done(k, id) or has_frame(k, id) or call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then
+      -- Whoever lowers that number must not have an id issued twice.
+      if not (is_done(k, id) or call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id) or is_handed_over(k, id)) then
         ids[#ids + 1] = id
       end
     end
@@ -390,7 +402,7 @@ local function bury(k, most)
   for i = 1, #counts, 2 do
     local id, deaths = counts[i], whole(counts[i + 1])
     if not is_id(k, id, issued) then call('HDEL', k.deaths, id)
-    elseif deaths >= most and call('ZSCORE', k.reissue, id) and not has_frame(k, id) then
+    elseif deaths >= most and call('ZSCORE', k.reissue, id) and not is_handed_over(k, id) then
       local reason = 'deadly: ' .. deaths .. ' generators died, or lost their lease, while they had this ticket'
       lay_aside(k, id, reason, '')
       call('HSET', k.frames, id, GIVEN_UP .. reason)
