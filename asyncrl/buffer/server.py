@@ -279,7 +279,9 @@ def _bundled() -> str | None:
 
 
 def _version(binary: str) -> tuple[int, int]:
-    text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    text = subprocess.run(
+        [binary, "--version"], env=public_environment(), capture_output=True, text=True, timeout=10, check=False
+    ).stdout
     found = re.search(r"v=(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
