@@ -194,12 +194,15 @@ def test_a_learner_that_comes_back_at_another_address_is_found(tmp_path):
     async def scenario(context):
         client = ControlClient(first, heartbeat_s=0.1, timeout_s=2.0, find_learner=find)
         hearing = asyncio.create_task(asyncio.to_thread(answer, context, first, times=2))
-        assert (await client.join(Hello(generator_id="g", incarnation="1", release="r", config_hash="c", version=0))).version == 3
-        await hearing
-        now[0] = second
-        _, message = await asyncio.to_thread(answer, context, second, times=2)
-        assert isinstance(message, Hello) and message.generator_id == "g"
-        await client.leave()
+        try:
+            hello = Hello(generator_id="g", incarnation="1", release="r", config_hash="c", version=0)
+            assert (await client.join(hello)).version == 3
+            await hearing
+            now[0] = second
+            _, message = await asyncio.to_thread(answer, context, second, times=2)
+            assert isinstance(message, Hello) and message.generator_id == "g"
+        finally:  # or its sockets keep this process from ending
+            await client.leave()
 
     with zmq.Context() as context:
         asyncio.run(scenario(context))
