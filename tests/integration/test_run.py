@@ -121,12 +121,12 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
     up = start(config, "telemetry.prometheus_port=0")
     try:
-        wait(lambda: "asyncrl_time_step_seconds" in scrape(run, "learner"), up, config)
         wait(lambda: "asyncrl_generator_sampled_tokens" in scrape(run, "g0"), up, config)
-        learner = scrape(run, "learner")
+        learner: dict[str, float] = {}
+        wait(lambda: learner.update(scrape(run, "learner")) or "asyncrl_time_step_seconds" in learner, up, config)
+        kill(run, "g1")
         assert learner["asyncrl_time_step_seconds"] > 0 and learner["asyncrl_buffer_missing_groups"] == 0
         assert learner["asyncrl_learner_target_step"] == 6 and learner["asyncrl_progress_age_seconds"] < 400
-        kill(run, "g1")
         wait(lambda: up.poll() is not None or 6 in steps(run), up, config)
         assert up.wait(timeout=120) == 0, (config.parent / "up.out").read_text()[-3000:]
     finally:
