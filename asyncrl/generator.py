@@ -22,7 +22,7 @@ from asyncrl.control.base import GeneratorControl, Heartbeat, Hello, Stop
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import EngineError, ResultError, RewardError, TransferError, WireError
+from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, TransferError, WireError
 from asyncrl.progress import beat, begin
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
@@ -100,6 +100,8 @@ class Generator:
         self._settings = settings
         self._on_version = on_version
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in lanes}  # ticket id -> sequences
+        self._order: UpdateOrder | None = None
+        self._ordered = asyncio.Event()
         self._adopted = asyncio.Condition()
         self._verified = asyncio.Event()
         self._verified.set()
@@ -122,13 +124,17 @@ class Generator:
                 tasks.create_task(self._lease_forever())
                 tasks.create_task(self._renew_forever())
                 tasks.create_task(self._beat_forever())
+                tasks.create_task(self._hear_orders())
                 tasks.create_task(self._obey_orders())
                 tasks.create_task(self._show_progress())
         except* _RunIsOver:
             log.info("the run is over")
         finally:
             begin("leave")
-            await self._return_tickets()
+            try:
+                await self._return_tickets()
+            except StoreError as error:
+                log.warning("the tickets held here are not given back, their leases run out: %s", error)
             await self._control.leave()
 
     @property
@@ -260,13 +266,20 @@ class Generator:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
+    async def _hear_orders(self) -> None:
+        """The newest order counts. A stop does not wait for an update that is under way: its sender may be gone."""
+        while not isinstance(order := await self._control.next_order(), Stop):
+            self._order = order
+            self._ordered.set()
+        log.info("the learner says stop: %s", order.reason)
+        raise _RunIsOver
+
     async def _obey_orders(self) -> None:
         while True:
-            order = await self._control.next_order()
-            if isinstance(order, Stop):
-                log.info("the learner says stop: %s", order.reason)
-                raise _RunIsOver
-            await self._control.report(await self._adopt(order))
+            await self._ordered.wait()
+            self._ordered.clear()
+            assert self._order is not None
+            await self._control.report(await self._adopt(self._order))
 
     async def _adopt(self, order: UpdateOrder) -> UpdateReport:
         """stage, pause, load, finish, probe. Groups that end between pause and verdict wait for it."""

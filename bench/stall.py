@@ -85,7 +85,7 @@ async def measure(arguments, sender, directory):
         WeightsConfig(),
         device="cpu",
     )
-    staging, found = GlooStaging(), []
+    staging, found = GlooStaging(Path("/")), []
     spec = SamplingSpec(temperature=1.0, max_response_tokens=128)
 
     async def sample_forever():

@@ -127,8 +127,8 @@ def tensors_of(order: UpdateOrder) -> Iterator[torch.Tensor]:
 class WatchedStaging(GlooStaging):
     """Says which bucket it is at, and takes its time there."""
 
-    def __init__(self, told: Told, rng: random.Random, options: dict[str, Any]) -> None:
-        super().__init__()
+    def __init__(self, files: Path, told: Told, rng: random.Random, options: dict[str, Any]) -> None:
+        super().__init__(files)
         self._told, self._rng, self._options = told, rng, options
         self._bucket = self._tells_at = 0
         self._kind = "begun"
@@ -227,7 +227,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         engine=engine,
         lanes=[lane],
         sampler=Sampler(engine, nothing, lambda ids: "", name),  # type: ignore[arg-type]
-        staging=WatchedStaging(told, rng, options),
+        staging=WatchedStaging(Path(endpoint.removeprefix("ipc://")).parent / "w", told, rng, options),
         control=client,
         tracker=nothing,  # type: ignore[arg-type]
         settings=GeneratorSettings(max_running=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S, probe_limit=1e-3),

@@ -21,7 +21,7 @@ from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import RewardError, TransferError, WireError
+from asyncrl.errors import RewardError, StoreError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
@@ -316,6 +316,35 @@ def test_an_update_under_running_requests_is_reported_with_its_probe():
         for rollout in group.rollouts:
             for token, version, logprob in zip(rollout.response_ids, rollout.versions, rollout.behaviour_logprobs, strict=True):
                 assert logprob == pytest.approx(logprobs_of(logits_of(int(version)))[token], abs=1e-6)
+
+
+def test_a_stop_does_not_wait_for_an_update_whose_sender_is_gone():
+    world = World(token_s=0.005)
+
+    async def script(world: World) -> None:
+        world.staging.arrived.clear()
+        await world.control.orders.put(world.order(1))
+        await world.until(lambda: world.control.orders.empty())
+        await world.control.orders.put(Stop(reason="test"))
+        await world.until(lambda: "leave" in world.control.events)
+        world.staging.arrived.set()
+
+    world.run(script)
+    assert world.learner.audit().leased == 0, "the tickets are given back"
+
+
+def test_a_store_that_is_gone_before_the_tickets_are_given_back_is_no_failure(monkeypatch):
+    world = World(token_s=0.05)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().leased > 0)
+
+        def refuse(*_: object) -> None:
+            raise StoreError("gone")
+
+        monkeypatch.setattr(world.generator._lanes[0].buffer, "give_back", refuse)
+
+    world.run(script)
 
 
 def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
