@@ -37,6 +37,7 @@ NOT_TYPED = {
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
     "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without containers",
     "git": "network",
+    "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
     "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
     "make test": "is what runs this",
