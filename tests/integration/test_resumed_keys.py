@@ -29,6 +29,7 @@ from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator import lanes
 from asyncrl.launch.intake import open_evaluation, open_intake
 from asyncrl.launch.learner_state import LearnerState
+from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import train_lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.trainer.checkpoint import CheckpointStore
@@ -176,7 +177,8 @@ class Life:
         self.history = self.state.history.resumed(self.state.version, lineage=next(names), longest_lag=config.lag_bound)
         known: dict[str, Any] = {"vocabulary": VOCABULARY, "history": self.history}
         self.lane = train_lane(config, self.connections[0])
-        self.intake = open_intake(config, self.lane, self.state.ledgers, decode_group, **known)
+        condemned = StepDeaths(checkpoints.parent / "step_under_way.json").reason
+        self.intake = open_intake(config, self.lane, self.state.ledgers, decode_group, condemned=condemned, **known)
         self.evaluation = open_evaluation(config, self.connections[0], self.state, decode_group, **known)
         self.evaluated: list[tuple[int, int, float]] = []
         self.control, self.engine = Control(), FakeEngine(vocabulary=VOCABULARY, seed=next(names))
