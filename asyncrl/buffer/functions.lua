@@ -414,17 +414,29 @@ end
 
 -- The lowest `wanted` ids that are ready, in order; what else is found there is dropped, for a recovery to put in its place.
 local function ready_ids(k, wanted)
-  local members, ids, taken, issued = call('ZRANGE', k.ready, 0, wanted - 1, 'WITHSCORES'), {}, {}, issued_so_far(k)
+  local members, ids, issued = call('ZRANGE', k.ready, 0, wanted - 1, 'WITHSCORES'), {}, issued_so_far(k)
   if #members < 2 * wanted then return ids end
-  for _, n in ipairs(call('HKEYS', k.takes)) do
-    for _, id in ipairs(assignment(k, n).ids) do taken[id] = true end
-  end
   for i = 1, #members, 2 do
     local id = members[i]
-    local fits = is_id(k, id, issued) and tonumber(members[i + 1]) == tonumber(id) and not taken[id] and has_frame(k, id)
+    local fits = is_id(k, id, issued) and tonumber(members[i + 1]) == tonumber(id) and has_frame(k, id)
     if fits then ids[#ids + 1] = id else call('ZREM', k.ready, id) end
   end
   return ids
+end
+
+-- Whether some of `ids` belong to a take: they are dropped from `ready`. Looks at every id of all takes.
+local function were_taken(k, ids)
+  local is_candidate, found = {}, false
+  for _, id in ipairs(ids) do is_candidate[id] = true end
+  for _, n in ipairs(call('HKEYS', k.takes)) do
+    for _, id in ipairs(assignment(k, n).ids) do
+      if is_candidate[id] then
+        call('ZREM', k.ready, id)
+        found = true
+      end
+    end
+  end
+  return found
 end
 
 -- take epoch owner number previous count window max_deaths -> OK chain ids | WAIT
@@ -440,7 +452,8 @@ register_for_learner('take', function(k, args)
   end
   bury(k, tonumber(args[7]))
   local ids = ready_ids(k, wanted)
-  local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window
+  -- A waiting learner asks every few milliseconds: the takes are looked at last, when these ids would be assigned.
+  local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window or were_taken(k, ids)
   call('HSET', k.meta, 'starving', waits and 1 or 0)
   if waits then return {'WAIT'} end
   call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)
