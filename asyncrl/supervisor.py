@@ -263,7 +263,8 @@ class Supervisor:
 
     def _launch(self, spec: ProcessSpec, argv: Sequence[str], stdin: int) -> _Family:
         board = Board(spec.workers or (spec.name,))
-        with _output(spec.log_path) as output:
+        with _output(spec.log_path) as output, contextlib.ExitStack() as undo:
+            undo.callback(board.close)
             process = subprocess.Popen(
                 list(argv),
                 env=dict(spec.env) | board.variable(0),
@@ -275,6 +276,7 @@ class Supervisor:
                 start_new_session=True,
                 pass_fds=[board.descriptor],
             )
+            undo.pop_all()
         return _Family(process, Watch(board, self._limits))
 
     def _tend_standby(self, child: _Child) -> None:
@@ -286,8 +288,12 @@ class Supervisor:
             return
         if child.standby is None or not child.standby.is_running:
             self._dismiss(child)
-            child.standby = self._launch(child.spec, argv, subprocess.PIPE)
             child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
+            try:
+                child.standby = self._launch(child.spec, argv, subprocess.PIPE)
+            except OSError as error:
+                log.warning("a standby of %s cannot be started and is tried again: %s", child.spec.name, error)
+                return
             log.info("a standby of %s started as process %d", child.spec.name, child.standby.process.pid)
 
     def _called(self, child: _Child) -> _Family | None:

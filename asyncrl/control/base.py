@@ -138,7 +138,7 @@ class LearnerControl(Protocol):
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """joined, left, died, updates, updates_failed, senders_killed, probe_max (of the last update)."""
+        """joined, left, died, updates, updates_failed, senders_killed, senders_not_started, probe_max (of the last update)."""
         ...
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:

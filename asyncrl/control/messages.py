@@ -1,13 +1,18 @@
-"""The control plane's messages on the wire, and the options of the sockets that carry them."""
+"""The control plane's messages on the wire, the options of the sockets that carry them, and what is said of bad ones."""
 
+import logging
+import time
 from dataclasses import dataclass
 
 import zmq
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
+from asyncrl.errors import WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.codec import HEADER_BYTES
 from asyncrl.wire.messages import MESSAGE_LIMITS, MessageCodec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,27 @@ MAX_REASON_CHARACTERS = 4000
 """Of a report: longer ones are cut off before they are sent."""
 _QUEUED_MESSAGES = 64
 _HANDSHAKE_MS = 5_000
+_COMPLAINTS_EVERY_S = 1.0
+
+
+class Complaints:
+    """Messages that were rejected: each is counted, one a second is told."""
+
+    def __init__(self) -> None:
+        self.count = self._told = 0
+        self._told_at_s = -_COMPLAINTS_EVERY_S
+
+    def add(self, error: Exception) -> None:
+        """One more, and why."""
+        self.count += 1
+        if time.monotonic() - self._told_at_s < _COMPLAINTS_EVERY_S:
+            return
+        log.warning(
+            "control plane: a message was rejected (the %d. since the last such line): %s",
+            *(self.count - self._told, error),
+            exc_info=None if isinstance(error, WireError | TypeError) else error,
+        )
+        self._told, self._told_at_s = self.count, time.monotonic()
 
 
 def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:

@@ -163,7 +163,7 @@ class UpdateSchedule:
         return []
 
     def sender_failed(self, holder: str, now_s: float) -> list[Action]:
-        """The sender said so, or died."""
+        """The sender said so, or died, or could not be started."""
         return self._fail(holder, now_s)
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
@@ -210,12 +210,13 @@ class UpdateSchedule:
         member = self._members[holder]
         if member.phase is not Phase.IDLE or now_s < member.until_s:
             return []
-        actions: list[Action] = [] if member.has_sender else [RestartSender(holder)]
-        member.has_sender = True
-        if member.version < self.newest:
-            member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
-            actions.append(Prepare(holder, member.next_transport))
-        return actions
+        if not member.has_sender:  # it is asked to prepare with the next call: it may be that none can be started
+            member.has_sender = True
+            return [RestartSender(holder)]
+        if member.version >= self.newest:
+            return []
+        member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
+        return [Prepare(holder, member.next_transport)]
 
     def _fail(self, holder: str, now_s: float) -> list[Action]:
         member = self._members.get(holder)

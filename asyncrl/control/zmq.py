@@ -35,7 +35,7 @@ from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused,
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
-from asyncrl.control.messages import CODEC, UnknownMember
+from asyncrl.control.messages import CODEC, Complaints, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import MOST_REFUSALS, Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
@@ -53,7 +53,6 @@ _FLUSH_MS = 1000
 MAX_MEMBERS = 1024
 MAX_GREETED = 64
 """Newcomers at a time that have been welcomed and have not spoken again: only who does gets a sender, which is a process."""
-_COMPLAINTS_EVERY_S = 1.0
 
 
 class ControlHub:
@@ -91,11 +90,10 @@ class ControlHub:
         self._peers = Peers(heartbeat_s=config.heartbeat_s)
         self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
-        self._killed = 0
+        self._killed = self._not_started = 0
         self.rounds = 0
         """Of the thread: it grows ten times a second while the thread gets on."""
-        self._rejected = 0
-        self._complained: tuple[float, int] = (-_COMPLAINTS_EVERY_S, 0)
+        self._complaints = Complaints()
         self._announced: int | None = None
         self._stop_reason: str | None = None
         self._farewell = True
@@ -213,18 +211,7 @@ class ControlHub:
             try:
                 self._handle(*frames)
             except Exception as error:  # noqa: BLE001 - whatever one message does, the others are heard
-                self._complain(error)
-
-    def _complain(self, error: Exception) -> None:
-        self._rejected += 1
-        (told_at_s, told), now_s = self._complained, time.monotonic()
-        if now_s - told_at_s >= _COMPLAINTS_EVERY_S:
-            self._complained = now_s, self._rejected
-            log.warning(
-                "control plane: a message was rejected (the %d. since the last such line): %s",
-                *(self._rejected - told, error),
-                exc_info=None if isinstance(error, WireError | TypeError) else error,
-            )
+                self._complaints.add(error)
 
     def _handle(self, peer: bytes, data: bytes) -> None:
         now_s = time.monotonic()
@@ -290,7 +277,7 @@ class ControlHub:
             self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
         except OSError as error:
             self._greeted[holder] = hello  # its next sign of life tries again
-            log.warning("generator %s has no sender yet: %s", holder, error)
+            self._no_sender(holder, error)
             return
         self._obey(self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s))
 
@@ -336,12 +323,24 @@ class ControlHub:
                         sender.transfer()
                     else:
                         self._obey(self._schedule.sender_failed(holder, time.monotonic()))
-                case RestartSender():
+                case RestartSender(holder):
                     self._killed += 1
-                    sender.restart()
+                    try:
+                        sender.restart()
+                    except OSError as error:
+                        self._no_sender(holder, error)
+                        self._obey(self._schedule.sender_failed(holder, time.monotonic()))
                 case CloseSender(holder):
                     sender.close()
                     del self._senders[holder]
+
+    def _no_sender(self, holder: str, error: OSError) -> None:
+        self._not_started += 1
+        log.warning(
+            "the sender of generator %s cannot be started and is tried again: %s; this host may lack memory, processes "
+            "(ulimit -u), open files (ulimit -n) or room on its disk",
+            *(holder, error),
+        )
 
     def _remove(self, holder: str) -> None:
         self._peers.release(holder)
@@ -350,7 +349,10 @@ class ControlHub:
 
     def _bury(self, holder: str) -> None:
         self._remove(holder)
-        self._revoker.submit(self._revoke, holder)
+        try:
+            self._revoker.submit(self._revoke, holder)
+        except RuntimeError as error:  # its thread is started by the first call, where this host may lack room for one
+            log.warning("the leases of %s are not revoked (%s); they run out by themselves", holder, error)
 
     def _revoke(self, holder: str) -> None:
         try:
@@ -388,7 +390,8 @@ class ControlHub:
             "updates": self._schedule.updates,
             "updates_failed": self._schedule.failed,
             "senders_killed": self._killed,
-            "messages_rejected": self._rejected,
+            "senders_not_started": self._not_started,
+            "messages_rejected": self._complaints.count,
         }
         if self._schedule.probe_max is not None:
             self._counters["probe_max"] = self._schedule.probe_max

@@ -129,7 +129,10 @@ class Sender(Protocol):
         ...
 
     def restart(self) -> None:
-        """Kill the process, whatever it does, and start another one; nothing of the old one's groups is used again."""
+        """Kill the process, whatever it does, and start another one; nothing of the old one's groups is used again.
+
+        Raises OSError when none can be started: until the next `restart` there is none then.
+        """
         ...
 
     def close(self) -> None:
@@ -166,7 +169,7 @@ class Publisher(Protocol):
         ...
 
     def open_sender(self, workers: int) -> Sender:
-        """A new sender process for one generator with that many workers (its tensor parallelism)."""
+        """A new sender process for one generator with that many workers (its tensor parallelism). Raises OSError."""
         ...
 
     def close(self) -> None:

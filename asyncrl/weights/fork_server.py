@@ -2,14 +2,17 @@
 
 import socket
 
-from asyncrl.processes import start_worker
+from asyncrl.processes import start_worker, stop_process
 
 _TIMEOUT_S = 60.0
 """A fork server that has not finished its imports by then hangs. It is asked much later than it is started."""
 
 
 class ForkServer:
-    """Forks senders; starts again when it has died or hangs, and all senders with it."""
+    """Forks senders; starts again when it has died or hangs, and all senders with it.
+
+    Where this host cannot start it, that raises OSError, and so does every `fork`, which tries it again.
+    """
 
     def __init__(self) -> None:
         self.generation = 0
@@ -26,6 +29,8 @@ class ForkServer:
         """Our end of a new sender's channel, at once."""
         ours, theirs = socket.socketpair()
         with theirs:
+            if self._requests.fileno() < 0:  # it could not be started when it was replaced
+                self._start()
             try:
                 socket.send_fds(self._requests, [b"."], [theirs.fileno()])
             except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it died, or has hung for long
@@ -36,10 +41,9 @@ class ForkServer:
     def close(self) -> None:
         """Ends the senders too."""
         self._requests.close()
-        self._process.kill()
-        self._process.wait()
+        stop_process(self._process, grace_s=0.0)
 
     def _start(self) -> None:
-        self.generation += 1
         self._process, self._requests = start_worker("asyncrl.weights.sender")
         self._requests.settimeout(_TIMEOUT_S)
+        self.generation += 1

@@ -112,16 +112,25 @@ def _parse_setup(plain: dict[str, Any]) -> SenderSetup:
 def _fork_each(requests: socket.socket) -> socket.socket | None:
     """Fork a sender for every channel that arrives. Returns its channel in each of them, and None here when there are no more."""
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
-    pid = os.getpid()
+    own = os.getpid()
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
         if not request:
             return None
+        if not descriptors:  # we have too many open; the kernel has closed this one
+            log.error("a sender is not forked: too many open files (ulimit -n)")
+            continue
         channel = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:  # the learner sees that the channel ends, and asks again later
+            log.error("a sender is not forked: %s", error)
+            channel.close()
+            continue
+        if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
-            die_with_parent(pid)
+            die_with_parent(own)
             return channel
         channel.close()
 

@@ -55,6 +55,8 @@ class SenderProcess:
         self._held: Published | None = None
         self._transport = ""
         self._job = 0
+        self._process: int | None = None
+        """A descriptor of it (pidfd); None until it has been forked."""
         self.is_closed = False
         self._start()
 
@@ -97,8 +99,7 @@ class SenderProcess:
 
     def restart(self) -> None:
         """See `Sender`."""
-        self._end()
-        if self._process is None:
+        if self._end():
             self._forks.replace(self._generation)
         self._start()
 
@@ -108,8 +109,11 @@ class SenderProcess:
             self.is_closed = True
             self._end()
 
-    def _end(self) -> None:
-        self._receive()
+    def _end(self) -> bool:
+        """Kill it, if there is one. True when it was not forked in all its time though the fork server lives: that one hangs."""
+        if self._channel.fileno() < 0:  # it could not be started
+            return False
+        is_hung = not self._receive() and self._process is None
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -117,16 +121,22 @@ class SenderProcess:
             gone.register(self._process, select.POLLIN)
             gone.poll(_REAP_S * 1000)
             os.close(self._process)
+            self._process = None
         self._channel.close()  # one that is only being forked ends by this
         shutil.rmtree(self._directory, ignore_errors=True)
         self._release()
+        return is_hung
 
     def _start(self) -> None:
         # A directory per process: a killed one leaves its rendezvous files behind.
         self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
         self._directory.mkdir(parents=True, mode=0o700)
-        self._process: int | None = None
-        self._channel, self._generation = self._forks.fork(), self._forks.generation
+        self._process = None
+        try:
+            self._channel, self._generation = self._forks.fork(), self._forks.generation
+        except OSError:
+            self._directory.rmdir()
+            raise
         self._channel.setblocking(False)
         self._incoming = bytearray()
         self._outgoing = bytearray()

@@ -8,6 +8,7 @@ process survived the learner survives.
 import contextlib
 import logging
 import signal
+import socket
 import subprocess
 import time
 
@@ -21,6 +22,7 @@ from asyncrl.wire.schema import decode_group
 log = logging.getLogger(__name__)
 
 START_S = 30.0
+AGAIN_S = 1.0
 FRAME_S = 30.0
 """For one frame: the largest takes a second. A decoder that was stopped from outside costs this once."""
 ATTEMPTS = 2
@@ -86,8 +88,7 @@ class GroupDecoder:
                 return
 
     def _start_one(self) -> None:
-        beat()
-        self._process, self._channel = start_worker("asyncrl.wire.decoder_process")
+        self._process, self._channel = _forked()
         self._channel.settimeout(START_S)
         try:
             self._channel.sendall(LENGTH.pack(len(self._key)) + self._key)
@@ -121,3 +122,17 @@ class GroupDecoder:
             return process.wait(timeout=grace_s)
         process.kill()
         return process.wait(timeout=10.0)
+
+
+def _forked() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A host that has no room for one more process may have it again soon. Raises RunError."""
+    until_s = time.monotonic() + START_S
+    while True:
+        beat()
+        try:
+            return start_worker("asyncrl.wire.decoder_process")
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise RunError(f"the decoder process cannot be started: {error}; give this host memory and processes") from error
+            log.warning("the decoder process cannot be started and is tried again: %s", error)
+        time.sleep(AGAIN_S)

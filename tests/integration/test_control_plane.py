@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -313,6 +314,27 @@ def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
     assert len(rounds) < 300  # no spin on the dead one's socket
     learner.publish(1)
     generator.expect("applied", 1)
+
+
+def test_a_sender_that_cannot_be_started_is_tried_again_and_the_thread_lives(stage, monkeypatch, caplog):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    generator = make_generator(learner, "a")
+    learner.publish(1)
+    generator.expect("applied", 1)
+    (sender,) = learner.publisher._senders
+
+    def refuse():
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.publisher._fork_server, "fork", refuse)
+        kill(sender)
+        learner.wait_for(lambda counters, _: counters["senders_not_started"] >= 2)
+        learner.publish(2)
+    generator.expect("applied", 2)
+    assert "the sender of generator a" in caplog.text and "is tried again" in caplog.text
+    learner.hub.check()
 
 
 def kill(sender):

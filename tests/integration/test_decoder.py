@@ -1,5 +1,6 @@
 """Frames are tried in a process that may die of them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -140,6 +141,26 @@ def test_a_host_that_can_start_no_decoder_ends_the_run_with_a_reason(monkeypatch
     with pytest.raises(RunError, match="did not start"):
         decoder.decode(encode_group(group_of(), KEY))
     assert decoder.pid is None
+
+
+def test_a_host_that_has_room_again_costs_no_frame(monkeypatch, decoder, caplog):
+    monkeypatch.setattr(decoding, "AGAIN_S", 0.01)
+    start, tries = subprocess.Popen, []
+
+    def popen(*args, **kwargs):
+        tries.append(args)
+        if len(tries) <= 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(decoding.subprocess, "Popen", popen)
+    assert decoder.decode(encode_group(group_of(), KEY)).ticket_id == 1
+    assert decoder.deaths == 0 and caplog.text.count("cannot be started and is tried again") == 3
+    decoder.close()
+    monkeypatch.setattr(decoding, "START_S", 0.0)
+    tries.clear()
+    with pytest.raises(RunError, match=r"cannot be started: .*temporarily unavailable"):
+        decoder.decode(encode_group(group_of(), KEY))
 
 
 def test_it_goes_with_the_learner():

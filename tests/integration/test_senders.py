@@ -1,8 +1,10 @@
 """Publisher, sender processes and receivers, all real; the control plane is played by the test."""
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -197,6 +199,63 @@ def test_a_fork_server_that_hangs_is_replaced_once_for_all_its_senders(stage):
     assert forks._process.pid != hung and forks.generation == 2
     for sender in senders:
         assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
+def refuse(*args, **kwargs):
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_a_sender_that_cannot_be_started_is_started_later(stage, monkeypatch, tmp_path):
+    publisher = stage[0]()
+    publisher.publish(1, weights(1), ())
+    sender, other = publisher.open_sender(1), publisher.open_sender(1)
+    untouched = pid_of(other)
+    for target in ("pathlib.Path.mkdir", "socket.socketpair"):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, refuse)
+            for _ in range(3):
+                with pytest.raises(OSError, match="temporarily unavailable"):
+                    sender.restart()
+        sender.restart()
+        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+    assert pid_of(other) == untouched and publisher._fork_server.generation == 1
+    assert len(list((tmp_path / "weights" / "rendezvous").iterdir())) == 2, "nothing is left of starts that failed"
+    sender.close()
+
+
+def test_a_fork_server_that_cannot_be_started_is_started_later(stage, monkeypatch):
+    publisher = stage[0]()
+    publisher.publish(1, weights(1), ())
+    sender, closed = publisher.open_sender(1), publisher.open_sender(1)
+    os.kill(publisher._fork_server._process.pid, signal.SIGKILL)
+    assert isinstance(next_reply(sender), Failed)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        for each in (sender, closed, sender):
+            with pytest.raises(OSError, match="temporarily unavailable"):
+                each.restart()
+    closed.close()
+    sender.restart()
+    assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+
+
+def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
+    publisher = stage[0]()
+    publisher.publish(1, weights(1), ())
+    alive = publisher.open_sender(1)
+    pid = pid_of(alive)
+    server = publisher._fork_server._process.pid
+    before = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
+    first_free = next(number for number in range(len(used) + 1) if number not in used)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (first_free, before[1]))
+    failed = publisher.open_sender(1)
+    assert isinstance(next_reply(failed), Failed)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, before)
+    failed.restart()
+    assert update(failed, stage[1]())[2] == {"sum": expected_sum(1)}
+    assert update(alive, stage[1]())[2] == {"sum": expected_sum(1)}
+    assert pid_of(alive) == pid and publisher._fork_server._process.pid == server
 
 
 def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):

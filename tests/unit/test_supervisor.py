@@ -1,7 +1,9 @@
 """Real children, tiny ones: restart, crash loop, a user's mistake, and nobody left behind."""
 
+import errno
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -87,6 +89,26 @@ def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
         supervisor.run(lambda: supervisor.request_stop("enough") if ready.exists() and ready.read_text() else None, tick_s=0.02)
     assert not is_alive(int(ready.read_text()))
     assert not result.exists()
+
+
+def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.05)
+    tries = []
+
+    def popen(argv: list[str], **options: object) -> "subprocess.Popen[bytes]":
+        if "--standby" in argv:
+            tries.append(len(os.listdir("/proc/self/fd")))
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(argv, **options)  # type: ignore[call-overload, no-any-return]
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    one = spec("learner", "import time; time.sleep(60)", tmp_path, ends_run=True, has_standby=True)
+    with Supervisor([one], max_restarts=1) as supervisor:
+        supervisor.run(lambda: supervisor.request_stop("enough") if len(tries) >= 3 else None, tick_s=0.02)
+        assert supervisor.restarts() == {"learner": 0}
+    assert "a standby of learner cannot be started and is tried again" in caplog.text
+    assert tries[0] == tries[-1], "no descriptor is left of the first"
 
 
 def test_a_standby_that_cannot_live_harms_nobody(tmp_path, monkeypatch):
