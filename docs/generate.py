@@ -1,6 +1,6 @@
 """Rewrites what the documentation has from the code, the schema and the presets: `python docs/generate.py`.
 
-Also docs/config.schema.json, a JSON schema for editors.
+Also docs/config.schema.json, a JSON schema for editors, and the store's users where a server's settings name them.
 
 Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters` that column alone
 is written, from the signatures of the functions that its first column names; other tables are written whole.
@@ -16,6 +16,7 @@ from typing import Any
 from config_reference import json_schema, minimal, shown, tables
 
 from asyncrl.algo import registry
+from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.config.base import Choice, Part
 from asyncrl.config.choices import CHOICE_LISTS, Keys, kind_at
 from asyncrl.config.load import load_config
@@ -25,6 +26,9 @@ from asyncrl.config.schema import Config
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "config.md")
 SCHEMA = ROOT / "docs" / "config.schema.json"
+USERS = {ROOT / "docs" / "security.md": "NAME", ROOT / "deploy" / "compose.yaml": "*"}
+"""Files with a line for each user of a store, and the run's name there."""
+USER = re.compile(rf"((?:ACL SETUSER|user) ({LEARNER}|{GENERATOR})(?: reset)? on >\S+) .*")
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
 CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
@@ -43,6 +47,12 @@ def rewritten(page: str) -> str:
         return start + "\n".join(rows) + "\n" + end
 
     return REGION.sub(region, page)
+
+
+def with_users(text: str, run: str) -> str:
+    """The text with the rights of the store's users as they should be."""
+    rules = {LEARNER: learner_rules(run), GENERATOR: generator_rules(run)}
+    return USER.sub(lambda match: f"{match[1]} {rules[match[2]]}", text)
 
 
 def schema_text() -> str:
@@ -162,4 +172,6 @@ def line(values: list[str]) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, run in USERS.items():
+        path.write_text(with_users(path.read_text(encoding="utf-8"), run), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")

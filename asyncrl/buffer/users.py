@@ -2,23 +2,35 @@
 
 The server checks every single command of a user, also inside functions. So a generator can use the functions that work
 on tickets and frames, and nothing that it calls, in whatever order, writes what only the learner may write: `meta`
-(epoch, version, limit, watermark, ...), the takes, the finished ids, the record of the run.
+(epoch, version, limit, watermark, ...), the takes, the finished ids, the record of the run. What its functions do it can
+do by itself as well: each place is open to the commands that they use there, and to no other.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 LEARNER, GENERATOR = "learner", "generator"
 
 _RECORD = "asyncrl:run"
-_ANYBODY = "ping select multi exec hget hgetall"
-_GENERATOR_WRITES = "leased deadlines holders reissue ready requests attempts deaths counters totals"
-_GENERATOR_READS = "meta done"
-_TICKETS = "time hmget hset hsetnx hdel hexists hincrby hstrlen sismember zadd zrem zrange zrangebyscore zscore"
-"""What the functions that generators call are made of."""
-_LEARNER_TOO = "del hkeys lpush lrange ltrim sadd scard srem zcard zremrangebyrank info function|load scan unlink fcall"
+_ANYBODY = "ping select multi exec time"
+_GENERATOR = {
+    "leased": "zadd zrem zrange zscore",
+    "deadlines": "zadd zrem zrangebyscore",
+    "holders deaths": "hget hset hdel hgetall",
+    "reissue": "zadd zrem zrange zscore zrangebyscore",
+    "ready": "zadd zscore",  # what is handed over stays
+    "frames": "hset hsetnx hdel hexists hstrlen",  # what others sampled is not to be read
+    "requests attempts counters totals": "hget hset",
+    "meta": "hget",
+    "takes": "hget hkeys",
+    "done": "sismember",
+}
+"""Places of a lane, and what the functions that generators call do there."""
+_LEARNER = (
+    "hget hgetall hmget hset hsetnx hdel hexists hstrlen hkeys zadd zrem zrange zrangebyscore zscore zcard zremrangebyrank "
+    "sismember sadd srem scard lpush lrange ltrim del unlink scan info function|load fcall"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +50,15 @@ class StoreUser:
 
 def learner_rules(run: str) -> str:
     """Everything below the run's lanes, and the record; no configuration, no scripts but its own, no wiping."""
-    keys = f"~{{{run}:*}}:* ~{_RECORD}"
-    return " ".join([keys, *_commands(_ANYBODY, _TICKETS, _LEARNER_TOO)])
+    return f"~{{{run}:*}}:* ~{_RECORD} {_commands(_ANYBODY)} {_commands(_LEARNER)}"
 
 
 def generator_rules(run: str) -> str:
     """Tickets and frames. FCALL asks for all rights on all of a lane's keys: they are granted to that command alone."""
-    lane = f"{{{run}:*}}"
-    keys = [
-        *(f"~{lane}:{place}" for place in _GENERATOR_WRITES.split()),
-        *(f"%R~{lane}:{place}" for place in _GENERATOR_READS.split()),
-        f"%W~{lane}:frames",  # what others sampled is not to be read
-        f"%R~{_RECORD}",
-    ]
-    return " ".join([*keys, *_commands(_ANYBODY, _TICKETS), f"(+fcall ~{lane}:*)"])
+    lane = f"~{{{run}:*}}"
+    keys_of = {" ".join(f"{lane}:{place}" for place in places.split()): commands for places, commands in _GENERATOR.items()}
+    keys_of |= {f"~{_RECORD}": "hgetall", f"{lane}:*": "fcall"}
+    return " ".join([_commands(_ANYBODY), *(f"({keys} {_commands(commands)})" for keys, commands in keys_of.items())])
 
 
 def with_user(url: str, user: str) -> str:
@@ -65,6 +72,5 @@ def user_of(url: str) -> str:
     return urlsplit(url).username or ""
 
 
-def _commands(*lists: str) -> Iterator[str]:
-    for commands in lists:
-        yield from (f"+{command}" for command in commands.split())
+def _commands(names: str) -> str:
+    return " ".join(f"+{name}" for name in names.split())

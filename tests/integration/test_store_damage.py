@@ -1,4 +1,7 @@
-"""Whatever somebody with the generators' rights wrote into the store: an honest run goes on, and every id is in its place."""
+"""Whatever somebody with the generators' rights wrote into the store, and more: an honest run goes on, each id in its place.
+
+Learner and generator of that run are the users that a run makes.
+"""
 
 import random
 
@@ -15,6 +18,7 @@ from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import decode_group, encode_group
@@ -34,17 +38,23 @@ FIELDS = {
 IDS = [*map(str, range(1, 24)), *TEXTS]
 
 
+ADMIN = "admin"
+RIGHTS = {ADMIN: "~* &* +@all", LEARNER: learner_rules("run-*"), GENERATOR: generator_rules("run-*")}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("store")) as running:
+    users = [StoreUser(name, name, rules) for name, rules in RIGHTS.items()]
+    with StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("store"), users=users) as running:
         yield running
 
 
 @pytest.fixture
-def connection(server):
-    connection = StoreConnection(server.url, retry_s=5.0)
-    yield connection
-    connection.close()
+def connections(server):
+    made = {name: StoreConnection(with_user(server.url, name), password=name, retry_s=5.0) for name in RIGHTS}
+    yield made
+    for connection in made.values():
+        connection.close()
 
 
 def frame(ticket_id: int) -> bytes:
@@ -57,14 +67,21 @@ def frame(ticket_id: int) -> bytes:
 
 
 class DamagedLane(RedisLane):
-    kind = RedisBuffer  # its bytes are right again after a commit
+    """Seen by the admin; a handle is a role's."""
+
+    def __init__(self, connections: dict[str, StoreConnection]) -> None:
+        super().__init__(connections[ADMIN], RULES)
+        self.connections = connections
+
+    def handle(self, user: str = LEARNER) -> RedisBuffer:
+        return RedisBuffer(self.connections[user], self.run, self.rules)
 
 
 class HonestRun:
     """A learner and a generator."""
 
-    def __init__(self, lane: RedisLane) -> None:
-        self.learner, self.generator, self.version = lane.handle(), lane.handle(), 0
+    def __init__(self, lane: "DamagedLane") -> None:
+        self.learner, self.generator, self.version = lane.handle(), lane.handle(GENERATOR), 0
         limits = GroupLimits(vocabulary=9, rollouts=1, max_tokens=9)
         self.intake = Intake(
             buffer=self.learner, ledger=Ledger(), gate=Gate(lane="train", decode=decode_group, limits=limits),
@@ -104,7 +121,7 @@ class HonestRun:
 
 
 def damage(client: redis.Redis, lane: RedisLane, rng: random.Random) -> list[str]:
-    """What a generator's user may do, once or a few times; and of other types where a key can be made anew."""
+    """Any value in what a generator may write, once or a few times; and what it may not: keys of other types."""
     done = []
     for _ in range(rng.choice([1, 1, 2, 5])):
         place = rng.choice(WRITABLE)
@@ -128,14 +145,14 @@ def damage(client: redis.Redis, lane: RedisLane, rng: random.Random) -> list[str
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connection, seed):
-    rng = random.Random(seed)
+def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connections, seed):
+    rng, admin = random.Random(seed), connections[ADMIN].client
     for _ in range(12):
-        lane = DamagedLane(connection, RULES)
+        lane = DamagedLane(connections)
         run = HonestRun(lane)
         run.go_on(rng.choice([0, 1, 2, 4]))
         run.generate()
-        said = damage(connection.client, lane, rng)
+        said = damage(admin, lane, rng)
         recoveries = 0
         for steps in (1, 3, 2):
             went_on = run.go_on(steps)
@@ -148,7 +165,7 @@ def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connection, seed
         assert len(set(run.trained)) == len(run.trained), said
         assert ledger.consumed == ledger.trained + ledger.total_rejected
         assert ledger.total_rejected <= 6, said
-        connection.client.delete(*map(lane.key, PLACES))
+        admin.delete(*map(lane.key, PLACES))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +183,22 @@ def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connection, seed
         ("ZADD", "ready", "1", "1"),
         ("ZADD", "deadlines", "0", "foo"),
         ("HSET", "holders", "foo", "g"),
+        ("HSET", "frames", "12", "forged"),
+        ("HDEL", "frames", "9", "10", "11"),
+        ("ZREM", "leased", "12", "13"),
+        ("HDEL", "holders", "12", "13"),
+        ("ZREM", "reissue", "14"),
     ],
 )
-def test_one_write_neither_stops_a_process_nor_the_server(connection, command):
+def test_what_a_generators_user_can_still_do_stops_no_process_and_is_healed(connections, command):
     name, place, *values = command
-    lane = DamagedLane(connection, RULES)
+    lane = DamagedLane(connections)
     run = HonestRun(lane)
     assert run.go_on(2)
-    connection.client.execute_command(name, lane.key(place), *values)
+    run.generate()
+    run.held += [ticket.id for ticket in run.generator.lease("g", 3).tickets]
+    run.generator.give_back("g", run.held[2:])
+    assert connections[GENERATOR].client.execute_command(name, lane.key(place), *values) is not None
     another = lane.handle()
     another.recover(run.intake.ledger, version=run.version, limit=run.intake._limit(run.version))
     run.learner, run.intake.buffer = another, another

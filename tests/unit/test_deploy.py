@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from asyncrl import __version__
-from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
+from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, StoreConfig
@@ -112,12 +112,6 @@ def test_store_and_learner_agree(tmp_path):
     assert config.store.url == f"redis://{LEARNER}@{settings['bind']}:{port}/0"
     assert SERVICES["generators"]["command"][-1] == f"redis://{GENERATOR}@{settings['bind']}:{port}/0"
     assert settings["port"] == "$STORE_PORT" and "requirepass" not in settings
-    users = re.findall(r"^ *user (\w+) (.*)$", SERVICES["store"]["command"][-1], re.MULTILINE)
-    assert dict(users) == {
-        "default": "off ~* &* +@all",
-        LEARNER: f"on >$ASYNCRL_STORE_PASSWORD {learner_rules('*')}",
-        GENERATOR: f"on >$ASYNCRL_GENERATOR_PASSWORD {generator_rules('*')}",
-    }
     assert SERVICES["generators"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_GENERATOR_PASSWORD"]
     assert SERVICES["learner"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_STORE_PASSWORD"]
     assert "ASYNCRL_GENERATOR_PASSWORD" not in SERVICES["learner"]["environment"]

@@ -21,6 +21,13 @@ def test_the_schema_for_editors_is_generated():
     assert GENERATE["SCHEMA"].read_text(encoding="utf-8") == GENERATE["schema_text"](), "run `python docs/generate.py`"
 
 
+@pytest.mark.parametrize(("path", "run"), GENERATE["USERS"].items(), ids=lambda value: Path(value).name)
+def test_users_of_a_store_are_generated(path, run):
+    text = path.read_text(encoding="utf-8")
+    assert [user for _, user in GENERATE["USER"].findall(text)] == ["learner", "generator"]
+    assert GENERATE["with_users"](text, run) == text, "run `python docs/generate.py`"
+
+
 def test_every_kind_of_function_has_a_generated_table():
     from asyncrl.algo import registry
 
