@@ -8,7 +8,6 @@ version has not passed (`resume_ledger`).
 """
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
@@ -25,6 +25,9 @@ from asyncrl.progress import beat
 from asyncrl.types import INITIAL, Group, History
 
 log = logging.getLogger(__name__)
+
+MOST_VOTES = 64
+"""The largest k of maj@k below that of all rollouts: its cost grows faster than k."""
 
 
 def round_version(index: int, *, every: int, steps: int) -> int:
@@ -63,23 +66,6 @@ def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every
     return Ledger(watermark=first * prompts)
 
 
-def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Probability that one of k samples drawn without replacement is correct: 1 - C(n - c, k) / C(n, k).
-
-    Source: Chen et al. 2021 (arXiv:2107.03374), equation 1.
-    """
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Mean over all choices of k of the rewards of their maximum: what a bootstrap estimates, without its noise.
-
-    The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
-    """
-    choices = [math.comb(i, k - 1) for i in range(len(rewards))]
-    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(len(rewards), k)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """One finished round."""
@@ -90,7 +76,7 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, and which versions really answered."""
+    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and which versions really answered."""
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
@@ -106,10 +92,32 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
                 for k in range(2, samples + 1)
                 if k == samples or k.bit_count() == 1
             },
+            **_majorities(scored),
             "eval/length_mean": float(np.mean([len(r.response_ids) for group in scored for r in group.rollouts])),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
     return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
+
+
+def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
+    """(answers, which are solved: reward >= 1) of each group; empty where no reward function says what the answer is."""
+    votes = [([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts]) for group in groups]
+    return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
+
+
+def _majorities(groups: Sequence[Group]) -> dict[str, float]:
+    """maj@k, if rewards say what the answer is. The majority of two votes is a toss, so k begins above."""
+    if not (votes := votes_of(groups)):
+        return {}
+    samples = len(votes[0][0])
+    return {
+        "eval/answered_share": float(np.mean([bool(answer) for answers, _ in votes for answer in answers])),
+        **{
+            f"eval/maj@{k}": float(np.mean([maj_at_k(answers, solved, k) for answers, solved in votes]))
+            for k in range(3, samples + 1)
+            if k == samples or (k.bit_count() == 1 and k <= MOST_VOTES)
+        },
+    }
 
 
 @dataclass(slots=True, kw_only=True)

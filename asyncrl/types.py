@@ -120,6 +120,8 @@ class Rollout:
     reward: float = 0.0
     """Weighted sum of `reward_parts`, as the reward functions gave it; never overwritten."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """What a reward function took out of the response as its answer; empty: there is none in it; None: no function says."""
 
     def __post_init__(self) -> None:
         lengths = {

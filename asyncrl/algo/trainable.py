@@ -23,7 +23,7 @@ ROUNDING_NATS = 1e-2
 """A log-probability is at most 0; engines round."""
 MOST_VERSION = 1 << 31
 MOST_PARTS, MOST_CHARACTERS = 64, 200
-"""Of the rewards of one rollout, and of a name."""
+"""Of the rewards of one rollout, and of a name or an answer."""
 LATEST_AT, LONGEST_S = 1e11, 1e9
 """Unix seconds, and seconds, beyond which a number is no time."""
 
@@ -83,6 +83,8 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
             yield f"{span.tokens} tokens of version {span.version}; neither may be negative, nor the tokens none"
     if len(rollout.finish_reason) > MOST_CHARACTERS:
         yield f"a finish reason of {len(rollout.finish_reason)} characters, {MOST_CHARACTERS} are allowed"
+    if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
+        yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
     yield from _reward_faults(rollout)
 
 

@@ -26,7 +26,7 @@ GROUP_ADVANTAGES = frozenset(
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 """Policy losses that do not compare the policy with an anchor: only a correction can answer for the age of a token."""
 
-PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 512, 8192
+PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
 """What a group takes in the store at most: its tokens, and what else is told of a rollout and of a group."""
 
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}

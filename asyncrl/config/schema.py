@@ -290,7 +290,7 @@ class EvalConfig(Part):
     prompts: Positive = 128
     """The first so many of `data.eval`, in every round the same."""
     samples: Positive = 1
-    """Per prompt; more than one reports pass@k and mean@k."""
+    """Per prompt; more than one reports pass@k, best@k and mean@k, and maj@k if a reward gives the answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy; `samples` above 1 needs more."""
 

@@ -105,6 +105,6 @@ class Sampler:
         ]
         scores = await self._scorer.score(inputs)
         return tuple(
-            replace(rollout, reward=score.total, reward_parts=score.parts)
+            replace(rollout, reward=score.total, reward_parts=score.parts, answer=score.answer)
             for rollout, score in zip(rollouts, scores, strict=True)
         )

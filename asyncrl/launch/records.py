@@ -87,4 +87,5 @@ def _record(
         generator_id=group.generator_id,
         kind=kind,
         reason=reason,
+        answer=rollout.answer or "",
     )

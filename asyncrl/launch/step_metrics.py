@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.trainable import UNTRAINABLE
 from asyncrl.buffer.base import DEADLY
+from asyncrl.evaluation import votes_of
 from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.objective import LOSS
@@ -54,11 +56,22 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
     names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
     return {
         **{f"reward/{name}/mean": _part_mean(rollouts, name) for name in names},
+        **_answer_metrics(groups),
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
         "completions/truncated_share": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
         "time/reward_s": float(np.mean([group.reward_s for group in groups])),
+    }
+
+
+def _answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Who has an answer, and how often the most frequent one of a group is right; if rewards say what the answer is."""
+    if not (votes := votes_of(groups)):
+        return {}
+    return {
+        "completions/answered_share": float(np.mean([bool(answer) for answers, _ in votes for answer in answers])),
+        "group/majority": float(np.mean([maj_at_k(answers, solved, len(answers)) for answers, solved in votes])),
     }
 
 

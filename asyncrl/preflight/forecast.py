@@ -10,6 +10,7 @@ from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.preflight.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
 from asyncrl.preflight.machine import Machine
+from asyncrl.rewards.load import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.memory import ModelShape
 from asyncrl.types import Group, Rollout, VersionSpan
@@ -86,6 +87,7 @@ def frame_bytes(config: Config) -> int:
         version_spans=(VersionSpan(1, response - 1), VersionSpan(2, 1)),
         finish_reason="length",
         reward_parts={function.part: 0.0 for function in config.reward.functions},
+        answer="0" * ANSWER_CHARACTERS,
     )
     group = Group(ticket_id=1, rollouts=(rollout,) * config.batch.group_size, generator_id="g0", finished_version=2)
     return len(encode_group(group, b"key"))

@@ -29,7 +29,7 @@ class Curve:
 
 CURVES = (
     Curve("Reward", ("reward/mean", "reward/*/mean")),
-    Curve("Held-out accuracy", ("eval/accuracy", "eval/pass@*"), "share"),
+    Curve("Held-out accuracy", ("eval/accuracy", "eval/pass@*", "eval/maj@*"), "share"),
     Curve("Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"),
     Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
     Curve("Entropy", ("policy/entropy",), "nats"),

@@ -2,9 +2,10 @@
 
 A reward function is any callable
 
-    def reward(prompt: str, response: str, **columns) -> float
+    def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None]
 
-that takes the dataset row's columns it names (or `**columns`), may be `async`, and returns a finite number.
+that takes the dataset row's columns it names (or `**columns`), may be `async`, and returns a finite number, or with it the answer
+that it found in the response, as votes are counted by it (None where it found none).
 Raising, hanging, or returning anything else is a failure of the ticket, never a score of 0.
 """
 
@@ -32,6 +33,8 @@ class Score:
     """Sum of weight times part."""
     parts: Mapping[str, float]
     """Unweighted, by part name."""
+    answer: str | None = None
+    """As in `Rollout`; of several functions that give one, the first's."""
 
 
 class Scorer(Protocol):

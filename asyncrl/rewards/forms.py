@@ -1,8 +1,8 @@
 """The forms that a reward function may have, told by the names of its parameters: asyncrl's, TRL's and verl's.
 
-    asyncrl  reward(prompt, response, **columns) -> float
+    asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
-    verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
+    verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score` and perhaps `pred`
 
 A function of any form is called for one response at a time: TRL's lists have one item. Where the prompts of the data are chat
 messages, TRL's functions get messages, as there.
@@ -19,6 +19,8 @@ ALLOWED = (
     "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's (data_source, solution_str, "
     "ground_truth, extra_info=None) -> float are known by these names"
 )
+UNSAID = object()
+"""In the place of an answer: the function does not say what the answer is. None: there is none in the response."""
 TRUNCATED = "truncated"
 """Given beside the row's columns: whether the response was cut off."""
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -46,9 +48,9 @@ class Form:
         """Positional and named arguments of a call."""
         return (prompt, response), self._wanted(row, without={"prompt", "response"})
 
-    def value(self, returned: Any) -> Any:
-        """What should be one number, of what the function returned."""
-        return returned
+    def read(self, returned: Any) -> tuple[Any, Any]:
+        """(what should be one number, what should be the answer or is `UNSAID`) of what the function returned."""
+        return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
     def _wanted(self, values: Mapping[str, Any], *, without: set[str]) -> dict[str, Any]:
         return {k: v for k, v in values.items() if (self.takes_all or k in self.accepted) and k not in without}
@@ -68,14 +70,14 @@ class TRLForm(Form):
         values = self._wanted(row, without={"prompt", "response"}) | self._wanted(given, without=set())
         return (), {name: [value] for name, value in values.items()}
 
-    def value(self, returned: Any) -> Any:
+    def read(self, returned: Any) -> tuple[Any, Any]:
         try:
             [one] = returned
         except (TypeError, ValueError):
             raise RewardError(
                 f"returned {str(returned)[:80]!r} for one completion; a function of TRL's form returns a list of one number"
             ) from None
-        return one
+        return one, UNSAID
 
 
 class VerlForm(Form):
@@ -92,8 +94,8 @@ class VerlForm(Form):
         others = self._wanted(row, without={"prompt", "response"})
         return (), others | self._wanted(given, without=set())
 
-    def value(self, returned: Any) -> Any:
-        return returned.get("score") if isinstance(returned, Mapping) else returned
+    def read(self, returned: Any) -> tuple[Any, Any]:
+        return (returned.get("score"), returned.get("pred", UNSAID)) if isinstance(returned, Mapping) else (returned, UNSAID)
 
 
 def form_of(parameters: Sequence[inspect.Parameter]) -> Form:

@@ -1,12 +1,14 @@
-"""From the name of a reward function to something that can be called, and from what it returned to a number."""
+"""From the name of a reward function to something that can be called, and from what it returned to a number and an answer."""
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,10 @@ from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.builtin import BUILTINS
-from asyncrl.rewards.forms import Form, form_of
+from asyncrl.rewards.forms import UNSAID, Form, form_of
+
+ANSWER_CHARACTERS = 64
+"""A longer answer is replaced by its beginning and its digest: equal ones stay equal."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -35,20 +40,21 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], float]:
+def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
     """A caller that hands `function` what its form asks for, awaits it if it is async, and checks what it returns.
 
-    Raises RewardError for a function of no known form; the caller for a missing column and for anything that is no finite
-    number. What the function itself raises passes through.
+    It returns the reward and the answer (see `Rollout.answer`). Raises RewardError for a function of no known form; the caller
+    for a missing column and for anything that is no finite number or no answer. What the function itself raises passes through.
     """
     form = _form_of(function)
 
-    def call(prompt: str, response: str, columns: Mapping[str, Any]) -> float:
+    def call(prompt: str, response: str, columns: Mapping[str, Any]) -> tuple[float, str | None]:
         if missing := form.lacking(columns):
             raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(columns)}")
         positional, named = form.arguments(prompt, response, columns)
         value = function(*positional, **named)
-        return checked_reward(form.value(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value))
+        reward, answer = form.read(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        return checked_reward(reward), None if answer is UNSAID else checked_answer(answer)
 
     return call
 
@@ -72,6 +78,23 @@ def checked_reward(value: object) -> float:
     if not math.isfinite(number):
         raise RewardError(f"returned {number}; a reward must be finite")
     return number
+
+
+def checked_answer(answer: object) -> str:
+    """`answer` as a short text, empty for none; RewardError for what two equal answers need not have in common."""
+    if answer is None:
+        return ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+        raise RewardError(
+            f"returned {type(answer).__name__} `{str(answer)[:80]}` as the answer; an answer is a text, a number, or None where "
+            "the response has none"
+        )
+    data = str(answer).strip().encode("utf-8", "replace")
+    text = data.decode()
+    if len(text) <= ANSWER_CHARACTERS:
+        return text
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{text[: ANSWER_CHARACTERS - len(digest) - 1]}…{digest}"
 
 
 async def _awaited(value: Any) -> Any:

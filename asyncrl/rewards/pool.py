@@ -80,13 +80,13 @@ class RewardPool:
     async def _score_one(self, one: RewardInput) -> Score:
         worker = await self._idle.get()
         try:
-            parts = await worker.call(one)
+            parts, answer = await worker.call(one)
         finally:
             self._idle.put_nowait(worker)
         total = math.fsum(function.weight * parts[function.part] for function in self._config.functions)
         if not math.isfinite(total):
             raise RewardError(f"weighted sum of the reward parts {parts} is {total}; lower the weights")
-        return Score(total=total, parts=parts)
+        return Score(total=total, parts=parts, answer=answer)
 
 
 class _Worker:
@@ -100,14 +100,15 @@ class _Worker:
         self._readers: set[asyncio.Task[None]] = set()
         """Of the output of this process and of killed ones that are still ending."""
 
-    async def call(self, one: RewardInput) -> dict[str, float]:
-        """All parts of one response. Whenever it does not end well in step with the worker, the worker is killed."""
+    async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
+        """All parts of one response, and the answer in it. A worker that does not end well and in step is killed."""
         in_step = False
         try:
             await self.start()
             await self._send(_request(one))
             await self._receive("started", bool, START_S, "did not begin")
             parts: dict[str, float] = {}
+            answer: str | None = None
             is_spent = False
             for function in self._config.functions:
                 reply = await self._receive("value", float, self._config.timeout_s, f"reward part `{function.part}`")
@@ -115,9 +116,10 @@ class _Worker:
                     in_step = self._sandbox is None  # what failed there may have filled /tmp or used up descriptors
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
                 parts[function.part] = reply["value"]
+                answer = reply.get("answer") if answer is None else answer
                 is_spent |= reply.get("spent", False)
             in_step = not is_spent
-            return parts
+            return parts, answer
         finally:
             if not in_step:
                 self.kill()
@@ -213,7 +215,9 @@ class _Worker:
             raise RewardError(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
             raise RewardError(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
-        if not isinstance(reply, dict) or not ("error" in reply or isinstance(reply.get(key), kind)):
+        if not isinstance(reply, dict) or not (
+            "error" in reply or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
+        ):
             raise RewardError(f"{doing}: the reward worker is out of step, because user code wrote to its pipe{self._output()}")
         return reply
 

@@ -5,8 +5,9 @@ Frames on standard input and output: 4 bytes length (little endian), then msgpac
     in   {functions: [[part, function], ...],     once        out  {ready: true} | {error: reason}
           limits: {RLIMIT_ name: value}, sandboxed}
     in   {prompt, response, columns}              each call   out  {started: true}, then for each part
-                                                                   {value: float} | {error: reason}, up to the first error;
-                                                                   with {spent: true} where it wants to be replaced
+                                                                   {value: float, answer: text or nil} | {error: reason},
+                                                                   up to the first error; with {spent: true} where it
+                                                                   wants to be replaced
 
 User code never sees these pipes: its standard input is empty and what it prints goes to standard error.
 """
@@ -33,7 +34,7 @@ SANDBOXED_PID = 1
 """Ours in a sandbox, and nowhere else."""
 SCRATCH = ("/tmp", "/dev/shm")
 
-Reward = Callable[[str, str, Mapping[str, Any]], float]
+Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]
 
 
 def pack_frame(message: Mapping[str, Any]) -> bytes:
@@ -73,9 +74,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     while (call := _read_frame(requests)) is not None:
         reply({"started": True})
         for reward in rewards:
-            value = _attempt(reward, call["prompt"], call["response"], call["columns"])
-            reply(({"error": value} if isinstance(value, str) else {"value": value}) | (_tidied() if is_alone else {}))
-            if isinstance(value, str):
+            judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
+            message = {"error": judged} if isinstance(judged, str) else {"value": judged[0], "answer": judged[1]}
+            reply(message | (_tidied() if is_alone else {}))
+            if isinstance(judged, str):
                 break
 
 

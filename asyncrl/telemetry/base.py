@@ -24,6 +24,8 @@ class SampleRecord:
     """train | eval | dropped"""
     reason: str = ""
     """Why a dropped one was not trained."""
+    answer: str = ""
+    """What a reward function took for the answer."""
 
 
 class Tracker(Protocol):

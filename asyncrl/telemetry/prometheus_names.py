@@ -16,7 +16,7 @@ UNITS = (
     ("", r"(reward|hook|alarm)/.*"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
-    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton)|eval/(accuracy|pass@.*)"),
+    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)|eval/(accuracy|pass@.*|maj@.*)"),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?|critic/(explained_variance|value_clipped)"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
     ("nats", r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|abs_log_ratio/max)"),

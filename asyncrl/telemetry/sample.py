@@ -19,7 +19,8 @@ def sample_head(sample: SampleRecord) -> tuple[str, str]:
     advantage = "" if math.isnan(sample.advantage) or sample.kind != "train" else f"advantage {number(sample.advantage)}"
     spans = ", ".join(f"v{version} {tokens}" for version, tokens in sample.versions)
     tokens = f"tokens by version: {spans}" if spans else ""
-    details = (parts, advantage, tokens, sample.finish_reason, sample.generator_id, f"ticket {sample.ticket_id}")
+    answer = f"answer {sample.answer}" if sample.answer else ""
+    details = (answer, parts, advantage, tokens, sample.finish_reason, sample.generator_id, f"ticket {sample.ticket_id}")
     return head, " · ".join(detail for detail in details if detail)
 
 

@@ -7,6 +7,7 @@ from asyncrl.telemetry.base import SampleRecord
 
 COLUMNS = (
     "step", "kind", "prompt", "response", "reward", "parts", "advantage", "versions", "finish_reason", "generator_id", "reason",
+    "answer",
 )  # fmt: skip
 SAMPLES_EVERY = 10
 """Steps between two tables of one kind."""

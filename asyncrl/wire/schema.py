@@ -1,6 +1,7 @@
 """A rollout group as a frame: the columns of all its rollouts, concatenated into few tensors.
 
-Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]` entries of the columns.
+Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]`, `answer_bytes[r]` entries of the
+columns.
 """
 
 import reprlib
@@ -18,6 +19,9 @@ GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 1
 """The body stays below what Redis takes as one value (512 MiB)."""
 MAX_ROLLOUTS, MAX_SPANS = 4096, 1 << 16
 """Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and not their size."""
+MAX_ANSWER_BYTES = 1024
+NO_ANSWER = -1
+"""In `answer_bytes`: no reward function says what the answer is."""
 REASON_CHARACTERS = 1000
 """A longer `dead_reason` is cut."""
 
@@ -37,6 +41,8 @@ _COLUMNS = {
     "finish": "uint8",
     "rewards": "float64",
     "reward_parts": "float64",
+    "answer_bytes": "int32",
+    "answers": "uint8",
 }
 
 
@@ -45,6 +51,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     rollouts = group.rollouts
     finish_reasons = sorted({rollout.finish_reason for rollout in rollouts})
     parts = sorted({part for rollout in rollouts for part in rollout.reward_parts})
+    answers = [None if rollout.answer is None else rollout.answer.encode("utf-8", "replace") for rollout in rollouts]
     columns: dict[str, Any] = {
         "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
         "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
@@ -56,6 +63,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "rewards": [rollout.reward for rollout in rollouts],
         # NaN marks a part that this rollout does not have; no reward is NaN.
         "reward_parts": [rollout.reward_parts.get(part, np.nan) for rollout in rollouts for part in parts],
+        "answer_bytes": [NO_ANSWER if answer is None else len(answer) for answer in answers],
+        "answers": np.frombuffer(b"".join(answer or b"" for answer in answers), dtype=np.uint8),
     }
     arrays = {name: np.asarray(column, dtype=_COLUMNS[name]) for name, column in columns.items()}
     for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
@@ -118,6 +127,8 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
     for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens"):
         if (arrays[name] < 0).any():
             raise WireError(f"the group has a negative count in {name}")
+    if (arrays["answer_bytes"] < NO_ANSWER).any():
+        raise WireError("the group has a negative count in answer_bytes")
     if (arrays["action_mask"] > 1).any():
         raise WireError("the group has an action mask with values other than 0 and 1")
 
@@ -127,6 +138,10 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
     if rollouts > MAX_ROLLOUTS or spans > MAX_SPANS:
         raise WireError(
             f"the group has {rollouts} rollouts with {spans} version spans; at most {MAX_ROLLOUTS} and {MAX_SPANS} are allowed"
+        )
+    if (arrays["answer_bytes"] > MAX_ANSWER_BYTES).any():
+        raise WireError(
+            f"the group has an answer of {arrays['answer_bytes'].max()} bytes; at most {MAX_ANSWER_BYTES} are allowed"
         )
 
 
@@ -153,6 +168,8 @@ def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], par
     span_tokens = _split(arrays["span_tokens"], arrays["spans"], count)
     span_lineages = _split(arrays["span_lineages"], arrays["spans"], count)
     part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
+    answers = _split(arrays["answers"], arrays["answer_bytes"].clip(min=0), count)
+    is_said = (arrays["answer_bytes"] > NO_ANSWER).tolist()
     rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
     if len(finish) != count:
         raise ValueError(f"{len(finish)} finish reasons for {count} rollouts")
@@ -168,6 +185,7 @@ def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], par
             finish_reason=finish_reasons[finish[r]],
             reward=rewards[r],
             reward_parts={part: value for part, value in zip(parts, part_values[r], strict=True) if value == value},
+            answer=answers[r].tobytes().decode() if is_said[r] else None,
         )
         for r in range(count)
     )

@@ -144,7 +144,7 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
     columns = {"answer": row["answer"]}
     right, step = (bind(load_function(f"task.py:{name}")) for name in ("right", "last_digit"))
     for response, expected in (("46", (1.0, 1.0)), ("36", (0.0, 1.0)), ("47", (0.0, 0.0)), ("", (0.0, 0.0)), ("46x", (1.0, 1.0))):
-        assert (right(row["prompt"], response, columns), step(row["prompt"], response, columns)) == expected
+        assert (right(row["prompt"], response, columns)[0], step(row["prompt"], response, columns)[0]) == expected
 
 
 def test_links_into_a_page_meet_a_heading():

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import (
     Evaluation,
-    best_at_k,
     lane_name,
-    pass_at_k,
     resume_ledger,
     round_version,
     rounds_due,
@@ -39,30 +36,27 @@ def test_every_round_has_one_version_and_the_last_weights_are_evaluated():
             assert all(round_version(index, every=every, steps=steps) <= version for index in range(due))
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_correct_one():
-    for samples in range(1, 6):
-        for correct in range(samples + 1):
-            marks = [True] * correct + [False] * (samples - correct)
-            for k in range(1, samples + 1):
-                draws = list(combinations(marks, k))
-                assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-def test_best_at_k_is_the_mean_maximum_of_all_draws():
-    for rewards in ([0.3], [1.0, 0.0], [0.5, -1.0, 0.5, 2.0], [0.0, 1.0, 1.0, 0.25, 3.0]):
-        for k in range(1, len(rewards) + 1):
-            draws = list(combinations(rewards, k))
-            assert best_at_k(rewards, k) == pytest.approx(sum(map(max, draws)) / len(draws))
-    marks = [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert all(best_at_k(marks, k) == pytest.approx(pass_at_k(2, 5, k)) for k in range(1, 6))
-
-
 def test_best_of_powers_of_two_and_of_all_is_told():
     rollout = group_of(1, 0.0).rollouts[0]
     group = replace(group_of(1, 0.0), rollouts=tuple(replace(rollout, reward=reward) for reward in (0.0, 0.25, 1.0, 0.5, 0.0)))
     metrics = summarise([group], 0).metrics
     assert {name for name in metrics if "best" in name} == {"eval/best@2", "eval/best@4", "eval/best@5"}
     assert metrics["eval/best@5"] == 1.0 > metrics["eval/best@2"] > metrics["eval/reward_mean"]
+
+
+def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
+    rollout = group_of(1, 0.0).rollouts[0]
+    votes = [("4", 1.0), ("4", 1.0), ("5", 0.0), ("", 0.0), ("6", 0.0), ("4", 1.0)]
+    answered = tuple(replace(rollout, answer=answer, reward=reward) for answer, reward in votes)
+    metrics = summarise([replace(group_of(1, 0.0), rollouts=answered)], 0).metrics
+    assert {name for name in metrics if "maj" in name} == {"eval/maj@4", "eval/maj@6"}
+    assert metrics["eval/maj@6"] == 1.0 > metrics["eval/maj@4"] > metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/answered_share"] == pytest.approx(5 / 6)
+    silent = tuple(replace(one, answer=None) for one in answered)
+    mixed = summarise([replace(group_of(1, 0.0), rollouts=silent), replace(group_of(1, 0.0), rollouts=answered)], 0).metrics
+    assert mixed["eval/maj@6"] == 0.5 and mixed["eval/answered_share"] == pytest.approx(5 / 12)
+    plain = summarise([replace(group_of(1, 0.0), rollouts=silent)], 0).metrics
+    assert not any("maj" in name or "answered" in name for name in plain)
 
 
 LANE = "eval"

@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
 from asyncrl.preflight.machine import Machine, read_shape
 from asyncrl.preflight.plan import table
+from asyncrl.rewards.load import ANSWER_CHARACTERS
 from asyncrl.trainer.memory import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import encode_group
@@ -156,6 +157,7 @@ def test_a_group_in_the_store_is_as_large_as_a_real_one():
         finish_reason="stop",
         reward=0.5,
         reward_parts={"exact_match": 0.5},
+        answer="4" * ANSWER_CHARACTERS,
     )
     group = Group(ticket_id=12345, rollouts=(rollout,) * 3, generator_id="g12", finished_version=5)
     assert abs(frame_bytes(config) - len(encode_group(group, b"key"))) <= 16

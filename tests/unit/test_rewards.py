@@ -15,9 +15,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.builtin import arithmetic, exact_match, gsm8k, words_used
-from asyncrl.rewards.load import bind, checked_reward, load_function
+from asyncrl.rewards import builtin
+from asyncrl.rewards.builtin import words_used
+from asyncrl.rewards.load import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
 from asyncrl.rewards.worker import pack_frame, serve
+
+
+def arithmetic(prompt, response, answer):
+    return builtin.arithmetic(prompt, response, answer)[0]
+
+
+def gsm8k(prompt, response, answer):
+    return builtin.gsm8k(prompt, response, answer)[0]
+
+
+def exact_match(prompt, response, answer):
+    return builtin.exact_match(prompt, response, answer)[0]
+
+
+def reward(function, *call):
+    """What is trained on; the answer is left out."""
+    return bind(function)(*call)[0]
+
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -153,11 +172,73 @@ def test_a_function_gets_the_columns_it_names():
     def with_default(prompt, response, *, level, other=2):
         return level + other
 
-    assert bind(takes_all)("p", "r", row) == 3
-    assert bind(with_default)("p", "r", row) == 5
-    assert bind(lambda prompt, response: len(prompt) + len(response))("p", "rr", row) == 3
+    assert reward(takes_all, "p", "r", row) == 3
+    assert reward(with_default, "p", "r", row) == 5
+    assert reward(lambda prompt, response: len(prompt) + len(response), "p", "rr", row) == 3
     with pytest.raises(RewardError, match=r"\['answer'\].*\['level'\]"):
-        bind(exact_match)("p", "r", {"level": 3})
+        reward(exact_match, "p", "r", {"level": 3})
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "reference", "answer"),
+    [
+        ("arithmetic", "it is 1,234.50 or 7", "1234.5", "1234.5"),
+        ("arithmetic", "-0.0", "0", "0"),
+        ("arithmetic", "100", "7", "100"),
+        ("arithmetic", "none", "7", ""),
+        ("gsm8k", "7 #### $1,000", "#### 1000", "1000"),
+        ("gsm8k", "#### 1000.000", "#### 1000", "1000"),
+        ("gsm8k", "007", "#### 7", "7"),
+        ("gsm8k", "nothing", "#### 7", ""),
+        ("exact_match", " four \n", "4", "four"),
+        ("words_used", "a pen", "", None),
+    ],
+)
+def test_built_in_rewards_write_equal_answers_in_one_way(function, response, reference, answer):
+    assert bind(load_function(function))("q", response, {"answer": reference, "words": ["pen"]})[1] == answer
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3), st.integers(0, 4))
+def test_equal_numbers_are_equal_answers(value, zeros):
+    plain, padded = (builtin.gsm8k("q", f"#### {text}", "#### 1")[1] for text in (f"{value:f}", f"{value:f}{'0' * zeros}"))
+    assert plain == padded and Fraction(plain) == Fraction(value)
+
+
+def test_an_answer_may_stand_beside_the_reward():
+    def judged(prompt, response):
+        return float(response == "4"), response or None
+
+    assert bind(judged)("p", "4", {}) == (1.0, "4")
+    assert bind(judged)("p", "", {}) == (0.0, "")
+    assert bind(lambda prompt, response: 1.0)("p", "r", {}) == (1.0, None)
+    assert bind(lambda data_source, solution_str, ground_truth: {"score": 1.0, "pred": 4})("p", "r", {"ground_truth": 4}) == (
+        1,
+        "4",
+    )
+    assert bind(compute_score)("", "4", {"data_source": "sums", "extra_info": {"split": "train"}, "ground_truth": "4"}) == (
+        1.0,
+        None,
+    )
+    with pytest.raises(RewardError, match="a reward is one finite number"):
+        bind(lambda prompt, response: (1.0, "4", "more"))("p", "r", {})
+
+
+@pytest.mark.parametrize(("answer", "text"), [(4, "4"), (" 4 ", "4"), ("  ", ""), (None, ""), ("\ud800", "?"), (0.5, "0.5")])
+def test_an_answer_is_a_short_text(answer, text):
+    assert checked_answer(answer) == text
+
+
+def test_long_answers_stay_different_and_short():
+    long = ["x" * 10_000, "x" * 9_999 + "y", "x" * (ANSWER_CHARACTERS + 1)]
+    assert len({checked_answer(text) for text in long}) == 3
+    assert {len(checked_answer(text)) for text in [*long, "x" * ANSWER_CHARACTERS]} == {ANSWER_CHARACTERS}
+    assert checked_answer(long[0]) == checked_answer(f" {long[0]}\n")
+
+
+@pytest.mark.parametrize("answer", [True, [4], object(), b"4", {"a": 1}])
+def test_what_is_no_answer_is_refused(answer):
+    with pytest.raises(RewardError, match=r"as the answer; an answer is a text, a number, or None"):
+        checked_answer(answer)
 
 
 # What a function of TRL's documentation looks like, and one of verl's.
@@ -193,29 +274,31 @@ def verl_plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
 
 def test_functions_of_trl_are_called_with_lists_of_one():
     row = {"answer": "4", "truncated": False}
-    assert bind(trl_reward)("2+2=", "4 and 4", row) == 2
-    assert bind(trl_correctness)("2+2=", "it is 4", row) == 1 and bind(trl_correctness)("2+2=", "5", row) == 0
-    assert bind(trl_correctness)("2+2=", "4", row | {"truncated": True}) == 0
+    assert reward(trl_reward, "2+2=", "4 and 4", row) == 2
+    assert reward(trl_correctness, "2+2=", "it is 4", row) == 1 and reward(trl_correctness, "2+2=", "5", row) == 0
+    assert reward(trl_correctness, "2+2=", "4", row | {"truncated": True}) == 0
     chat = {"prompt": [{"role": "user", "content": "2+2?"}]}
-    assert bind(trl_chat)("rendered", "4", chat) == 1 and bind(trl_chat)("rendered", "5", chat) == 0
-    assert bind(trl_async)("rendered", "5", chat) == 1
+    assert reward(trl_chat, "rendered", "4", chat) == 1 and reward(trl_chat, "rendered", "5", chat) == 0
+    assert reward(trl_async, "rendered", "5", chat) == 1
     with pytest.raises(RewardError, match=r"wants column\(s\) \['answer'\]"):
-        bind(trl_correctness)("2+2=", "5", {"truncated": False})
+        reward(trl_correctness, "2+2=", "5", {"truncated": False})
 
 
 def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
     row = {"data_source": "sums", "extra_info": {"split": "train"}}
     for reference in ({"ground_truth": "4"}, {"reward_model": {"style": "rule", "ground_truth": "4"}}):
-        assert bind(compute_score)("2+2=", "4", row | reference) == 1 and bind(compute_score)("2+2=", "5", row | reference) == 0
-    assert bind(verl_plain)("2+2=", "4", {"ground_truth": "4"}) == 1
+        assert (
+            reward(compute_score, "2+2=", "4", row | reference) == 1 and reward(compute_score, "2+2=", "5", row | reference) == 0
+        )
+    assert reward(verl_plain, "2+2=", "4", {"ground_truth": "4"}) == 1
     with pytest.raises(RewardError, match=r"wants column\(s\) \['ground_truth'\]"):
-        bind(compute_score)("2+2=", "5", row)
+        reward(compute_score, "2+2=", "5", row)
 
 
 @pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], "1", None])
 def test_what_is_no_list_of_one_number_is_refused(returned):
     with pytest.raises(RewardError, match=r"returned .*for one completion; .* list of one number|a reward is one finite number"):
-        bind(lambda completions, **kwargs: returned)("p", "r", {})
+        reward(lambda completions, **kwargs: returned, "p", "r", {})
 
 
 def test_prompt_and_response_in_the_wrong_order_are_refused_by_name():
@@ -227,7 +310,7 @@ def test_prompt_and_response_in_the_wrong_order_are_refused_by_name():
 
 def test_a_column_called_like_an_argument_is_none():
     row = {"prompt": "of the row", "response": "reference", "answer": "4"}
-    assert bind(lambda prompt, response, **columns: float(prompt == "p" and columns == {"answer": "4"}))("p", "r", row) == 1
+    assert reward(lambda prompt, response, **columns: float(prompt == "p" and columns == {"answer": "4"}), "p", "r", row) == 1
 
 
 def test_functions_are_loaded_from_files_and_modules(tmp_path):
@@ -236,7 +319,7 @@ def test_functions_are_loaded_from_files_and_modules(tmp_path):
         "from helper_of_my_reward import FACTOR\ndef length(prompt, response):\n    return FACTOR * len(response)\n"
     )
     assert load_function(f"{tmp_path}/my_reward.py:length")("", "abc") == 6
-    assert load_function("asyncrl.rewards.builtin:gsm8k") is gsm8k
+    assert load_function("asyncrl.rewards.builtin:gsm8k") is builtin.gsm8k
     assert load_function("words_used") is words_used
 
 
@@ -278,9 +361,9 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
     assert re.match(r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"])
     assert frames == [
         {"ready": True},
-        *({"started": True}, {"value": 1.0}, {"value": 1.0}),
+        *({"started": True}, {"value": 1.0, "answer": "4"}, {"value": 1.0, "answer": "4"}),
         {"started": True},
-        *({"started": True}, {"value": 0.0}, {"value": 0.0}),
+        *({"started": True}, {"value": 0.0, "answer": "5"}, {"value": 0.0, "answer": "5"}),
     ]
 
 

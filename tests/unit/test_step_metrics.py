@@ -74,6 +74,13 @@ def group(rewards: list[float], lengths: list[int], ticket_id: int = 1) -> Group
     return Group(ticket_id=ticket_id, rollouts=tuple(rollouts), generator_id="g", finished_version=0)
 
 
+def test_majorities_of_groups_are_told_if_a_reward_says_what_the_answer_is():
+    answered = [replace(rollout(a=reward), answer=answer) for reward, answer in ((1.0, "4"), (0.0, "5"), (0.0, ""))]
+    metrics = step_metrics(step(*answered))
+    assert (metrics["completions/answered_share"], metrics["group/majority"]) == (pytest.approx(2 / 3), 0.5)
+    assert not {"completions/answered_share", "group/majority"} & step_metrics(step(rollout(a=1.0), rollout(a=0.0))).keys()
+
+
 def taken(*rejected: tuple[Group, str]) -> dict[str, float]:
     """Metrics of a step that also took these groups; what it trains has rewards 1 and 0."""
     base = step(rollout(a=1.0), rollout(a=0.0))

@@ -89,6 +89,7 @@ POISON: dict[str, Group] = {
     "reward part 1e300": one(reward_parts={"a": 1e300}),
     "many reward parts": one(reward_parts={str(n): 0.0 for n in range(65)}),
     "long name of a reward part": one(reward_parts={"a" * 201: 0.0}),
+    "long answer": one(answer="4" * 201),
     "greedy reward -1e300": group(greedy_reward=-1e300),
     "log-probability far above 0": one(nats=1.0),
     "log-probability far below 0": one(nats=-1e30),
@@ -109,7 +110,7 @@ def test_the_judge_refuses(case):
 def test_the_judge_lets_pass_what_is_at_the_bounds():
     at_bounds = group(
         rollout(prompt=[99], response=[0] * 23, nats=-MOST_NATS, reward=MOST_REWARD, version=MOST_VERSION),
-        rollout(nats=0.001, reward=-MOST_REWARD, reward_parts={"a" * 200: MOST_REWARD}, finish_reason="length"),
+        rollout(nats=0.001, reward=-MOST_REWARD, reward_parts={"a" * 200: MOST_REWARD}, answer="4" * 200),
         sampling_s=1e9, finished_version=MOST_VERSION, greedy_reward=MOST_REWARD, generator_id="g" * 200,
     )  # fmt: skip
     assert trainable(at_bounds, LIMITS) is None
@@ -159,6 +160,7 @@ def rollouts(draw: Callable[..., Any]) -> Rollout:
         finish_reason=draw(st.sampled_from(["stop", "length", ""])),
         reward=draw(floats),
         reward_parts=draw(st.dictionaries(st.sampled_from(["a", "b", "/1", "\n"]), floats, max_size=2)),
+        answer=draw(st.none() | st.sampled_from(["", "4", "\x1b[2J", "4" * 201])),
     )
 
 

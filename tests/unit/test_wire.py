@@ -19,6 +19,7 @@ from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_
 from asyncrl.config.schema import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
+from asyncrl.rewards.load import ANSWER_CHARACTERS
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, Weights, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec, schema
@@ -46,6 +47,7 @@ def rollouts(draw):
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(names, finite, max_size=3)),
+        answer=draw(st.none() | names),
     )
 
 
@@ -96,6 +98,7 @@ def group_of(rng, rollouts_count=3, tokens=20):
                 finish_reason=("stop", "length")[r % 2],
                 reward=r / 2,
                 reward_parts={"exact": float(r), f"only_{r}": 0.25},
+                answer=(None, "", "42", "½")[r % 4],
             )
             for r in range(rollouts_count)
         ),
@@ -318,10 +321,27 @@ def test_no_group_is_larger_than_the_config_reckons(size, prompt_tokens, respons
         version_spans=tuple(VersionSpan(v, n) for v, n in enumerate([*spans, response_tokens - sum(spans)])),
         finish_reason="length",
         reward_parts={f"{'part' * 10}_{i}": 0.5 for i in range(10)},
+        answer="\U0001f600" * ANSWER_CHARACTERS,
     )
     group = Group(ticket_id=1 << 40, rollouts=(rollout,) * size, generator_id="g" * 200, finished_version=9, greedy_reward=0.5)
     tokens_bytes = PROMPT_TOKEN_BYTES * prompt_tokens + RESPONSE_TOKEN_BYTES * response_tokens
     assert len(encode_group(group)) <= GROUP_BYTES + size * (ROLLOUT_BYTES + tokens_bytes)
+
+
+def test_answers_that_lie_about_their_length_are_refused():
+    rollouts = GROUP.rollouts
+    with pytest.raises(WireError, match="an answer of 1025 bytes; at most 1024"):
+        encode_group(dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollouts[0], answer="4" * 1025),)))
+    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    lies = {
+        "contradict": {"answer_bytes": frame.arrays["answer_bytes"] + 1},
+        "contradict each other: 'utf-8'": {"answers": np.full_like(frame.arrays["answers"], 0xFF)},
+        "negative count in answer_bytes": {"answer_bytes": frame.arrays["answer_bytes"] - 2},
+        "an answer of 2147483647 bytes": {"answer_bytes": np.full_like(frame.arrays["answer_bytes"], 2**31 - 1)},
+    }
+    for reason, lie in lies.items():
+        with pytest.raises(WireError, match=reason):
+            decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, **lie}))
 
 
 def test_a_long_reason_is_cut():

@@ -1,0 +1,87 @@
+"""What k rollouts of a prompt are worth, as the mean over all choices of k of its n rollouts: without replacement, exactly.
+
+A bootstrap estimates the same numbers of draws with replacement, with noise.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """Probability that one of k samples drawn without replacement is correct: 1 - C(n - c, k) / C(n, k).
+
+    Source: Chen et al. 2021 (arXiv:2107.03374), equation 1.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Mean over all choices of k of the rewards of their maximum.
+
+    The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
+    """
+    choices = [math.comb(i, k - 1) for i in range(len(rewards))]
+    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(len(rewards), k)
+
+
+def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
+    """Mean over all choices of k rollouts of the share of their most frequent answer's rollouts that are solved.
+
+    Several answers that are most frequent share the vote equally. A rollout without an answer abstains; a choice in which
+    all abstain is not solved.
+
+    Every rollout is drawn with probability k/n on its own: given that k are drawn, all choices are equally likely. So votes
+    of different answers are independent, and their numbers add up by convolution.
+
+    Source: Wang et al. 2022 (arXiv:2203.11171), self-consistency.
+    """
+    voters: dict[str, list[bool]] = defaultdict(list)
+    for answer, right in zip(answers, solved, strict=True):
+        if answer:
+            voters[answer].append(right)
+    counted = [(len(marks), sum(marks) / len(marks)) for marks in voters.values()]
+    highest = max((count for count, _ in counted), default=0)
+    if k == len(answers):  # all vote: nothing is left to chance
+        first = [worth for count, worth in counted if count == highest]
+        return sum(first) / max(len(first), 1)
+    drawn, total = _drawn(len(answers), k), 0.0
+    for most in range(1, min(k, highest) + 1):
+        rivals = [(count, worth) for count, worth in counted if count >= most]
+        others = drawn[len(answers) - sum(count for count, _ in rivals)]
+        total += float(others[::-1] @ _winners(rivals, drawn, most))
+    return total / float(drawn[len(answers), k])
+
+
+def _winners(rivals: Sequence[tuple[int, float]], drawn: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    """[s]: probability that rivals get s votes together and the first among them `most`, times what the first is worth.
+
+    A rival is an answer: (how many rollouts have it, which share of them is solved). Others cannot get so many votes.
+    """
+    k = drawn.shape[1] - 1
+    shift = np.subtract.outer(np.arange(k + 1), np.arange(k + 1))
+    chance = np.zeros((k + 1, k // most + 1))  # by votes, and by how many answers have `most`
+    chance[0, 0] = 1.0
+    worth = np.zeros_like(chance)  # the same, times the sum of what these answers are worth
+    for count, value in rivals:
+        # Negative differences find the zeros behind the end.
+        fewer = np.concatenate([drawn[count, :most], np.zeros(2 * (k + 1) - most)])[shift]
+        tied = np.zeros_like(chance), np.zeros_like(chance)
+        tied[0][most:, 1:] = drawn[count, most] * chance[:-most, :-1]
+        tied[1][most:, 1:] = drawn[count, most] * (worth + value * chance)[:-most, :-1]
+        chance, worth = fewer @ chance + tied[0], fewer @ worth + tied[1]
+    winners: NDArray[np.float64] = (worth[:, 1:] / np.arange(1, worth.shape[1])).sum(axis=1)
+    return winners
+
+
+def _drawn(samples: int, k: int) -> NDArray[np.float64]:
+    """[m, j]: probability that j of m rollouts are drawn, each with probability k / samples."""
+    drawn = np.zeros((samples + 1, k + 1))
+    drawn[0, 0] = 1.0
+    for m in range(samples):
+        drawn[m + 1] = drawn[m] * (1.0 - k / samples)
+        drawn[m + 1, 1:] += drawn[m, :-1] * (k / samples)
+    return drawn
