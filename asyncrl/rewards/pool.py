@@ -3,6 +3,8 @@
 Each worker works on one response at a time. The clock of a call starts when the worker says that it has begun, so
 waiting for a free worker costs nobody their time. A worker that is late, dies, or is left in the middle of a call is
 killed with its process group and started anew at the next call; its replies can never be taken for another call's.
+Until a worker has said that it has begun, no user code has seen the response: what goes wrong before is the worker's fault,
+and the call is made again with a fresh one.
 """
 
 import asyncio
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 
 START_S = 60.0
 """For a worker to start, import the reward functions, and to begin a call."""
+BEGINNINGS = 3
+"""Workers that are asked to begin one call."""
+AGAIN_S = 1.0
 END_S = 5.0
 """For killed workers to end when the pool closes."""
 MAX_REPLY_BYTES = 64 * 1024
@@ -104,9 +109,7 @@ class _Worker:
         """All parts of one response, and the answer in it. A worker that does not end well and in step is killed."""
         in_step = False
         try:
-            await self.start()
-            await self._send(_request(one))
-            await self._receive("started", bool, START_S, "did not begin")
+            await self._begin(_packed(_request(one)))
             parts: dict[str, float] = {}
             answer: str | None = None
             is_spent = False
@@ -124,11 +127,44 @@ class _Worker:
             if not in_step:
                 self.kill()
 
+    async def _begin(self, request: bytes) -> None:
+        """Hand over a call, to a fresh process where this one does not begin."""
+        for left in reversed(range(BEGINNINGS)):
+            try:
+                await self.start()
+                await self._send(request)
+                await self._receive("started", bool, START_S, "the beginning of a call")
+            except (RewardError, OSError) as error:  # such as no memory for one more process
+                self.kill()
+                if not left:
+                    raise RewardError(f"{BEGINNINGS} reward workers in a row did not begin a call; the last: {error}") from error
+                log.warning("a reward worker did not begin a call, which is made again with another one: %s", error)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
+
     async def start(self) -> None:
-        """Start the process and have it load the functions, unless it is running."""
+        """Start the process and have it load the functions, unless it is running. Raises RewardError and OSError."""
         if self._process is not None and self._process.returncode is None:
             return
         self.kill()
+        self._process = await self._fork()
+        self._printed = _Printed()
+        reader = asyncio.create_task(_read_output(self._process, self._printed))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        ready = False
+        try:
+            await self._send(_packed(self._orders()))
+            reply = await self._receive("ready", bool, START_S, "start of the reward worker")
+            if "error" in reply:
+                raise RewardError(reply["error"])
+            ready = True
+        finally:
+            if not ready:
+                self.kill()
+
+    async def _fork(self) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "asyncrl.rewards.worker", str(PARENT_PID if self._sandbox else os.getpid())]
         with contextlib.ExitStack() as stack:
             filters = []
@@ -136,7 +172,7 @@ class _Worker:
                 filters.append(open_program())
                 stack.callback(os.close, filters[0])
                 command = self._sandbox.wrap(command, filter_fd=filters[0])
-            self._process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -145,20 +181,6 @@ class _Worker:
                 env={"OMP_NUM_THREADS": "1"} | (environment() if self._sandbox else os.environ),
                 pass_fds=filters,
             )
-        self._printed = _Printed()
-        reader = asyncio.create_task(_read_output(self._process, self._printed))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
-        ready = False
-        try:
-            await self._send(self._orders())
-            reply = await self._receive("ready", bool, START_S, "start of the reward worker")
-            if "error" in reply:
-                raise RewardError(reply["error"])
-            ready = True
-        finally:
-            if not ready:
-                self.kill()
 
     def kill(self) -> None:
         """Kill the process with its group, at once. The next call starts a new one."""
@@ -193,10 +215,10 @@ class _Worker:
             "sandboxed": self._sandbox is not None,
         }
 
-    async def _send(self, message: Mapping[str, Any]) -> None:
+    async def _send(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
-            self._process.stdin.write(_packed(message))
+            self._process.stdin.write(frame)
             async with asyncio.timeout(START_S):
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
