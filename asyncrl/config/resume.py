@@ -1,6 +1,7 @@
 """What may change when a run is resumed: every key of the config, and why some have to stay.
 
-A checkpoint holds `fixed_values`. Whoever resumes compares them with its config before it writes or starts anything.
+A checkpoint holds `fixed_values`. Of `data.train` it holds the rows and not the name: a file may be moved, and what another file
+under the same name holds is seen. Whoever resumes compares them with its config before it writes or starts anything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,9 @@ BOUND: dict[str, Bound] = {
     "model.revision": _MODEL,
     "model.dtype": Bound(REFUSED, "parameters and optimizer state are stored in it"),
     "model.chat_template": _PROMPT,
-    "data.train": _TICKET,
+    "data.train": Bound(
+        OTHER_RUN, "its rows, their number and their order decide which prompt a ticket means, so none may be appended either"
+    ),
     "data.prompt_field": _PROMPT,
     "data.template": _PROMPT,
     "data.system": _PROMPT,
@@ -81,9 +84,6 @@ FREE: dict[str, str] = {
 """Groups that were sampled before a change are trained as they are. Those that no longer fit (too long, too old, without the
 greedy reward) are rejected, counted with the reason, and give their credit back."""
 
-PATHS = frozenset({"model.path", "data.train"})
-"""Two spellings of one file are the same value."""
-
 
 def on_resume(key: str) -> str:
     """One of the three words, and the reason where it is not `may change`. KeyError for a key without an entry."""
@@ -95,8 +95,8 @@ def on_resume(key: str) -> str:
     return MAY_CHANGE
 
 
-def fixed_values(config: Config) -> dict[str, Any]:
-    """Those of the keys in `BOUND`, as plain values for the checkpoint."""
+def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
+    """Those of the keys in `BOUND`, as plain values for the checkpoint. `rows` stands for what is in `data.train`."""
     found: dict[str, Any] = {}
     for key in BOUND:
         value: Any = config
@@ -104,12 +104,11 @@ def fixed_values(config: Config) -> dict[str, Any]:
             value = getattr(value, name)
         found[key] = value
     has_critic = "values_T" in needs("advantage", config.algorithm.advantage.name)
-    return found | {"algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic"}
+    return found | {"data.train": rows, "algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic"}
 
 
-def resume_findings(saved: Mapping[str, Any], config: Config, *, weights: Path) -> Iterator[Finding]:
-    """Every key that the config has changed and that had to stay. `weights` are the run's newest, as a model directory."""
-    values = fixed_values(config)
+def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path) -> Iterator[Finding]:
+    """Every key that had to stay and that `values` have changed. `weights` are the run's newest, as a model directory."""
     for key, (kind, why) in BOUND.items():
         if _is_same(key, saved[key], values[key]):
             continue
@@ -121,7 +120,7 @@ def resume_findings(saved: Mapping[str, Any], config: Config, *, weights: Path) 
 
 
 def _is_same(key: str, saved: Any, value: Any) -> bool:
-    if saved == value:
-        return True
-    both = isinstance(saved, str) and isinstance(value, str) and key in PATHS
-    return both and Path(saved).exists() and Path(value).exists() and Path(saved).samefile(value)
+    """Two spellings of one path are the same model."""
+    if saved == value or key != "model.path":
+        return bool(saved == value)
+    return Path(saved).exists() and Path(value).exists() and Path(saved).samefile(value)

@@ -4,6 +4,7 @@ Every row is a mapping from column to value. A file that cannot be read complete
 dataset that silently lost rows would change the sample plan.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,17 @@ class Rows(Sequence[Row]):
     def place(self, index: int) -> str:
         """Where the row at `index` (from 0) is found, for messages: people, and editors, count from 1."""
         return f"{self.source}:{self._lines[index]}" if self._lines else f"{self.source}, row {index + 1}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Their number, and a digest of their content in this order: equal wherever they were read from.
+
+        Of a value that JSON does not have (an image, a date) only the type counts.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self._rows:
+            digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode() + b"\n")
+        return f"{len(self)} rows with digest {digest.hexdigest()}"
 
     @overload
     def __getitem__(self, index: int) -> Row: ...

@@ -19,7 +19,6 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json
-from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
@@ -29,6 +28,7 @@ from asyncrl.launch.intake import open_evaluation, open_intake
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.reports import Reports
+from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.timeline import Timeline
@@ -68,7 +68,7 @@ class Head:
     ) -> None:
         """`device` is the learner's kind: cpu or cuda."""
         self._config = config
-        self._fixed = fixed_values(config)
+        self._fixed = values_to_keep(config)
         self._store = store
         self._device = device
         self.version = state.version

@@ -20,7 +20,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.head import Head
 from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.resume import refuse_changes
+from asyncrl.launch.resume import read_saved, refuse_changes
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.starts import record_start
@@ -177,7 +177,7 @@ def main() -> None:
             os.environ["MASTER_PORT"] = wait_until_needed()
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
-        refuse_changes(config, directory)
+        refuse_changes(config, directory, read_saved(directory))
         logs = setup_logging("learner", directory.logs, console=True)
         train(config, directory, join_store(config, arguments.store), logs)
 

@@ -3,36 +3,67 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.document import Node
 from asyncrl.config.files import Finding
 from asyncrl.config.report import panel
-from asyncrl.config.resume import resume_findings
+from asyncrl.config.resume import fixed_values, resume_findings
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.data.dataset import load_rows
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.directory import RunDirectory, needing
 from asyncrl.telemetry.status import read_status
 from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
 
 
-def changes(config: Config, directory: RunDirectory) -> Iterator[Finding]:
-    """What the config has changed that had to stay; nothing before the first checkpoint, since such a run begins anew."""
-    if saved := _newest_state(directory):
-        path, state = saved
-        yield from resume_findings(state["fixed"], config, weights=path / EXPORT)
+class Saved(NamedTuple):
+    """The newest checkpoint of a run."""
+
+    path: Path
+    state: dict[str, Any]
 
 
-def refuse_changes(config: Config, directory: RunDirectory) -> None:
+def read_saved(directory: RunDirectory) -> Saved | None:
+    """None before the first checkpoint: such a run begins anew."""
+    with needing(directory.path):
+        if not os.path.lexists(directory.secret_path):  # nothing can be verified, and `up` says so where something was saved
+            return None
+        newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
+        return Saved(*newest) if newest else None
+
+
+def values_to_keep(config: Config) -> dict[str, Any]:
+    """What a checkpoint holds of the config and its data. Raises DataError."""
+    return fixed_values(config, rows=_rows_of(config))
+
+
+def _rows_of(config: Config) -> str:
+    return load_rows(config.data.train, config.data.split).fingerprint
+
+
+def changes(config: Config, saved: Saved | None) -> Iterator[Finding]:
+    """What the config, or the file that it names, has changed that had to stay."""
+    if saved is None:
+        return
+    fixed = saved.state["fixed"]
+    try:
+        rows = _rows_of(config)
+    except DataError as error:
+        rows = fixed["data.train"]
+        yield "data.train", str(error)
+    yield from resume_findings(fixed, fixed_values(config, rows=rows), weights=saved.path / EXPORT)
+
+
+def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None) -> None:
     """Raises ConfigError with all of them."""
-    if found := [f"{key}: {text}" for key, text in changes(config, directory)]:
+    if found := [f"{key}: {text}" for key, text in changes(config, saved)]:
         raise ConfigError(panel(found, title=f"the config with which {directory.path} is to be resumed"))
 
 
-def nothing_left(config: Config, directory: RunDirectory) -> str:
+def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
     """Why there is nothing to train; empty when there is something, or the last weights may have to be evaluated yet."""
-    saved, steps = _newest_state(directory), config.learner.steps
-    trained = saved[1]["version"] if saved else 0
+    trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
     if trained < steps or (trained == steps and not is_evaluated):
@@ -57,10 +88,3 @@ def moved(path: Path, config: Config, root: Node) -> Iterator[Finding]:
         f"found the config of the run in {found}, but with run.name it leads to {meant}, which would be another run; to go on "
         f"with the one in {found.name}, {cure}; to begin another one, give run.name as an override",
     )
-
-
-def _newest_state(directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
-    with needing(directory.path):
-        if not os.path.lexists(directory.secret_path):  # nothing can be verified, and `up` says so where something was saved
-            return None
-        return CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()

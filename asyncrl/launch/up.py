@@ -25,7 +25,7 @@ from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.ranks import workers_of
-from asyncrl.launch.resume import nothing_left, refuse_changes
+from asyncrl.launch.resume import Saved, nothing_left, read_saved, refuse_changes
 from asyncrl.launch.scale import Scaled
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.view import show_result, viewer, wants_lines
@@ -47,11 +47,12 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
     """
     directory = RunDirectory(config.run.directory)
     may_fail, lines = BestEffort(), wants_lines(plain=plain)
-    if not fresh and (reason := nothing_left(config, directory)):
+    saved = None if fresh else read_saved(directory)
+    if not fresh and (reason := nothing_left(config, directory, saved)):
         print(reason, flush=True)  # noqa: T201 - the command's output
         return 0
     with ExitStack() as stack:
-        keys = stack.enter_context(_claimed(config, directory, may_fail, fresh=fresh))
+        keys = stack.enter_context(_claimed(config, directory, may_fail, saved, fresh=fresh))
         members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=lines)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
@@ -93,14 +94,15 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
 
 
 @contextmanager
-def _claimed(config: Config, directory: RunDirectory, may_fail: BestEffort, *, fresh: bool) -> Iterator[RunKeys]:
+def _claimed(
+    config: Config, directory: RunDirectory, may_fail: BestEffort, saved: Saved | None, *, fresh: bool
+) -> Iterator[RunKeys]:
     """The run directory, this process's alone until the run ends. Raises RunError; then nothing in it has changed."""
     with needing(directory.path):
         refuse_second_run(directory)
         if fresh:
             directory.require_run()
-        else:
-            refuse_changes(config, directory)
+        refuse_changes(config, directory, saved)
         directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):

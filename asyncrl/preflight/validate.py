@@ -20,7 +20,8 @@ def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool
     draft = read_draft(path, overrides)
     found = _problems(draft.config, draft.root) if draft.config else []
     if draft.config and resumes:
-        found += _resume_problems(path, draft.config, draft.root)
+        told = {key for key, _ in found}  # such as a file that is not there
+        found += [one for one in _resume_problems(path, draft.config, draft.root) if one[0] not in told]
     for name, text in found:
         keys = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         draft.add([keys], Problem(draft.root.nearest(keys).place, keys, text))
@@ -40,6 +41,6 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Finding]:
     if path.name != "config.yaml" and not config.run.directory.exists():
         return []
     from asyncrl.launch.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait
-    from asyncrl.launch.resume import changes, moved
+    from asyncrl.launch.resume import changes, moved, read_saved
 
-    return list(moved(path, config, root)) or list(changes(config, RunDirectory(config.run.directory)))
+    return list(moved(path, config, root)) or list(changes(config, read_saved(RunDirectory(config.run.directory))))

@@ -17,11 +17,11 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.config.load import load_config
-from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch import up
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.wiring import connect_store
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import ProcessSpec
@@ -79,7 +79,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
         ledger.trained += len(take.ids)
         weights.ids += take.ids
         version += 1
-        values = {"version": version, "ledger": ledger.to_dict(), "fixed": fixed_values(config)}
+        values = {"version": version, "ledger": ledger.to_dict(), "fixed": values_to_keep(config)}
         checkpoints.save(version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)
         tracker.log({"reward/mean": 1.0, "time/step": 0.1}, step=version)

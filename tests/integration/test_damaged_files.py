@@ -64,11 +64,12 @@ DAMAGES: list[Damage] = [truncated, emptied, flipped, missing, replaced, unreada
 
 
 def config_in(root: Path) -> Path:
-    path = root / "run.yaml"
+    path, train = root / "run.yaml", root / "train.jsonl"
+    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     values = {
         "run": {"name": NAME, "root": str(root / "runs")},
         "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": "train.jsonl"},
+        "data": {"train": str(train)},
         "reward": {"functions": [{"function": "exact_match"}]},
         "batch": {"groups": GROUPS, "group_size": 4},
         "learner": {"device": "cpu"},

@@ -20,7 +20,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import load_config
-from asyncrl.config.resume import FREE, fixed_values, resume_findings
+from asyncrl.config.resume import FREE, resume_findings
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
@@ -29,6 +29,7 @@ from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator import lanes
 from asyncrl.launch.intake import open_evaluation, open_intake
 from asyncrl.launch.learner_state import LearnerState
+from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import train_lane
 from asyncrl.rewards.base import RewardInput, Score
@@ -271,7 +272,7 @@ class Life:
             ledgers=self.intake.settled,
             history=self.history,
             evaluation=self.evaluation.state(),
-            fixed=fixed_values(self.config),
+            fixed=values_to_keep(self.config),
         )
         oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))
         self.intake.commit(LearnerState.from_dict(oldest).ledgers, version)
@@ -293,7 +294,7 @@ def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *o
     """The life after; whatever was changed, no group is lost or trained twice."""
     with contextlib.chdir(path.parent):
         config = load_config(path, [override.replace("url=OTHER", f"url={servers[1].url}") for override in overrides])
-        assert not list(resume_findings(fixed_values(first.config), config, weights=path))
+        assert not list(resume_findings(values_to_keep(first.config), values_to_keep(config), weights=path))
         second = Life(config, config.store.url or servers[0].url, path.parent / "checkpoints")
         assert second.state.version == SAVED
         asyncio.run(second.live(config.learner.steps, saves=config.learner.steps))

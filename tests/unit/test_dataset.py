@@ -32,6 +32,7 @@ def test_jsonl_and_json_come_back_as_written(tmp_path_factory, rows):
     jsonl, array = load_rows(write_jsonl(directory / "rows.jsonl", rows)), load_rows(str(directory / "rows.json"))
     assert list(jsonl) == list(array) == rows
     assert len(jsonl) == len(rows)
+    assert jsonl.fingerprint == array.fingerprint and jsonl.fingerprint.startswith(f"{len(rows)} rows with digest ")
 
 
 def test_parquet_comes_back_as_written(tmp_path):
@@ -54,6 +55,16 @@ def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
         load_rows(str(path))
     path.write_text('\n{"a": 1}\r\n\n{"a": 2}')
     assert list(load_rows(str(path))) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
+    from asyncrl.data.dataset import Rows
+
+    rows = [{"a": 1, "b": "\ud83d"}, {"a": 2, "b": object()}]
+    assert Rows(rows, "x").fingerprint == Rows([rows[0], {"a": 2, "b": object()}], "y").fingerprint
+    assert Rows([{"a": 1}], "x").fingerprint == "1 rows with digest c4cb53ce0f4efd04", "it is stored, so it may never change"
+    changed = [[*rows, rows[0]], rows[::-1], rows[:1], [rows[0], {**rows[1], "a": 3}], [{"a": 1, "c": "\ud83d"}, rows[1]]]
+    assert len({Rows(each, "x").fingerprint for each in [rows, *changed]}) == 6
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from asyncrl.config.choices import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, fixed_values, on_resume
+from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, on_resume
 from asyncrl.config.schema import Config, RewardFunctionConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.resume import refuse_changes
+from asyncrl.launch.resume import nothing_left, read_saved, refuse_changes, values_to_keep
 from asyncrl.launch.up import run_here
 from asyncrl.preflight.validate import validated_config
 from asyncrl.telemetry.status import StatusSnapshot, write_status
@@ -59,7 +59,7 @@ def trained(config: Config, step: int) -> RunDirectory:
     directory.create(fresh=False)
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
-    state = LearnerState(version=step, ledgers=Ledgers((Ledger(),)), fixed=fixed_values(config))
+    state = LearnerState(version=step, ledgers=Ledgers((Ledger(),)), fixed=values_to_keep(config))
     CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(step, FakeTrainer("weights"), state.to_dict())
     return directory
 
@@ -105,14 +105,15 @@ def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_wri
     assert CHANGES.keys() | {"run.name"} == BOUND.keys()
     directory = trained(load_config(path), 5)
     before = everything_in(directory)
+    Path("other.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
     for key, overrides in CHANGES.items():
         config = load_config(path, overrides)
         with pytest.raises(ConfigError, match=rf"{key}: found .*; allowed is .*begun: .*; set it back, or begin another run"):
             run_here(config, fresh=False, generators=True, plain=True)
         with pytest.raises(ConfigError, match=f"  {key}: "):
-            refuse_changes(config, directory)
+            refuse_changes(config, directory, read_saved(directory))
     assert everything_in(directory) == before
-    refuse_changes(load_config(path, ["algorithm.advantage=rloo"]), directory)
+    refuse_changes(load_config(path, ["algorithm.advantage=rloo"]), directory, read_saved(directory))
 
 
 def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
@@ -140,13 +141,55 @@ def test_one_file_under_two_spellings_is_the_same(path, tmp_path):
     validated_config(path, [f"model.path={tmp_path}/model", "data.train=./link.jsonl"], resumes=True)
 
 
+def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypatch):
+    train, first = tmp_path / "train.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+
+    def write(rows):
+        train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(first)
+    directory = trained(load_config(path), 5)
+    for rows in ([*first, {"prompt": "2+2=", "answer": "4"}], first[::-1], first[:1], [first[0], {**first[1], "answer": "4"}]):
+        write(rows)
+        with pytest.raises(ConfigError) as caught:
+            validated_config(path, resumes=True)
+        found = rf"found '{len(rows)} rows with digest \w{{16}}'; allowed is '2 rows with digest \w{{16}}', with which this run"
+        assert re.search(found, str(caught.value)) and "none may be appended" in str(caught.value)
+        with pytest.raises(ConfigError, match=found):
+            run_here(load_config(path), fresh=False, generators=True, plain=True)
+    monkeypatch.setattr("asyncrl.launch.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again")))
+    with pytest.raises(RunError, match="it begins again"):
+        run_here(load_config(path), fresh=True, generators=True, plain=True)
+    write(first)
+    directory = trained(load_config(path), 5)
+    (tmp_path / "moved.json").write_text(json.dumps(first, indent=4))  # the same rows, wherever they are
+    train.unlink()
+    validated_config(path, ["data.train=moved.json"], resumes=True)
+    with pytest.raises(ConfigError) as caught:
+        validated_config(path, ["run.seed=1"], resumes=True)
+    assert str(caught.value).startswith("2 problems") and "run.seed: found 1" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"data.train: dataset train.jsonl does not exist"):
+        refuse_changes(load_config(path), directory, read_saved(directory))
+
+
+def test_the_newest_state_is_read_once(path, monkeypatch):
+    config, reads = load_config(path), []
+    trained(config, 5)
+    read = CheckpointStore.newest_state
+    monkeypatch.setattr(CheckpointStore, "newest_state", lambda self: reads.append(self) or read(self))
+    monkeypatch.setattr("asyncrl.launch.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins")))
+    with pytest.raises(RunError, match="it begins"):
+        run_here(config, fresh=False, generators=True, plain=True)
+    assert len(reads) == 1
+
+
 def test_a_state_that_was_altered_is_not_believed(path):
     config = load_config(path)
     directory = trained(config, 5)
     trained(config, 6)
     state = directory.checkpoints / "step-000006" / "state.json"
     state.write_text(state.read_text().replace('"run.seed": 0', '"run.seed": 9'))
-    refuse_changes(config, directory)
+    refuse_changes(config, directory, read_saved(directory))
 
 
 @pytest.mark.parametrize(("steps", "starts"), [(20, True), (12, False), (5, False)])
@@ -170,17 +213,15 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(path, capsys, 
 
 
 def test_the_last_weights_are_evaluated_before_a_run_counts_as_done(path, monkeypatch):
-    from asyncrl.launch.resume import nothing_left
-
     config = load_config(path, ["data.eval=train.jsonl"])
     directory = trained(config, 12)
-    assert nothing_left(config, directory) == ""
+    assert nothing_left(config, directory, read_saved(directory)) == ""
     for state, expected in (("stopped", False), ("finished", True)):
         write_status(
             directory.status,
             StatusSnapshot(run="first", state=state, step=12, total_steps=12, version=12, started_at=1, updated_at=2, pid=1),
         )
-        assert bool(nothing_left(config, directory)) is expected
+        assert bool(nothing_left(config, directory, read_saved(directory))) is expected
 
 
 def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
@@ -201,6 +242,6 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
 
 
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
-    values = fixed_values(load_config(path))
+    values = values_to_keep(load_config(path))
     assert json.loads(json.dumps(values)) == values and values.keys() == BOUND.keys()
     assert on_resume("batch.groups") == MAY_CHANGE
