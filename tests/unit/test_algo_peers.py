@@ -1,4 +1,4 @@
-"""The same numbers as two independent libraries, run on the same inputs; provenance is in the file."""
+"""The same numbers as five independent libraries, run on the same inputs; provenance is in the file."""
 
 import dataclasses
 import json
@@ -10,9 +10,12 @@ import torch
 
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.corrections import combined, none
+from asyncrl.algo.kl import adapt_coefficient, bias_corrected
 from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.value import value_loss
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/algo_peers.json").read_text())
 INPUTS = GOLDEN["inputs"]
@@ -58,17 +61,29 @@ def close(actual: torch.Tensor, expected: list[float], *, rel: float = 1e-6) -> 
     assert actual.tolist() == pytest.approx(expected, rel=rel, abs=1e-7)
 
 
+def aggregated(losses_T: torch.Tensor, name: str) -> torch.Tensor:
+    return registry.resolve("aggregation", name, {})(losses_T, batch(), Counts.of(batch()))
+
+
 @pytest.mark.parametrize("entry", GOLDEN["losses"], ids=label)
 def test_loss_and_gradient_agree(entry):
     tokens = batch()
+    if entry.get("anchor") == "behaviour":
+        tokens = dataclasses.replace(tokens, proximal_logprobs_T=None)
     if "correction" in entry:
         correct = registry.resolve("correction", entry["correction"]["name"], entry["correction"]["params"])
         tokens = dataclasses.replace(tokens, weights_T=correct(tokens).weights_T)
     logprobs_T = column("current").requires_grad_()
     losses_T = registry.resolve("policy_loss", entry["name"], entry["params"])(tokens, logprobs_T).losses_T
-    loss = registry.resolve("aggregation", entry["aggregation"], {})(losses_T, tokens, Counts.of(tokens))
+    if "kl" in entry:
+        kl_T = registry.resolve("kl", entry["kl"]["name"], {})(logprobs_T, column("reference"))
+        if entry["kl"]["bias_corrected"]:
+            kl_T = bias_corrected(kl_T, tokens, logprobs_T)
+        losses_T = losses_T + entry["kl"]["coefficient"] * kl_T
+    loss = aggregated(losses_T, entry["aggregation"])
     loss.backward()
-    assert loss.item() == pytest.approx(entry["loss"], rel=1e-6)
+    if entry["loss"] is not None:
+        assert loss.item() == pytest.approx(entry["loss"], rel=1e-6)
     close(logprobs_T.grad, entry["gradient"])
 
 
@@ -82,6 +97,28 @@ def test_advantages_agree(entry):
 @pytest.mark.parametrize("entry", GOLDEN["corrections"], ids=lambda entry: str(entry["params"]))
 def test_weights_agree(entry):
     close(registry.resolve("correction", entry["name"], entry["params"])(batch()).weights_T, entry["weights"])
+
+
+@pytest.mark.parametrize("entry", GOLDEN["rejections"], ids=lambda entry: entry["source"])
+def test_the_same_tokens_are_rejected(entry):
+    tokens = batch()
+    rejections = [registry.resolve("correction", "reject", params)(tokens) for params in entry["rejections"]]
+    assert combined(none(tokens), rejections).keep_T.tolist() == [keep == 1.0 for keep in entry["keep"]]
+
+
+@pytest.mark.parametrize("entry", GOLDEN["values"], ids=lambda entry: entry["aggregation"])
+def test_loss_of_the_critic_agrees(entry):
+    values_T = column("values").requires_grad_()
+    old_values_T, returns_T = (torch.tensor(entry[name], dtype=torch.float64) for name in ("old_values", "returns"))
+    loss = aggregated(value_loss(values_T, old_values_T, returns_T, **entry["params"]).losses_T, entry["aggregation"])
+    loss.backward()
+    assert loss.item() == pytest.approx(entry["loss"], rel=1e-6)
+    close(values_T.grad, entry["gradient"])
+
+
+@pytest.mark.parametrize("entry", GOLDEN["kl_controllers"], ids=lambda entry: str(entry["kl"]))
+def test_the_coefficient_of_the_kl_is_steered_alike(entry):
+    assert adapt_coefficient(entry["coefficient"], entry["kl"], **entry["params"]) == pytest.approx(entry["next"])
 
 
 @pytest.mark.parametrize("entry", GOLDEN["kl"], ids=label)

@@ -63,14 +63,14 @@ def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() 
         "checkpoint": {"every": 25, "keep": 2},
         "learner": {"steps": 1000, "tokens_per_microbatch": 8192},
     }
-    group_bytes = 8192 + 8 * (512 + 4 * 1024 + 9 * 7168)
+    group_bytes = 8192 + 8 * (768 + 4 * 1024 + 9 * 7168)
     needed_gib = (3 + 1 + 2 * 25) * 64 * group_bytes / 2**30
     assert 1.8 < needed_gib < 1.9
     assert config(**parts, store={"max_gib": needed_gib + 0.001})
     with pytest.raises(ValidationError) as caught:
         config(**parts, store={"max_gib": needed_gib - 0.001})
     text = str(caught.value)
-    assert all(part in text for part in ("3456 groups", "of up to 0.535 MiB", "50 that the oldest", "set store.max_gib: 2"))
+    assert all(part in text for part in ("3456 groups", "of up to 0.537 MiB", "50 that the oldest", "set store.max_gib: 2"))
     parts["learner"]["steps"] = 10  # a short run never holds more than all of its steps
     assert config(**parts, store={"max_gib": 0.5})
 
