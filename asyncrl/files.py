@@ -35,6 +35,14 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
         sync(path.parent)
 
 
+def make_directory(path: Path, *, private: bool = False) -> None:
+    """Make a directory, with those above it, that is still there after a loss of power: what is synced in it would go with it."""
+    made = [directory for directory in (path, *path.parents) if not directory.exists()] or [path]
+    path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+    for directory in made:
+        sync(directory.parent)
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -42,6 +50,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_below(directory: Path) -> None:
+    """Make all that is in a directory durable; its own name is its parent's affair."""
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.files import read_record, replace_text, tell_unreadable
+from asyncrl.files import make_directory, read_record, replace_text, tell_unreadable
 from asyncrl.launch.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.processes import find_holder
 from asyncrl.trainer.checkpoint import UNFINISHED
@@ -114,9 +114,13 @@ class RunDirectory:
         if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
             raise RunError(f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself")
 
+    def make(self) -> None:
+        """Private, because it holds secrets and sockets."""
+        make_directory(self.path, private=True)
+
     def create(self, *, fresh: bool) -> None:
         """Make the directories; with `fresh`, after removing what an earlier run of this name left."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds secrets and sockets
+        self.make()
         if fresh:
             for entry in self.path.iterdir():
                 if entry != self.supervisor_lock:  # this process's, if anybody's

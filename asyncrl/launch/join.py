@@ -20,6 +20,7 @@ from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.config.store import holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
+from asyncrl.files import replace_text
 from asyncrl.launch.allowance import check_allowed
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.family import family
@@ -58,7 +59,7 @@ def run_generators(
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
         directory.create(fresh=False)
-        directory.config.write_text(dump_config(config))
+        replace_text(directory.config, dump_config(config))  # generators that another command started here may be reading it
     _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
     here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})

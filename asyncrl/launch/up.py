@@ -103,7 +103,7 @@ def _claimed(
         if fresh:
             directory.require_run()
         refuse_changes(config, directory, saved)
-        directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.make()
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
             directory.create(fresh=fresh)

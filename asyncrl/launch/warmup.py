@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.errors import RunError
+from asyncrl.files import sync_below
 
 Row = dict[str, str]
 PAD, BOS, EOS = 0, 1, 2
@@ -103,6 +104,7 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
     with _one_thread():
         built = {"digest": settings.digest} | _warm_up(settings, train, test, scratch / "model", report)
     (scratch / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
+    sync_below(scratch)
     shutil.rmtree(directory, ignore_errors=True)
     scratch.rename(directory)
     return _result(directory, built)

@@ -9,6 +9,7 @@ import jinja2
 import yaml
 
 from asyncrl.errors import RunError
+from asyncrl.files import sync_below
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
@@ -31,6 +32,7 @@ def export_run(run: Path | None, to: Path) -> None:
     step = int(source.parent.name.removeprefix("step-"))
     card = model_card(read_archive(directory), step, served_as=to, has_template=_has_template(source))
     (writing / CARD).write_text(card, encoding="utf-8")
+    sync_below(writing)
     writing.rename(to)  # whole or not there
     print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
 

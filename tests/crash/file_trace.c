@@ -3,12 +3,13 @@
  * One record: op (1 byte) | length of path (4) | path | length of second path (4) | path | number (8) | length of data (8) | data
  *   c create or truncate, number 1: truncated    w write at `number`       t truncate to `number`     f fsync
  *   m mkdir    u unlink    d rmdir    r rename to the second path
+ *
+ * Each record is one append, so that several processes may write the same log: with TRACE_CHILDREN whoever is started is traced too.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -22,7 +23,6 @@
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int log_fd = -1;
 static const char *root;
 
@@ -30,28 +30,25 @@ __attribute__((constructor)) static void begin(void) {
     root = getenv("TRACE_ROOT");
     const char *log = getenv("TRACE_LOG");
     if (root && log) log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    unsetenv("LD_PRELOAD"); /* children are not traced */
-}
-
-static void put(const void *data, size_t size) {
-    while (size) {
-        ssize_t done = syscall(SYS_write, log_fd, data, size);
-        if (done <= 0) abort(); /* a trace with a hole proves nothing */
-        data = (const char *)data + done;
-        size -= done;
-    }
+    if (!getenv("TRACE_CHILDREN")) unsetenv("LD_PRELOAD");
 }
 
 static int below_root(const char *path) {
     return log_fd >= 0 && root && !strncmp(path, root, strlen(root)) && (path[strlen(root)] == '/' || !path[strlen(root)]);
 }
 
+static int is_deleted(const char *path) { /* nobody finds it any more */
+    size_t length = strlen(path);
+    return length > 10 && !strcmp(path + length - 10, " (deleted)");
+}
+
 static void record(char op, const char *path, const char *other, int64_t number, const void *data, int64_t size) {
-    if (!below_root(path)) return;
+    if (!below_root(path) || is_deleted(path) || is_deleted(other)) return;
     uint32_t length = strlen(path), second = strlen(other);
-    pthread_mutex_lock(&lock);
-    put(&op, 1), put(&length, 4), put(path, length), put(&second, 4), put(other, second), put(&number, 8), put(&size, 8), put(data, size);
-    pthread_mutex_unlock(&lock);
+    struct iovec parts[] = {{&op, 1}, {&length, 4}, {(void *)path, length}, {&second, 4}, {(void *)other, second},
+                            {&number, 8}, {&size, 8}, {(void *)data, size}};
+    ssize_t whole = 25 + length + second + size;
+    if (syscall(SYS_writev, log_fd, parts, 8) != whole) abort(); /* a trace with a hole proves nothing */
 }
 
 static const char *path_of(int fd, char *buffer) {
@@ -91,6 +88,14 @@ static int64_t position(int fd) {
     if (log_fd < 0) return 0;
     if (fcntl(fd, F_GETFL) & O_APPEND) { struct stat s; return fstat(fd, &s) ? 0 : s.st_size; }
     return lseek(fd, 0, SEEK_CUR);
+}
+
+int fflush(FILE *file) { /* what went through a buffer of the C library is read back: it is little */
+    int failed = REAL(fflush)(file);
+    char buffer[PATH_MAX];
+    struct stat s;
+    if (!failed && file && below_root(path_of(fileno(file), buffer)) && !fstat(fileno(file), &s)) copied(fileno(file), 0, s.st_size);
+    return failed;
 }
 
 #define FILES 4096
@@ -211,8 +216,12 @@ int unlinkat(int dir, const char *path, int flags) {
 
 static int renamed(int from_dir, const char *from, int to_dir, const char *to, int failed) {
     char first[PATH_MAX], second[PATH_MAX];
-    if (!failed) record('r', path_at(from_dir, from, first), path_at(to_dir, to, second), 0, "", 0);
-    return failed;
+    if (failed) return failed;
+    const char *old = path_at(from_dir, from, first), *new = path_at(to_dir, to, second);
+    record('r', old, new, 0, "", 0);
+    for (int fd = 0; fd < FILES; fd++)
+        if (open_path[fd] && !strcmp(open_path[fd], old)) free(open_path[fd]), open_path[fd] = strdup(new);
+    return 0;
 }
 int rename(const char *from, const char *to) { return renamed(AT_FDCWD, from, AT_FDCWD, to, REAL(rename)(from, to)); }
 int renameat(int from_dir, const char *from, int to_dir, const char *to) {

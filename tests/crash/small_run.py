@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch import up
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.resume import values_to_keep
+from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import connect_store
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import ProcessSpec
@@ -67,7 +68,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
     RunRecord(connection, keys.join.record).claim(record, fresh=version == 0)
     buffer = RedisBuffer(connection, config.run.name, RULES)
     buffer.recover(ledger, version=version, limit=GROUPS * steps)
-    tracker = JsonlTracker(directory.metrics / "learner.jsonl", directory.samples)
+    tracker, deaths = JsonlTracker(directory.metrics / "learner.jsonl", directory.samples), StepDeaths(directory.step_under_way)
     while version < steps:
         if (directory.path / "slowly").exists():
             time.sleep(0.2)
@@ -75,6 +76,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
             buffer.put("g", ticket.id, b"frame %d" % ticket.id)
         if (take := buffer.take(ledger, GROUPS, window=GROUPS)) is None:
             continue
+        deaths.begin(version, [b"frame %d" % number for number in take.ids])
         ledger.consume(take.ids)
         ledger.trained += len(take.ids)
         weights.ids += take.ids
@@ -83,6 +85,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
         checkpoints.save(version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)
         tracker.log({"reward/mean": 1.0, "time/step": 0.1}, step=version)
+        deaths.end(version - 1)
         tell(config, directory, version)
 
 
