@@ -127,8 +127,17 @@ def find_holder(path: Path) -> "psutil.Process | None":
 
 def _holds_lock(process: Path, names: set[str]) -> bool:
     try:
-        numbers = [entry.name for entry in os.scandir(process / "fd") if os.readlink(entry.path) in names]
-        infos = [(process / "fdinfo" / number).read_text() for number in numbers]
+        numbers = os.listdir(process / "fd")
     except OSError:  # it is gone, or somebody else's
         return False
-    return any(line.startswith("lock:") and " WRITE " in line for info in infos for line in info.splitlines())
+    return any(_is_lock(process, number, names) for number in numbers)
+
+
+def _is_lock(process: Path, number: str, names: set[str]) -> bool:
+    try:
+        if os.readlink(process / "fd" / number) not in names:
+            return False
+        info = (process / "fdinfo" / number).read_text()
+    except OSError:  # closed since it was listed: a process that has just started does that all the time
+        return False
+    return any(line.startswith("lock:") and " WRITE " in line for line in info.splitlines())

@@ -20,7 +20,7 @@ def evaluate(
     """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model directory has not."""
     from asyncrl.results.evaluate import evaluate_model
 
-    evaluate_model(model, *config_and_overrides(words, config))
+    raise typer.Exit(evaluate_model(model, *config_and_overrides(words, config)))
 
 
 @app.command()

@@ -7,11 +7,14 @@ import os
 import select
 import signal
 import sys
+from types import FrameType
 
 DONE, FAULT, MISTAKE = 0, 1, 2
 """FAULT too where a command's own answer is no: `doctor`, `reward test`."""
 INTERRUPTED = 128 + signal.SIGINT
 """Of Ctrl-C. `up` ends so by other signals too: 143 SIGTERM, 129 a closed terminal."""
+
+_interrupted = False
 
 
 def main() -> None:
@@ -19,6 +22,8 @@ def main() -> None:
     # To find plugins, pydantic reads the metadata of every installed package: a third of the time until `validate` answers.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     sys.unraisablehook = _unraisable
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a script
+        signal.signal(signal.SIGINT, _interrupt)
     status = INTERRUPTED
     try:
         status = _status(sys.argv[1:])
@@ -41,6 +46,8 @@ def _status(arguments: list[str]) -> int:
         if sys.stdout:
             sys.stdout.flush()
     except Exception as error:  # noqa: BLE001 - all that is left is to say it
+        if _interrupted:  # what a library made of it
+            return INTERRUPTED
         if isinstance(error, BrokenPipeError) and _reader_left():
             return DONE
         from asyncrl.cli.mistakes import explain
@@ -60,6 +67,25 @@ def _output() -> tuple[int, int] | None:
     except OSError:  # closed
         return None
     return found.st_dev, found.st_ino
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: unwind from wherever it finds us, also from an event loop that does not get to its next turn.
+
+    Leave at once when it is the second one, and within an import: libraries in C++ abort when one of their imports raises, or
+    make something else of it. Processes that we started end with us.
+    """
+    global _interrupted
+    if _interrupted or _is_importing(frame):
+        os._exit(INTERRUPTED)
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _unraisable(found: "sys.UnraisableHookArgs") -> None:

@@ -18,12 +18,17 @@ PATIENCE_S = 60.0
 def stop_run(run: Path | None) -> None:
     """Ask the supervisor to stop, wait, and end what is left. Raises RunError when something survives."""
     directory = find_run(run)
-    supervisor = directory.supervisor()
-    members = processes_of(directory.path)
-    if supervisor is not None:
-        members = [*_descendants(supervisor), supervisor, *members]
-        supervisor.send_signal(signal.SIGTERM)
-    alive = _wait(members, PATIENCE_S)
+    was_up, supervisor = False, directory.supervisor()
+    while True:
+        members = processes_of(directory.path)
+        if supervisor is not None:
+            members = [*_descendants(supervisor), supervisor, *members]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                supervisor.send_signal(signal.SIGTERM)
+        was_up = was_up or bool(members)
+        alive = _wait(members, PATIENCE_S)
+        if (supervisor := directory.supervisor()) is None or supervisor in alive:
+            break  # else it was being started when we looked, and its processes are not leftovers
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -31,7 +36,8 @@ def stop_run(run: Path | None) -> None:
     if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
         raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
     killed = f" ({len(alive)} had to be killed)" if alive else ""
-    print(f"{directory.path}: stopped, no process is left{killed}")  # noqa: T201 - the command's output
+    what = "stopped" if was_up or alive else "was not up"
+    print(f"{directory.path}: {what}, no process is left{killed}")  # noqa: T201 - the command's output
 
 
 def _descendants(supervisor: psutil.Process) -> list[psutil.Process]:

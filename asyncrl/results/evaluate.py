@@ -1,7 +1,16 @@
-"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, by the same engine and rewards as in training."""
+"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, by the same engine and rewards as in training.
+
+The engine runs in a process that leads a session of its own: a terminal's Ctrl-C would reach all processes of vLLM, which print
+tracebacks in some moments and wait for one another in others.
+"""
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,24 +18,54 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import RunError
+from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.evaluation import summarise
 from asyncrl.launch.directory import find_run
+from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.launch.generator import resolve_device, sampling_spec
 from asyncrl.launch.wiring import eval_limits
+from asyncrl.processes import die_with_parent
 from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.supervisor import USER_ERROR
 
 
-def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> None:
-    """Print the metrics as JSON."""
+def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> int:
+    """Print the metrics as JSON; the exit status. Raises RunError."""
     if config_path is None:
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
-    config = load_config(config_path, [*overrides, f"model.path={model}"])
-    if config.data.eval is None:
+    overrides = [*overrides, f"model.path={model}"]
+    if load_config(config_path, overrides).data.eval is None:
         raise RunError(f"{config_path}: data.eval is not set; there is nothing to evaluate on")
-    print(json.dumps(asyncio.run(_evaluate(config)), indent=1))  # noqa: T201 - the command's output
+    return _status_of([sys.executable, "-m", "asyncrl.results.evaluate", str(config_path), *overrides])
+
+
+def _status_of(argv: Sequence[str]) -> int:
+    """Of a process that ends with this one, and all that it started with it. Raises RunError for one that was killed."""
+    process = subprocess.Popen(argv, env=os.environ | {PARENT_VARIABLE: str(os.getpid())}, start_new_session=True)
+    try:
+        status = process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status < 0:
+        raise RunError(
+            f"the process that evaluates was killed by {signal.Signals(-status).name}; look for want of memory (dmesg)"
+        )
+    return status
+
+
+def main() -> None:
+    """That process."""
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    try:
+        metrics = asyncio.run(_evaluate(load_config(Path(sys.argv[1]), sys.argv[2:])))
+    except AsyncRLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(USER_ERROR)
+    print(json.dumps(metrics, indent=1))  # noqa: T201 - the command's output
 
 
 async def _evaluate(config: Config) -> dict[str, float]:
@@ -51,3 +90,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
         await scorer.close()
         await engine.close()
     return summarise(groups, version=0).metrics
+
+
+if __name__ == "__main__":
+    main()

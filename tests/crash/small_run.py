@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch import up
 from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import connect_store
@@ -101,7 +102,7 @@ def tell(config: Config, directory: RunDirectory, version: int) -> None:
 
 def learner(path: Path, url: str) -> int:
     """The learner's process."""
-    die_with_parent()
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
     config = load_config(path)
     directory = RunDirectory(config.run.directory)
     setup_logging("learner", directory.logs, console=True)
@@ -117,7 +118,8 @@ def learner(path: Path, url: str) -> int:
 def spec(name: str, argv: list[str], directory: RunDirectory, **more: Any) -> ProcessSpec:
     """One of this module's processes."""
     argv = [sys.executable, *argv]
-    return ProcessSpec(name=name, argv=argv, env=dict(os.environ), log_path=directory.logs / f"{name}.out", **more)
+    env = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
 
 
 def main() -> int:
@@ -125,7 +127,7 @@ def main() -> int:
     kind, path, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     if kind == "learner":
         return learner(path, last)
-    idle = "from asyncrl.processes import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    idle = f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); time.sleep(600)"
     up.learner_spec = lambda config, directory, url: spec(
         "learner", ["-m", "tests.crash.small_run", "learner", str(directory.config), url], directory, ends_run=True
     )

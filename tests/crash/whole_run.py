@@ -31,7 +31,7 @@ from asyncrl.config.schema import Config
 from asyncrl.launch import up
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.inspect import status_values
-from asyncrl.launch.resume import nothing_left
+from asyncrl.launch.resume import nothing_left, read_saved
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.trainer.checkpoint import CheckpointStore
 from tests.crash.file_trace import Copy, Disk, Operation, Tree, record, tree_of
@@ -84,11 +84,12 @@ class Findings:
 
 def config_in(work: Path, root: Path) -> Path:
     """The config of a run below `root`."""
-    path = work / "run.yaml"
+    path, train = work / "run.yaml", work / "train.jsonl"
+    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     values = {
         "run": {"name": NAME, "root": str(root / "runs")},
         "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": "train.jsonl"},
+        "data": {"train": str(train)},
         "reward": {"functions": [{"function": "exact_match"}]},
         "batch": {"groups": GROUPS, "group_size": 4},
         "learner": {"device": "cpu"},
@@ -138,9 +139,10 @@ def look(state: State, work: Path) -> str:
     config, directory = rebuilt(state, work)
     weights = Weights()
     try:
-        nothing_left(config, directory)
+        before = read_saved(directory)
+        nothing_left(config, directory, before)
         status_values(directory)
-        with up._claimed(config, directory, BestEffort(), fresh=False):
+        with up._claimed(config, directory, BestEffort(), before, fresh=False):
             StepDeaths(directory.step_under_way)
             saved = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).load(weights)
     except Exception as error:  # noqa: BLE001 - whatever it is, a person would be needed

@@ -1,9 +1,12 @@
 """Whom `asyncrl down` finds, and whom it waits for."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -11,36 +14,72 @@ import pytest
 
 from asyncrl.buffer.server import Choice, StoreServer
 from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.launch import down
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.down import processes_of, stop_run
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
+from asyncrl.processes import _holds_lock
 
 pytestmark = pytest.mark.integration
 
 
-def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def run_in(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
     directory.create(fresh=True)
     directory.config.write_text("run: {name: run}\n")
+    return directory
+
+
+@contextmanager
+def held(directory: RunDirectory, busy: str = "time.sleep(600)") -> Iterator["subprocess.Popen[bytes]"]:
+    """A supervisor, as far as others see."""
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
-    code = "import pathlib, sys, time; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
-    code += "print(flush=True); time.sleep(600)"
-    argv = [sys.executable, "-c", code, str(directory.supervisor_lock)]
-    supervisor = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE)
-    try:
-        assert supervisor.stdout is not None and supervisor.stdout.readline() == b"\n"
+    code = "import os, pathlib, sys, time; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    argv = [sys.executable, "-c", f"{code} print(flush=True)\n{busy}", str(directory.supervisor_lock)]
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as supervisor:
+        try:
+            assert supervisor.stdout is not None and supervisor.stdout.readline() == b"\n"
+            yield supervisor
+        finally:
+            supervisor.kill()
+
+
+def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run_in(tmp_path)
+    with held(directory) as supervisor:
         found = directory.supervisor()
         assert found is not None and found.pid == supervisor.pid
         begun_s = time.monotonic()
         stop_run(directory.path)
         assert psutil.Process(supervisor.pid).status() == psutil.STATUS_ZOMBIE
         assert time.monotonic() - begun_s < 30.0  # it would wait for a minute
-    finally:
-        supervisor.kill()
-        supervisor.wait()
-        supervisor.stdout.close()
     assert capsys.readouterr().out.endswith("stopped, no process is left\n")
+    stop_run(directory.path)
+    assert capsys.readouterr().out.endswith("was not up, no process is left\n")
+
+
+def test_a_supervisor_is_seen_while_it_opens_and_closes_files(tmp_path: Path) -> None:
+    directory = run_in(tmp_path)
+    names = {str(directory.supervisor_lock.resolve())}
+    with held(directory, "while True:\n for fd in [os.open('/dev/null', 0) for _ in range(50)]: os.close(fd)") as supervisor:
+        assert all(_holds_lock(Path(f"/proc/{supervisor.pid}"), names) for _ in range(500))
+
+
+def test_a_run_that_was_being_started_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, wait = run_in(tmp_path), down._wait
+    directory.write_processes({})
+    with ExitStack() as stack:
+        late: list[subprocess.Popen[bytes]] = []
+
+        def slow(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+            if not late:
+                late.append(stack.enter_context(held(directory)))
+            return wait(processes, timeout_s)
+
+        monkeypatch.setattr(down, "_wait", slow)
+        stop_run(directory.path)
+        assert late[0].wait(timeout=60) == -signal.SIGTERM, "it was asked, not killed"
 
 
 def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: Path) -> None:
