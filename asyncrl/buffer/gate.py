@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 DEAD = "dead"
 """What the reason of a group begins with whose ticket failed too often."""
+MOST_REASON = 4000
+"""Bytes of a reason that is read from the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Gate:
     def _group(self, name: int, frame: bytes) -> Group:
         """Raises WireError, and _SetAside where no other attempt is to be made."""
         if frame.startswith(GIVEN_UP):
-            return _dead(name, frame.removeprefix(GIVEN_UP).decode(errors="replace"))
+            return _dead(name, _known(frame.removeprefix(GIVEN_UP)[:MOST_REASON].decode(errors="replace")))
         if reason := self.condemned(frame):
             raise _SetAside(f"{DEADLY}: {reason}")
         group = self.decode(frame)
@@ -68,6 +70,11 @@ class Gate:
         if reason := trainable(group, self.limits):
             raise _SetAside(f"{UNTRAINABLE}: {reason}")
         return group
+
+
+def _known(reason: str) -> str:
+    """Whoever may store frames may write this one, and what it is counted as becomes the name of a metric."""
+    return reason if reason.split(":")[0] in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {reason}"
 
 
 class _SetAside(Exception):  # not an error: what is not digested, and why

@@ -254,6 +254,7 @@ def _algorithm(config: Config, rendezvous: Rendezvous, state: LearnerState) -> A
         config.critic,
         settings,
         max_response_tokens=config.sampling.max_response_tokens,
+        reward_parts=[function.part for function in config.reward.functions],
         state=state.coefficients,
     )
 

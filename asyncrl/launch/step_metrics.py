@@ -15,7 +15,7 @@ from asyncrl.evaluation import votes_of
 from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
 from asyncrl.trainer.objective import LOSS
-from asyncrl.types import Group, Rollout
+from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
     groups = step.collected.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
-    names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
+    parts = {name: [r.reward_parts[name] for r in rollouts if name in r.reward_parts] for name in step.plan.rewards.parts}
     return {
-        **{f"reward/{name}/mean": _part_mean(rollouts, name) for name in names},
+        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items() if values},
         **_answer_metrics(groups),
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
@@ -104,11 +104,6 @@ def _collapsed(group: Group) -> str | None:
         if abs(rewards[0] - value) <= EQUAL:
             return where
     return "below_0" if rewards[0] < 0 else "between" if rewards[0] < 1 else "above_1"
-
-
-def _part_mean(rollouts: Sequence[Rollout], name: str) -> float:
-    """Over the rollouts that have the part: groups from before a resume may have been scored by other functions."""
-    return float(np.mean([rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]))
 
 
 def _staleness_metrics(step: Step) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What a run optimises: the choices of a config, resolved, in the order in which a step needs them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
@@ -35,13 +35,14 @@ class Algorithm:
         settings: PlanSettings,
         *,
         max_response_tokens: int,
+        reward_parts: Sequence[str],
         state: Mapping[str, float] | None = None,
     ) -> "Algorithm":
         """Resolve every name; `state` is that of the coefficients before a restart. Raises ConfigError."""
         columns = columns_of(config, batch)
         return cls(
             planner=Planner(
-                estimator=Estimator.build(config, max_response_tokens=max_response_tokens),
+                estimator=Estimator.build(config, max_response_tokens=max_response_tokens, parts=reward_parts),
                 columns=columns,
                 proximal=measures_proximal(config, batch),
                 over_step=normalises(config),

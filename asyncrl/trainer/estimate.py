@@ -42,6 +42,8 @@ class Estimator:
 
     advantage: Callable[[GroupRewards], Tensor]
     max_response_tokens: int
+    parts: Sequenced[str] = ()
+    """Names of the parts of the reward. What a group brings besides (from before a resume) is left out, what it lacks is 0."""
     shaping: Sequenced[Callable[..., float]] = ()
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None
     """KL estimator, where the KL is subtracted from the reward of every token."""
@@ -50,7 +52,7 @@ class Estimator:
     needs_greedy: bool = False
 
     @classmethod
-    def build(cls, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> "Estimator":
+    def build(cls, algorithm: AlgorithmConfig, *, max_response_tokens: int, parts: Sequenced[str]) -> "Estimator":
         """Resolve names of `algorithm`. Raises ConfigError."""
         advantage, kl = algorithm.advantage, algorithm.kl
         needs = registry.needs("advantage", advantage.name)
@@ -61,6 +63,7 @@ class Estimator:
         return cls(
             advantage=registry.resolve("advantage", advantage.name, advantage.params),
             max_response_tokens=max_response_tokens,
+            parts=parts,
             shaping=[registry.resolve("shaping", choice.name, choice.params) for choice in algorithm.shaping],
             penalty=registry.resolve("kl", kl.estimator.name, kl.estimator.params)
             if kl.coefficient and kl.placement == "reward"
@@ -84,14 +87,13 @@ class Estimator:
     def _rewards(self, groups: Sequenced[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
-        names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
         return GroupRewards(
             rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
             group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
-            parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in names},
+            parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in self.parts},
             values_T=measured.get("values_T"),
             greedy_rewards_group=_greedy(groups) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),

@@ -179,7 +179,12 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
             device=trainer.device,
         )
         algorithm = Algorithm.build(
-            config.algorithm, config.batch, config.critic, settings, max_response_tokens=config.sampling.max_response_tokens
+            config.algorithm,
+            config.batch,
+            config.critic,
+            settings,
+            max_response_tokens=config.sampling.max_response_tokens,
+            reward_parts=[function.part for function in config.reward.functions],
         )
         run = Recorded(trainer=trainer, batches=batches)
         run_learner(trainer, run, algorithm, Hooks(), version=0, steps=len(batches))

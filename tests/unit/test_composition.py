@@ -143,6 +143,7 @@ def trained(config: dict[str, Any], batch: dict[str, int], ranks: int, budget: i
             CriticConfig(clip=CRITIC_CLIP),
             settings,
             max_response_tokens=LIMIT,
+            reward_parts=(),
         )
         for version in (VERSION, VERSION + 1):
             sequences = algorithm.planner.assemble(groups(), version)

@@ -1,6 +1,7 @@
 """Rewards to advantages: with a critic, with a KL in the reward, with a greedy baseline; and what masks leave alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +18,14 @@ from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.plan import Plan
 
 
-def planned(batch: Batch, version: int = 5, **config) -> Plan:
+def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:
     algorithm = Algorithm.build(
-        AlgorithmConfig(**config), BatchConfig(groups=4, epochs=2), CriticConfig(), SETTINGS, max_response_tokens=8
+        AlgorithmConfig(**config),
+        BatchConfig(groups=4, epochs=2),
+        CriticConfig(),
+        SETTINGS,
+        max_response_tokens=8,
+        reward_parts=parts,
     )
     planner, trainer = algorithm.planner, FakeTrainer()
     sequences = planner.assemble(batch.groups, version)
@@ -161,3 +167,15 @@ def test_a_users_advantage_may_need_the_reference_alone(tmp_path):
     batch = mixed_batch()
     plan = planned(batch, advantage=Choice(name=f"{file}:log_reference"))
     torch.testing.assert_close(response_column(plan, lambda one: one.advantages), batch.column("reference_logprobs_T"))
+
+
+def test_the_parts_of_a_reward_are_those_of_the_config_whatever_groups_bring():
+    batch = mixed_batch()
+    strangers = [{"good": 1.0, "x": 9.0}, {"y": 9.0}, {}, {"good": 3.0}]
+    for index, group in enumerate(batch.groups):
+        rollouts = tuple(replace(rollout, reward_parts=strangers[index]) for rollout in group.rollouts)
+        batch.groups[index] = replace(group, rollouts=rollouts)
+    plan = planned(batch, parts=("good", "brief"), advantage=Choice(name="gdpo", weights={"brief": 1.0}))
+    found = {name: part_S.tolist() for name, part_S in plan.rewards.parts.items()}
+    assert found == {"good": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 3.0], "brief": [0.0] * 8}
+    assert all(not sequence.advantages.any() for sequence in plan.sequences), "a part that nobody brings teaches nothing"

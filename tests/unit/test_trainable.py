@@ -120,7 +120,7 @@ def test_the_judge_lets_pass_what_is_at_the_bounds():
 
 def digest(directory: Path, groups: tuple[Group, ...], rejected: tuple[tuple[Group, str], ...]) -> dict[str, float]:
     """Everything that the learner makes of the groups of a step; its numbers."""
-    estimator = Estimator(advantage=grpo, max_response_tokens=8)
+    estimator = Estimator(advantage=grpo, max_response_tokens=8, parts=("a",))
     planner = Planner(estimator=estimator, columns=frozenset({"logprobs_T"}), proximal=True, settings=SETTINGS)
     trainer = FakeTrainer()
     sequences = planner.assemble(groups, 3)
@@ -139,7 +139,9 @@ def digest(directory: Path, groups: tuple[Group, ...], rejected: tuple[tuple[Gro
     sample_records(step, read, 9)
     dropped_records(step, read, 9)
     eval_records([*groups, *(one for one, _ in rejected)], 4, read, 9)
-    return step_metrics(step)
+    metrics = step_metrics(step)
+    assert {name for name in metrics if name.startswith("reward/") and name.count("/") > 1} <= {"reward/a/mean"}
+    return metrics
 
 
 floats = st.floats() | st.sampled_from([0.0, 1.0, -1.0, 1e-300, MOST_REWARD, -MOST_REWARD, 1e308])
@@ -310,3 +312,16 @@ def test_what_was_given_up_says_why():
     collected = learner.poll(0, wait_s=0)
     assert collected is not None
     assert [reason for _, reason in collected.rejected] == ["deadly: �"]
+
+
+def test_a_frame_that_says_it_was_given_up_makes_no_name_of_its_own():
+    buffer = MemoryBuffer(BufferRules(groups=2))
+    learner = intake(buffer)
+    for ticket in buffer.lease("g", 4).tickets:
+        forged = GIVEN_UP + f"name {ticket.id}: of my own".encode() + b"x" * 10_000
+        buffer.put("g", ticket.id, forged if ticket.id < 3 else encode_group(group(ticket_id=ticket.id)))
+    collected = learner.poll(0, wait_s=0)
+    assert collected is not None
+    assert [reason[:23] for _, reason in collected.rejected] == [f"dead: name {n}: of my own"[:23] for n in (1, 2)]
+    assert max(len(reason) for _, reason in collected.rejected) < 5_000
+    assert learner.ledger.rejected == {"dead": 2}
