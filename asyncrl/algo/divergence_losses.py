@@ -21,10 +21,17 @@ def dppo_tv(
     limit_low: NonNegative = 0.2,
     limit_high: NonNegative = 0.2,
     cap: Positive = 3.0,
+    pull: NonNegative = 0.0,
 ) -> TokenLoss:
-    """-w min(r, cap) A ln pi, left out where A > 0 and p - q > limit_high, or A <= 0 and q - p > limit_low."""
+    """-w min(r, cap) A ln pi, left out where A > 0 and p - q > limit_high, or A <= 0 and q - p > limit_low.
+
+    Args:
+        pull: times w d^2, added for every token, also those that are left out: back to the anchor.
+
+    Source for the pull: Kimi K2.5 2026 (arXiv:2602.02276).
+    """
     p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
-    return _masked(batch, logprobs_T, p_T - q_T > limit_high, q_T - p_T > limit_low, cap)
+    return _masked(batch, logprobs_T, p_T - q_T > limit_high, q_T - p_T > limit_low, cap=cap, pull=pull)
 
 
 def dppo_kl(
@@ -34,17 +41,23 @@ def dppo_kl(
     limit_low: NonNegative = 0.2,
     limit_high: NonNegative = 0.2,
     cap: Positive = 3.0,
+    pull: NonNegative = 0.0,
 ) -> TokenLoss:
     """As dppo_tv with the binary KL(q || p) beyond a limit, in nats, and p on the side that A pushes it to."""
     p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
     kl_T = binary_kl(p_T, q_T)
-    return _masked(batch, logprobs_T, (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T), cap)
+    too_high_T, too_low_T = (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T)
+    return _masked(batch, logprobs_T, too_high_T, too_low_T, cap=cap, pull=pull)
 
 
-def _masked(batch: TokenBatch, logprobs_T: Tensor, too_high_T: Tensor, too_low_T: Tensor, cap: float) -> TokenLoss:
+def _masked(
+    batch: TokenBatch, logprobs_T: Tensor, too_high_T: Tensor, too_low_T: Tensor, *, cap: float, pull: float
+) -> TokenLoss:
     is_good_T = batch.advantages_T > 0
     high_T, low_T = is_good_T & too_high_T, ~is_good_T & too_low_T
     ratio_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T).exp()
     losses_T = torch.where(high_T | low_T, 0.0, -ratio_T.clamp(max=cap) * batch.advantages_T * logprobs_T)
+    if pull:
+        losses_T = losses_T + pull * log_ratio(logprobs_T, batch.anchor_logprobs_T).square()
     metrics = sums(clipped_low=low_T, clipped_high=high_T, capped=(ratio_T > cap) & ~high_T & ~low_T)
     return TokenLoss(batch.weighted(losses_T), metrics)

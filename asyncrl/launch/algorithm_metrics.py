@@ -3,6 +3,7 @@
 import logging
 
 import numpy as np
+import torch
 
 from asyncrl.algo.metrics import finish, merge
 from asyncrl.algo.value import explained_variance
@@ -36,6 +37,9 @@ def _critic_metrics(step: Step) -> dict[str, float]:
         "critic/lr": results[-1].lr,
         "critic/skipped_steps": skipped,
         "critic/explained_variance": explained_variance(values_T, returns_T),
-        "critic/value_mean": float(values_T.mean()),
-        "critic/return_mean": float(returns_T.mean()),
+        **{
+            f"critic/{name}_{last}": float(reduce(column_T))
+            for name, column_T in (("value", values_T), ("return", returns_T))
+            for last, reduce in (("mean", torch.mean), ("min", torch.min), ("max", torch.max))
+        },
     }

@@ -42,7 +42,11 @@ def test_the_critic_is_reported_over_its_steps_and_over_all_tokens():
             "critic/value_clipped": 3 / 8,
             "critic/explained_variance": 0.5,
             "critic/value_mean": 0.5,
+            "critic/value_min": VALUES_T.min().item(),
+            "critic/value_max": VALUES_T.max().item(),
             "critic/return_mean": 0.5,
+            "critic/return_min": RETURNS_T.min().item(),
+            "critic/return_max": RETURNS_T.max().item(),
         }
     )
     assert critic.keys() <= documented()

@@ -118,24 +118,26 @@ def geo_mean(row: list[Token], clip_low: float = 0.4, clip_high: float = 0.4) ->
     return [(-t.weight * objective, slope if passed else 0.0) for t, passed in zip(row, passes, strict=True)]
 
 
-def dppo_tv(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0) -> Values:
+def dppo_tv(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0) -> Values:
     found = []
     for t in row:
         p, q = math.exp(t.logprob), math.exp(t.anchor)
         keep = p - q <= limit_high if t.advantage > 0 else p - q >= -limit_low
         c = t.weight * min(p / q, cap) * t.advantage * keep
-        found.append((-c * t.logprob, -c))
+        d = t.logprob - t.anchor
+        found.append((-c * t.logprob + t.weight * pull * d * d, -c + t.weight * 2 * pull * d))
     return found
 
 
-def dppo_kl(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0) -> Values:
+def dppo_kl(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0) -> Values:
     found = []
     for t in row:
         p, q = math.exp(t.logprob), math.exp(t.anchor)
         kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
         keep = (kl <= limit_high or p <= q) if t.advantage > 0 else (kl <= limit_low or p >= q)
         c = t.weight * min(p / q, cap) * t.advantage * keep
-        found.append((-c * t.logprob, -c))
+        d = t.logprob - t.anchor
+        found.append((-c * t.logprob + t.weight * pull * d * d, -c + t.weight * 2 * pull * d))
     return found
 
 
@@ -193,8 +195,9 @@ CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("geo_mean", geo_mean, {"clip_low": 0.2, "clip_high": 0.7}),
     ("dppo_tv", dppo_tv, {}),
     ("dppo_tv", dppo_tv, {"limit_low": 0.05, "limit_high": 0.1, "cap": 1.2}),
+    ("dppo_tv", dppo_tv, {"limit_low": 0.05, "limit_high": 0.1, "pull": 0.3}),
     ("dppo_kl", dppo_kl, {}),
-    ("dppo_kl", dppo_kl, {"limit_low": 0.02, "limit_high": 0.05, "cap": 1.2}),
+    ("dppo_kl", dppo_kl, {"limit_low": 0.02, "limit_high": 0.05, "cap": 1.2, "pull": 0.7}),
 ]
 IDS = [f"{name}-{params}" for name, _, params in CASES]
 COVARIANCE = [("clip_cov", {}), ("kl_cov", {})]
