@@ -33,6 +33,14 @@ def one_interface(key: str, host: str) -> None:
         )
 
 
+def one_place(key: str, bind: str) -> None:
+    """Raises ValueError for `tcp://HOST:PORT` on every interface, or with a port that there is not."""
+    host, _, port = bind.removeprefix("tcp://").rpartition(":")
+    one_interface(key, host)
+    if not 1 <= int(port) <= 65535:
+        raise ValueError(f"{key} names port {port}; allowed is 1 to 65535; choose a free one")
+
+
 def open_ways(url: str) -> Iterator[str]:
     """What is wrong with sending a run's frames and password to this store; nothing for one of this machine."""
     parts = urlsplit(url)

@@ -29,6 +29,9 @@ WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
 """What a group takes in the store at most: its tokens, and what else is told of a rollout and of a group."""
 
+LAST_PORT = 65535
+LARGEST = 1 << 53
+
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 """Estimators that differ in their gradient only from the one beside them."""
 
@@ -60,6 +63,33 @@ def _hangs_are_told_from_transfers(config: "Config") -> Iterator[str]:
             f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for weights.deadline_s ({deadline_s:g} "
             f"s): it would be killed for that; use hang_s >= {2 * deadline_s:g} or lower the deadline"
         )
+
+
+def _silence_is_told_from_death(config: "Config") -> Iterator[str]:
+    heartbeat_s, timeout_s = config.control.heartbeat_s, config.control.timeout_s
+    if timeout_s < 3 * heartbeat_s:
+        yield (
+            f"control.timeout_s is {timeout_s:g}, but a generator says that it is alive only every {heartbeat_s:g} s "
+            "(control.heartbeat_s): it would be counted dead for one late message; "
+            f"use timeout_s >= {3 * heartbeat_s:g} or a shorter heartbeat"
+        )
+
+
+def _each_generator_has_a_port(config: "Config") -> Iterator[str]:
+    first, count = config.telemetry.prometheus_port, config.generator.count
+    if first and first + count > LAST_PORT:
+        yield (
+            f"telemetry.prometheus_port is {first}, and {count} generators (generator.count) need those up to {first + count}, "
+            f"but ports end at {LAST_PORT}; use one <= {LAST_PORT - count}, or 0 for any free ones"
+        )
+
+
+def _numbers_are_exact_everywhere(config: "Config") -> Iterator[str]:
+    """Lua counts in doubles, and so do most readers of JSON."""
+    for section in type(config).model_fields:
+        for key, value in getattr(config, section):
+            if isinstance(value, int) and abs(value) > LARGEST:
+                yield f"{section}.{key} is {value}; allowed is at most {LARGEST}, the last number that the store counts exactly"
 
 
 def _system_message_has_a_template(config: "Config") -> Iterator[str]:
@@ -291,6 +321,9 @@ def _is_own(choice: Choice) -> bool:
 RULES: tuple[Rule, ...] = (
     _groups_can_be_compared,
     _hangs_are_told_from_transfers,
+    _silence_is_told_from_death,
+    _each_generator_has_a_port,
+    _numbers_are_exact_everywhere,
     _samples_differ,
     _system_message_has_a_template,
     _one_store,

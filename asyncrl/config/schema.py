@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from asyncrl.algo.staleness import lag_bound
-from asyncrl.config.addresses import one_interface
+from asyncrl.config.addresses import one_interface, one_place
 from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.base import Choice, NonNegative, Part, Positive, PositiveFloat, Share
@@ -82,7 +82,7 @@ class RewardFunctionConfig(Part):
     """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
     weight: float = 1.0
     """Factor of the part in the sum that is trained on."""
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
     """Name of the part in metrics; default: the function's."""
 
     @property
@@ -94,7 +94,7 @@ class RewardFunctionConfig(Part):
 class RewardConfig(Part):
     """How rollouts are scored."""
 
-    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)]
+    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1, max_length=64)]
     """Parts of the reward; it is their weighted sum."""
     timeout_s: PositiveFloat = 10.0
     """A call that takes longer is killed; the ticket is given back."""
@@ -152,8 +152,8 @@ class BatchConfig(Part):
 class SamplingConfig(Part):
     """How rollouts are sampled for training."""
 
-    temperature: PositiveFloat = 1.0
-    """Of the policy that is trained: generator and learner both use it."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Of the policy that is trained: generator and learner both use it. vLLM samples at no lower one but 0."""
     max_prompt_tokens: Positive = 512
     """Longer prompts are refused at start, with their row."""
     max_response_tokens: Positive = 512
@@ -171,6 +171,13 @@ class SamplingConfig(Part):
     def max_tokens(self) -> int:
         """Longest sequence."""
         return self.max_prompt_tokens + self.max_response_tokens
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_at_a_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("sampling.stop holds an empty text, which would end every response before it begins; drop it")
+        return stop
 
     @model_validator(mode="after")
     def _not_truncated(self) -> Self:
@@ -237,7 +244,7 @@ class GeneratorConfig(Part):
     """CPU threads per generator; default: cores shared out by the supervisor."""
     recompute_kv: bool = False
     """True: running requests are prefilled again after every weight update."""
-    lease_s: PositiveFloat = 60.0
+    lease_s: Annotated[float, Field(ge=1)] = 60.0
     """A lease that is not renewed this long is issued again."""
 
 
@@ -278,7 +285,7 @@ class ControlConfig(Part):
     @classmethod
     def _binds_one_interface(cls, bind: str | None) -> str | None:
         if bind is not None:
-            one_interface("control.bind", bind.removeprefix("tcp://").rpartition(":")[0])
+            one_place("control.bind", bind)
         return bind
 
 

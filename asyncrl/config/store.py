@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.addresses import one_interface, open_ways
+from asyncrl.config.addresses import one_place, open_ways
 from asyncrl.config.base import Part, Positive, PositiveFloat
 
 
@@ -50,7 +50,7 @@ class StoreConfig(Part):
     @classmethod
     def _binds_one_interface(cls, bind: str | None) -> str | None:
         if bind is not None:
-            one_interface("store.bind", bind.removeprefix("tcp://").rpartition(":")[0])
+            one_place("store.bind", bind)
         return bind
 
     @model_validator(mode="after")

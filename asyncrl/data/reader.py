@@ -20,13 +20,16 @@ class PromptReader:
         """Text, or with a chat template the messages. Raises DataError that begins with `where`."""
         value = self._value(row, where)
         if self.chat_template and not isinstance(value, str):
-            return list(_checked_messages(value, where))
+            messages = _checked_messages(value, where)
+            _require_unicode(*(str(part) for message in messages for part in message.values()), where=where)
+            return list(messages)
         if not isinstance(value, str):
             cure = "set model.chat_template: true for chat messages" if isinstance(value, list) else "write it as text"
             found = "nothing" if value is None else f"a {type(value).__name__}"
             raise DataError(f"{where}: column `{self.data.prompt_field}` holds {found}; allowed is text; {cure}")
         if not value.strip():
             raise DataError(f"{where}: the prompt is empty; remove the row")
+        _require_unicode(value, where=where)
         return value
 
     def _value(self, row: Row, where: str) -> Any:
@@ -37,6 +40,16 @@ class PromptReader:
             raise DataError(f"{where}: {wanted} wants column `{error.args[0]}`; the row has {sorted(row)}") from error
         except (ValueError, IndexError, AttributeError, TypeError) as error:
             raise DataError(f"data.template is no valid template ({error}); write {{column}}, and {{{{ for a brace") from error
+
+
+def _require_unicode(*texts: str, where: str) -> None:
+    """JSON may hold half of a character, which no tokenizer takes."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start : error.end].encode("unicode_escape").decode()
+            raise DataError(f"{where}: the prompt holds {half}, half of a character; mend the text or remove the row") from error
 
 
 def _checked_messages(value: object, where: str) -> Sequence[Mapping[str, str]]:

@@ -10,7 +10,6 @@ and the call is made again with a fresh one.
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import struct
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgpack
 
+from asyncrl.algo.trainable import MOST_REWARD
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
@@ -88,9 +88,10 @@ class RewardPool:
             parts, answer = await worker.call(one)
         finally:
             self._idle.put_nowait(worker)
-        total = math.fsum(function.weight * parts[function.part] for function in self._config.functions)
-        if not math.isfinite(total):
-            raise RewardError(f"weighted sum of the reward parts {parts} is {total}; lower the weights")
+        total = sum(function.weight * parts[function.part] for function in self._config.functions)
+        for name, value in (*parts.items(), ("weighted sum", total)):
+            if not abs(value) <= MOST_REWARD:
+                raise RewardError(f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down")
         return Score(total=total, parts=parts, answer=answer)
 
 

@@ -57,6 +57,8 @@ def misbehave(prompt, response, how, note=None):
         print("the last words", flush=True)
         os._exit(5)
     return 1.0
+def huge(prompt, response): return 1e308
+def huger(prompt, response): return 1e308
 def columns(prompt, response, **row): return float(len(row))
 '''
 
@@ -123,6 +125,14 @@ def test_a_failure_names_the_part_and_the_reason_and_the_next_call_works(functio
         assert (score.total, dict(score.parts)) == (1.0, {"misbehave": 1.0})
 
     run(config(functions, "misbehave"), scenario)
+
+
+def test_parts_whose_sum_is_beyond_a_float_fail_the_call(functions):
+    async def scenario(pool):
+        with pytest.raises(RewardError, match=r"huge is 1e\+308; a reward and its parts are at most 1e\+09"):
+            await pool.score([ask()])
+
+    run(config(functions, "huge", "huger"), scenario)
 
 
 @pytest.mark.parametrize("how", ["print", "fork", "read"])

@@ -55,6 +55,24 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     assert all(key in text for key in ("batch.group_size", "eval.samples", "data.system", "learner.tokens_per_microbatch"))
 
 
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"control": {"heartbeat_s": 10}}, "use timeout_s >= 30 or a shorter heartbeat"),
+        ({"telemetry": {"prometheus_port": 65534}}, "use one <= 65533, or 0 for any free ones"),
+        ({"learner": {"steps": 2**53 + 1}}, "learner.steps is 9007199254740993; allowed is at most 9007199254740992"),
+        ({"control": {"bind": "tcp://10.0.0.1:65536"}}, "control.bind names port 65536; allowed is 1 to 65535"),
+        ({"store": {"bind": "tcp://10.0.0.1:0"}}, "store.bind names port 0; allowed is 1 to 65535"),
+        ({"sampling": {"temperature": 0.001}}, "greater than or equal to 0.01"),
+        ({"sampling": {"stop": ["END", ""]}}, "sampling.stop holds an empty text"),
+        ({"reward": {"functions": [{"function": "exact_match", "name": "n" * 65}]}}, "should match pattern"),
+    ],
+)
+def test_what_no_run_can_live_with_is_refused(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        config(**parts)
+
+
 def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() -> None:
     parts: dict[str, Any] = {
         "batch": {"groups": 64, "group_size": 8},

@@ -70,7 +70,7 @@ MISTAKES = [
     ("  max_response_tokens: 64", "  max_new_tokens: 64", "sampling.max_new_tokens", "did you mean `max_response_tokens`?"),
     ("    lr: 1e-6", "    learning_rate: 1e-6", "learner.optimizer.learning_rate", "did you mean `learner.optimizer.lr`?"),
     ("  steps: 100", "  steps: 1,000", "learner.steps", "found '1,000'; allowed is a whole number >= 1; correct the value"),
-    ("  lease_s: 60", "  lease_s: 60s", "generator.lease_s", "found '60s'; allowed is a number > 0; correct the value"),
+    ("  lease_s: 60", "  lease_s: 60s", "generator.lease_s", "found '60s'; allowed is a number >= 1; correct the value"),
     ("  max_lag: 4", "  max_lag: -1", "staleness.max_lag", "found -1; allowed is a whole number >= 0; correct the value"),
     ("  count: 2", "  count: two", "generator.count", "found 'two'; allowed is a whole number >= 1; correct the value"),
     ("  wandb: off", "  wandb: yes", "telemetry.wandb", "allowed is one of off, online, offline; correct the value"),
@@ -234,6 +234,15 @@ def test_a_first_row_that_is_no_object(content: str, said: str):
     Path("data/train.jsonl").write_text("\n" + content)
     (line,) = said_of(GOOD)
     assert said in line and line.startswith("  run.yaml:6  data.train: ")
+
+
+@pytest.mark.parametrize(
+    "prompt", [r'"half \ud83d"', r'[{"role": "user", "content": "\ud83d"}]'], ids=["text", "message of a chat"]
+)
+def test_a_prompt_that_no_tokenizer_takes(prompt: str):
+    Path("data/train.jsonl").write_text(f'{{"question": {prompt}, "answer": "a"}}\n')
+    found = said_of(GOOD, *(["model.chat_template=true"] if "role" in prompt else []))
+    assert any(r"train.jsonl:1: the prompt holds \ud83d, half of a character; mend the text" in line for line in found)
 
 
 def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
