@@ -61,6 +61,8 @@ class Tried:
     function: RewardFunctionConfig
     scores: dict[str, list[float]] = field(default_factory=dict)
     """By kind of response."""
+    answers: list[str | None] = field(default_factory=list)
+    """Of the responses that were scored, see `Rollout.answer`."""
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
@@ -79,7 +81,7 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     kinds = Counter(case.kind for case in cases)
     console.print(f"{len(cases)} responses: " + ", ".join(f"{amount} {KINDS[kind]}" for kind, amount in kinds.items()))
     console.print(_table(parts))
-    for line in [*_failures(parts), *_doubts(parts)]:
+    for line in [*_answers(parts), *_failures(parts), *_doubts(parts)]:
         console.print(line, soft_wrap=True)
     return not any(part.failures for part in parts)
 
@@ -150,6 +152,7 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 timeouts += "took longer than" in str(error)
             else:
                 tried.scores.setdefault(case.kind, []).append(score.parts[function.part])
+                tried.answers.append(score.answer)
             tried.seconds.append(time.perf_counter() - started_s)
             if timeouts == TIMEOUTS:
                 tried.untried = len(cases) - index - 1
@@ -174,6 +177,15 @@ def _table(parts: Sequence[Tried]) -> Table:
             table.add_row(*head, kind, *figures, *tail)
             head, tail = ["", ""], ["", "", ""]
     return table
+
+
+def _answers(parts: Sequence[Tried]) -> Iterator[Text]:
+    for part in parts:
+        found = [answer for answer in part.answers if answer]
+        if any(answer is not None for answer in part.answers):
+            shown = ", ".join(f"`{visible(answer)}`" for answer in list(dict.fromkeys(found))[:3])
+            like = f", like {shown}" if shown else ""
+            yield Text(f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}")
 
 
 def _failures(parts: Sequence[Tried]) -> Iterator[Text]:

@@ -37,7 +37,7 @@ def constant(prompt, response, **row):
 def trl(completions, answer, **kwargs):
     return [float(text == right) for text, right in zip(completions, answer)]
 def verl(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth)}
+    return {"score": float(solution_str == ground_truth), "pred": solution_str[:2]}
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
@@ -109,6 +109,10 @@ def test_a_constant_reward_is_doubted_and_what_a_function_prints_is_shown(config
         and "looking at 0 characters" in said
     )
     assert "trl gives" not in said and "verl gives" not in said
+    assert (
+        f"verl finds an answer in {len(WRONG)} of {1 + len(WRONG)} responses, like `" in said
+    )  # none where the response is empty
+    assert "trl finds" not in said and "constant finds" not in said
 
 
 def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):
