@@ -169,6 +169,7 @@ def test_parts_are_weighted_and_reported_raw_sync_and_async(functions):
             {"good": 2.0, "later": 0.5, "exact_match": 0.0},
         ]
         assert [score.total for score in scores] == [3 * 0.1 + 2 * 0.5 - 1, 2 * 0.1 + 2 * 0.5]
+        assert [score.answer for score in scores] == ["abc", "ab"], "of the one part that gives answers"
 
     run(config(functions, "good", "later", "exact_match", weights={"good": 0.1, "later": 2, "exact_match": -1}), scenario)
 

@@ -66,7 +66,8 @@ class Rewards:
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         if any(self.fails(one) for one in inputs):
             raise RewardError("part judge: raised ValueError")
-        return [Score(total=float(len(one.response)), parts={"length": float(len(one.response))}) for one in inputs]
+        lengths = [float(len(one.response)) for one in inputs]
+        return [Score(total=length, parts={"length": length}, answer=f"{length:g}") for length in lengths]
 
     async def close(self) -> None:
         pass
@@ -187,6 +188,7 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
             assert rollout.prompt_ids.tolist() == [group.ticket_id]
             np.testing.assert_allclose(rollout.behaviour_logprobs, logprobs_of(logits_of(0))[rollout.response_ids], atol=1e-6)
             assert rollout.reward == rollout.reward_parts["length"] == len(rollout.response_ids)
+            assert rollout.answer == str(len(rollout.response_ids))
     assert world.control.events == ["join", "leave"]
 
 

@@ -43,6 +43,7 @@ def test_all_that_is_known_of_a_rollout_is_shown() -> None:
     assert head.startswith("step 3, trained: reward 1") and prompt == "  ? 1+1=" and response == "  | 2"
     for part in ("exact 1, format 0.5", "advantage 0.3", "tokens by version: v1 4, v2 9", "stop", "g0", "ticket 7"):
         assert part in head
+    assert "answer 2 ·" in full_lines(sample(answer="2"))[0].plain and "answer" not in head
     (dead,) = full_lines(sample(kind="dropped", reason="dead: timed out", reward=math.nan, prompt="", response="", versions=()))
     assert dead.plain.startswith("step 3, dropped (dead: timed out)  exact 1") and "nan" not in dead.plain
 
@@ -50,7 +51,7 @@ def test_all_that_is_known_of_a_rollout_is_shown() -> None:
 @given(st.text(), st.text(), st.text())
 def test_a_text_cannot_leave_its_lines(prompt: str, response: str, name: str) -> None:
     """Every line that is shown is ours: the head, or one behind a bar or a question mark."""
-    lines = full_lines(sample(prompt=prompt, response=response, parts={name: 1.0}, reason=name, kind="dropped"))
+    lines = full_lines(sample(prompt=prompt, response=response, parts={name: 1.0}, reason=name, kind="dropped", answer=name))
     assert not [
         line for line in lines if "\n" in line.plain or "\r" in line.plain or "\x1b" in line.plain or "\x9b" in line.plain
     ]
