@@ -27,10 +27,10 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # by the name that people know
     if durable:
         sync(path.parent)
 

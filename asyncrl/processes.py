@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -35,6 +36,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def die_with_spawner() -> None:
+    """The same in a process that `multiprocessing` has spawned, which would not notice; elsewhere nothing."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        die_with_parent(parent.pid)
 
 
 def close_to_others() -> None:

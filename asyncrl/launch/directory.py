@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from safetensors import SafetensorError
 
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.files import make_directory, read_record, replace_text, tell_unreadable
+from asyncrl.files import make_directory, read_record, replace_text, sync, sync_below, tell_unreadable
 from asyncrl.launch.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.processes import find_holder
 from asyncrl.trainer.checkpoint import UNFINISHED
@@ -271,10 +272,38 @@ def find_run(run: Path | None) -> RunDirectory:
     raise RunNotUp(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write a file that somebody asked for, at once: who has it open sees the old or the new one. Raises RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
+        replace_text(path, text, private=private)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}; give --to another place") from error
+        raise _refused(path, error) from error
+
+
+@contextmanager
+def write_directory(path: Path) -> Iterator[Path]:
+    """Where to put what `path` shall hold, which gets that name when it is whole and durable. Raises RunError.
+
+    What was there before goes then. An attempt that fails leaves nothing, the rest of one that was killed goes with the next.
+    """
+    writing = path.with_name(f".writing-{path.name}")
+    try:
+        if os.path.lexists(writing):
+            _remove(writing)
+        writing.mkdir(parents=True)
+        yield writing
+        sync_below(writing)
+        if os.path.lexists(path):
+            _remove(path)
+        writing.rename(path)
+        sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise _refused(path, error) from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
+    reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of copying: the first
+    return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")

@@ -39,6 +39,7 @@ from asyncrl.launch.wiring import (
     train_limits,
     wire_key,
 )
+from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.alarms import Alarms
@@ -226,3 +227,5 @@ def _hello(config: Config, generator_id: str, device: str) -> Hello:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in the engine's processes, which wait minutes for a dead parent before they load our plugin
+    die_with_spawner()

@@ -17,7 +17,7 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.launch.directory import RunDirectory, needing
+from asyncrl.launch.directory import RunDirectory, needing, write_text
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
@@ -63,7 +63,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
             directory.write_store_url(generator_url)
             if not generators or config.control.bind is not None:
                 if join_key is not None:
-                    replace_text(join_key, keys.join.text(), private=True)
+                    write_text(join_key, keys.join.text(), private=True)
                 _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
         is_recorded = True
 

@@ -13,7 +13,6 @@ Same seed, same machine: same weights.
 
 import hashlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.errors import RunError
-from asyncrl.files import sync_below
+from asyncrl.launch.directory import write_directory
 
 Row = dict[str, str]
 PAD, BOS, EOS = 0, 1, 2
@@ -95,18 +94,13 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
     if directory.exists() and not record.is_file():
         raise RunError(f"{directory} exists and holds no quick-start model; remove it or name another directory")
     report(f"making the quick-start model in {directory}: about a minute, once")
-    scratch = directory.with_name(directory.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     train, test = split_sums(settings.seed, settings.test_rows)
-    for name, rows in (("train", train), ("test", test)):
-        (scratch / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with _one_thread():
-        built = {"digest": settings.digest} | _warm_up(settings, train, test, scratch / "model", report)
-    (scratch / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
-    sync_below(scratch)
-    shutil.rmtree(directory, ignore_errors=True)
-    scratch.rename(directory)
+    with write_directory(directory) as writing:
+        for name, rows in (("train", train), ("test", test)):
+            (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with _one_thread():
+            built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
+        (writing / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
     return _result(directory, built)
 
 

@@ -41,6 +41,8 @@ def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> N
     """Print what was asked for, or without patterns what there is; with `to` write it as .html or .csv too."""
     if to is not None and to.suffix not in FORMATS:
         raise RunError(f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}")
+    if to is not None and not patterns:
+        raise RunError(f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all that there are")
     archive = read_archive(find_run(run))
     known = metrics_of(archive)
     console = Console(highlight=False)

@@ -24,7 +24,7 @@ from asyncrl.launch.directory import find_run
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.launch.generator import resolve_device, sampling_spec
 from asyncrl.launch.wiring import eval_limits
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_parent, die_with_spawner
 from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.supervisor import USER_ERROR
@@ -94,3 +94,5 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in the engine's processes, which wait minutes for a dead parent before they load our plugin
+    die_with_spawner()

@@ -9,8 +9,7 @@ import jinja2
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.files import sync_below
-from asyncrl.launch.directory import RunDirectory, find_run
+from asyncrl.launch.directory import RunDirectory, find_run, write_directory
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
@@ -26,14 +25,11 @@ def export_run(run: Path | None, to: Path) -> None:
         raise RunError(f"{to} exists; give --to a new directory")
     directory = find_run(run)
     source = newest_export(directory)
-    writing = to.with_name(f".writing-{to.name}")
-    shutil.rmtree(writing, ignore_errors=True)  # of an export that was cut off
-    shutil.copytree(source, writing)
     step = int(source.parent.name.removeprefix("step-"))
     card = model_card(read_archive(directory), step, served_as=to, has_template=_has_template(source))
-    (writing / CARD).write_text(card, encoding="utf-8")
-    sync_below(writing)
-    writing.rename(to)  # whole or not there
+    with write_directory(to) as writing:
+        shutil.copytree(source, writing, dirs_exist_ok=True)
+        (writing / CARD).write_text(card, encoding="utf-8")
     print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
 
 

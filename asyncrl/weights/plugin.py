@@ -1,10 +1,9 @@
 """The vLLM plugin: loaded by vLLM in every one of its processes, before a model is there. Imports almost nothing."""
 
-import multiprocessing
 import os
 
 from asyncrl.engine.base import OWNER_ENV
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_spawner
 
 _RECEIVERS = {"gloo": "Receiver", "disk": "Receiver", "nccl": "NcclReceiver", "ipc": "IpcReceiver"}
 """By transport, registered as `asyncrl-TRANSPORT`; each of them takes gloo and disk too."""
@@ -17,6 +16,6 @@ def register() -> None:
     for transport, receiver in _RECEIVERS.items():
         if (name := f"asyncrl-{transport}") not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, "asyncrl.weights.vllm_receiver", receiver)
-    owner, parent = os.environ.get(OWNER_ENV), multiprocessing.parent_process()
-    if owner is not None and int(owner) != os.getpid() and parent is not None:
-        die_with_parent(parent.pid)
+    owner = os.environ.get(OWNER_ENV)
+    if owner is not None and int(owner) != os.getpid():
+        die_with_spawner()

@@ -1,12 +1,19 @@
 """What is written durably is there after a loss of power: operations traced in a real process, and what a disk keeps of them."""
 
+import errno
+import os
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from asyncrl.errors import RunError
+from asyncrl.files import replace_text
+from asyncrl.launch.directory import write_directory
 from tests.crash.file_trace import COMPILER, Disk, Operation, Tree, record
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")
@@ -17,7 +24,7 @@ BEGIN = "import sys; from pathlib import Path; from asyncrl.files import *; root
 def traced(tmp_path: Path, statements: str) -> list[Operation]:
     """What Python statements do to files below `root`."""
     (tmp_path / "root").mkdir()
-    argv = [sys.executable, "-c", f"{BEGIN} {statements}", str(tmp_path / "root")]
+    argv = [sys.executable, "-c", f"{BEGIN}{statements}", str(tmp_path / "root")]
     return record(argv, tmp_path / "root", tmp_path, timeout_s=60)
 
 
@@ -71,3 +78,35 @@ def test_a_tree_that_is_copied_and_synced_stays_whole(tmp_path):
     for operation in traced(tmp_path, copy):
         disk.apply(operation)
     assert all(tree == {"a": None, "a/b": None, "a/b/c": b"c"} for tree in left_by(disk))
+
+
+def test_a_directory_that_is_written_aside_is_whole_or_not_there(tmp_path):
+    fill = "with write_directory(root / 'model') as at: (at / 'a').write_text('text'); (at / 'b').mkdir()"
+    operations, disk = traced(tmp_path, f"\nfrom asyncrl.launch.directory import write_directory\n{fill}"), Disk()
+    held: list[set[tuple[str, ...]]] = []
+    for operation in operations:
+        disk.apply(operation)
+        held.append({tuple(sorted(name for name in tree if name.startswith("model"))) for tree in left_by(disk)})
+        assert all(tree.get("model/a") in (None, b"text") for tree in left_by(disk))
+    whole = ("model", "model/a", "model/b")
+    assert set().union(*held) == {(), whole} and held[-1] == {whole}
+
+
+def test_an_attempt_to_write_a_directory_that_fails_leaves_what_was_there(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / ".writing-model").mkdir()
+    (tmp_path / ".writing-model" / "rest").touch()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for error in (full, shutil.Error([("from", "to", str(full))]), SafetensorError("no space")):
+        with pytest.raises(RunError, match=r"model cannot be written: .*[Nn]o space.*; make room there"):  # noqa: SIM117
+            with write_directory(tmp_path / "model") as writing:
+                assert list(writing.iterdir()) == []
+                raise error
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_that_cannot_be_replaced_is_named_as_people_know_it(tmp_path):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError, match=r"file'$") as refusal:
+        replace_text(tmp_path / "file", "text")
+    assert refusal.value.filename == str(tmp_path / "file") and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,77 @@
+"""Commands that write for somebody, on a disk that is full or read-only: a message with the way out, nothing half-written."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.errors import RunError
+from asyncrl.launch import warmup
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.warmup import WarmupSettings
+from asyncrl.results.analyze import analyze_run
+from asyncrl.results.compare import compare_runs
+from asyncrl.results.export import export_run
+from asyncrl.results.run_page import write_report
+from asyncrl.trainer.checkpoint import CheckpointStore
+from tests.crash.small_run import Weights
+from tests.unit.synthetic_run import SyntheticRun
+
+pytestmark = pytest.mark.integration
+
+TINY = WarmupSettings(layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "mine"
+    synthetic = SyntheticRun(path, generators=1)
+    for _ in range(20):
+        synthetic.advance()
+    directory = RunDirectory(path)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    directory.config.write_text(yaml.safe_dump({"run": {"name": "mine", "root": str(path.parent)}}))
+    weights = Weights()
+    weights.ids = list(range(100_000))
+    CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 1).save(1, weights, {"version": 1})
+    return path
+
+
+@pytest.fixture(params=["full", "read-only"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own with little room left, or none to write on."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", place], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a disk needs root")
+    try:
+        if request.param == "full":
+            (place / "ballast").write_bytes(b"x" * 96_000)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path, monkeypatch):
+    before = list(disk.iterdir())
+    monkeypatch.setattr(warmup, "WarmupSettings", lambda seed: TINY)
+    writers = {
+        "model": partial(export_run, run),
+        "report.html": partial(write_report, run),
+        "both.html": partial(compare_runs, [run, shutil.copytree(run, tmp_path / "other")]),
+        "all.csv": partial(analyze_run, run, ["*"]),
+        "quickstart": warmup.build_quickstart,
+    }
+    for name, write in writers.items():
+        with pytest.raises(
+            RunError, match=rf"{name} cannot be written: .*(No space|Read-only|os error 28).*; make room there, or"
+        ):
+            write(disk / name)
+        assert list(disk.iterdir()) == before
