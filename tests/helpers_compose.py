@@ -1,9 +1,10 @@
 """deploy/compose.yaml as Docker Compose reads it: variables filled in. Enough of its rules for our own file."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,6 +21,27 @@ def env_file(path: Path = DEPLOY / ".env.example") -> dict[str, str]:
 def compose(variables: Mapping[str, str]) -> dict[str, Any]:
     """The file with `variables` in it. KeyError for one that must be set."""
     return yaml.safe_load(filled((DEPLOY / "compose.yaml").read_text(encoding="utf-8"), variables))
+
+
+def words(service: Mapping[str, Any]) -> list[str]:
+    """Its command: a list, or a text as a shell splits it."""
+    command = service["command"]
+    return shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+
+
+class Mount(NamedTuple):
+    """What a container sees at `target`."""
+
+    source: str
+    """A path of the host, as the file names it, or a named volume."""
+    target: str
+    read_only: bool
+
+
+def mounts(service: Mapping[str, Any]) -> list[Mount]:
+    """In the order in which a later one lies over an earlier one."""
+    found = [volume.split(":") for volume in service["volumes"]]
+    return sorted((Mount(source, target, "ro" in mode) for source, target, *mode in found), key=lambda mount: mount.target)
 
 
 def filled(text: str, variables: Mapping[str, str]) -> str:

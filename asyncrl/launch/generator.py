@@ -65,7 +65,8 @@ def main() -> None:
 
     def role() -> None:
         config = load_config(arguments.config)
-        directory = RunDirectory(config.run.directory)
+        # Not the config's: run.root may be relative to another working directory, that of the learner.
+        directory = RunDirectory(arguments.config.parent)
         context = setup_logging(arguments.id, directory.logs, console=True)
         try:
             asyncio.run(_generate(config, arguments.id, join_store(config, arguments.store), directory, context))
@@ -85,7 +86,7 @@ async def _generate(
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
-    scorer = RewardPool(config.reward, config.run.root)
+    scorer = RewardPool(config.reward, directory.path.parent)
     log.info("starting the reward processes")
     await scorer.start()  # first: a function that cannot be loaded is known in a second
     log.info("starting the engine, which loads the model and warms up")

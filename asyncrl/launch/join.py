@@ -138,10 +138,10 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
 def _run_of(keys: JoinKeys) -> RunDirectory | None:
     """The learner's run directory, where another host sees it too."""
     text = keys.text()
-    for path in Path("runs").glob("*/join.key"):
+    for config in Path("runs").glob("*/config.yaml"):
         with contextlib.suppress(OSError):
-            if hmac.compare_digest(path.read_bytes(), text.encode()):
-                return RunDirectory(path.parent)
+            if hmac.compare_digest((config.parent / "join.key").read_bytes(), text.encode()):
+                return RunDirectory(config.parent)
     return None
 
 

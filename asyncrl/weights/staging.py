@@ -33,8 +33,9 @@ class GlooStaging:
         for directory in (order.details.get("directory"), order.details.get("rendezvous", {}).get("directory")):
             if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
                 raise TransferError(
-                    f"weights: an order names {directory}, and a generator uses nothing outside {self._files}; start learner and "
-                    "generators from one directory, with one run.root"
+                    f"weights: an order names {directory}, and a generator uses nothing outside {self._files}; start "
+                    "`asyncrl generator` in the learner's working directory, or give the run an absolute run.root or a "
+                    "control.bind, with which weights need no common files"
                 )
         if order.transport != "gloo":
             return order

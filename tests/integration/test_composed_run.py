@@ -1,4 +1,7 @@
-"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in its order."""
+"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in its order.
+
+bubblewrap stands in for Docker: the services of our image see the system, this Python, their volumes and their own processes.
+"""
 
 import json
 import os
@@ -14,14 +17,21 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from helpers_compose import DEPLOY, compose, env_file
+from helpers_compose import DEPLOY, compose, env_file, mounts, words
 from helpers_models import tiny_qwen2
 from helpers_ports import free_ports
 
+import asyncrl
 from asyncrl.buffer.server import find_server
 from asyncrl.launch.down import processes_of
+from asyncrl.rewards.sandbox import Sandbox
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+PROBLEM = Sandbox((), Path("runs")).problem()
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+]
 
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 CLIENT = f"""#!{sys.executable}
@@ -37,10 +47,12 @@ print("PONG" if client.ping() else "")
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """What a user mounts as /work: a config, data, rewards and a model, all named by relative paths."""
-    tiny_qwen2(tmp_path / "model")
-    (tmp_path / "task.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
+    project = tmp_path / "project"
+    project.mkdir()
+    tiny_qwen2(project / "model")
+    (project / "task.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
     rows = [{"prompt": f"{a}+{b}="} for a in range(10, 20) for b in range(10, 20)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "run": {"name": "composed"},
         "model": {"path": "./model", "dtype": "float32"},
@@ -53,8 +65,10 @@ def project(tmp_path: Path) -> Path:
         "generator": {"threads": 1, "max_running": 16, "kv_cache_gib": 0.25},
         "checkpoint": {"every": 2},
     }
-    (tmp_path / "task.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+    (project / "task.yaml").write_text(yaml.safe_dump(config))
+    for directory in ("prometheus", "join", "generators/prometheus"):
+        (project / "runs" / directory).mkdir(parents=True)
+    return project
 
 
 class Box:
@@ -64,23 +78,51 @@ class Box:
         self.project = project
         self.services: dict[str, Any] = compose(variables)["services"]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        tools = project / "bin"
+        self.aside = project.parent
+        tools = self.aside / "bin"
         tools.mkdir()
         (tools / "valkey-server").symlink_to(find_server("bundled"))
         (tools / "valkey-cli").write_text(CLIENT)
         (tools / "valkey-cli").chmod(0o700)
-        (project / "data").mkdir()
+        (self.aside / "data").mkdir()
         self._tools = f"{tools}:{os.environ['PATH']}"
 
     def start(self, name: str) -> None:
         for needed in self.services[name].get("depends_on", {}):
             self.wait(lambda needed=needed: self.is_healthy(needed))
-        command = [str(word).replace("dir /data", f"dir {self.project}/data") for word in self.services[name]["command"]]
-        argv = command if command[0] == "sh" else [*ASYNCRL, *command]
-        with (self.project / f"{name}.out").open("ab") as output:
+        command = [word.replace("dir /data", f"dir {self.aside}/data") for word in words(self.services[name])]
+        argv = command if command[0] == "sh" else [*self.container(name), *ASYNCRL, *command]
+        with (self.aside / f"{name}.out").open("ab") as output:
             self.running[name] = subprocess.Popen(
                 argv, cwd=self.project, env=self.environment(name), stdout=output, stderr=output, start_new_session=True
             )
+
+    def container(self, name: str) -> list[str]:
+        """What begins a command in a view of the file system that has the image, as far as it is here, and the volumes.
+
+        The project lies at its own place instead of /work, and the caches of this user stand in for the volume.
+        """
+        own = [
+            "/sys",
+            "/usr",
+            "/bin",
+            "/sbin",
+            "/lib",
+            "/lib64",
+            "/etc",
+            sys.base_prefix,
+            sys.prefix,
+            str(Path(asyncrl.__file__).parent),
+        ]
+        argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--proc", "/proc", "--dev-bind", "/dev", "/dev", "--tmpfs", "/tmp"]
+        for path in own:
+            argv += ["--ro-bind-try", path, path]
+        for source, target, read_only in mounts(self.services[name]):
+            here = target.replace("/work", str(self.project), 1)
+            if target == "/cache":
+                source = here = str(Path.home() / ".cache")
+            argv += ["--ro-bind" if read_only else "--bind", source, here]
+        return [*argv, "--chdir", str(self.project), "--"]
 
     def environment(self, name: str) -> dict[str, str]:
         own = {key: str(value) for key, value in self.services[name]["environment"].items() if value is not None}
@@ -99,15 +141,16 @@ class Box:
     def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:
         until_s = time.monotonic() + wait_s
         while not condition():
-            said = "\n".join(f"{name}:\n{(self.project / f'{name}.out').read_text()[-2000:]}" for name in self.running)
+            said = "\n".join(f"{name}:\n{(self.aside / f'{name}.out').read_text()[-2000:]}" for name in self.running)
             assert all(process.poll() is None for process in self.running.values()), said
             assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
             time.sleep(0.5)
 
     def stop(self, name: str) -> int:
-        """As Docker stops a container."""
+        """As Docker stops a container: its command gets the signal, which bubblewrap would keep to itself."""
         process = self.running.pop(name)
-        process.send_signal(signal.SIGTERM)
+        inner = [one for one in psutil.Process(process.pid).children(recursive=True) if one.cmdline()[: len(ASYNCRL)] == ASYNCRL]
+        os.kill(inner[0].pid if inner else process.pid, signal.SIGTERM)
         return process.wait(timeout=120)
 
     def close(self) -> None:
@@ -120,7 +163,9 @@ class Box:
 @pytest.fixture
 def box(project: Path) -> Iterator[Box]:
     variables = env_file() | {
+        "ASYNCRL_PROJECT": str(project),
         "ASYNCRL_CONFIG": "task.yaml",
+        "GENERATORS_ALLOW": "--allow task.py",
         "ASYNCRL_STORE_PASSWORD": secrets.token_hex(32),
         "ASYNCRL_GENERATOR_PASSWORD": secrets.token_hex(32),
         **dict(zip(("STORE_PORT", "CONTROL_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True)),
@@ -144,6 +189,7 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
     sessions = [process.pid for process in box.running.values()]
     box.wait(lambda: steps() >= 4)
     assert box.is_healthy("generators")
+    check_what_generators_see(box, run)
 
     status = json.loads((run / "status.json").read_text())
     assert len(status["members"]) == 2
@@ -152,13 +198,53 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
     assert json.loads(done.stdout)["missing"] == 0
     refused = subprocess.run(audit, cwd=box.project, env=os.environ, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and refused.stderr.startswith("StoreRefused"), "the store answers who knows its password"
-    assert len(list((box.project / "runs" / "prometheus").glob("*.json"))) == 3
+    targets = [len(list(box.project.glob(f"{place}/prometheus/*.json"))) for place in ("runs", "runs/generators")]
+    assert targets == [1, 2], "where Prometheus looks"
 
     ended = 128 + signal.SIGTERM  # what Docker stops it does not restart, whatever the status
     assert [box.stop(name) for name in ("generators", "learner", "store")] == [ended, ended, 0]
     assert processes_of(run) == []
     assert not [pid for pid in psutil.pids() if _session(pid) in sessions]
     assert sorted((run / "checkpoints").glob("step-*"))
+
+
+LOOK = """
+import json, os, pathlib, sys
+project, *secrets = json.load(sys.stdin)
+paths = [path for top in (project, "/join") for path in [pathlib.Path(top), *pathlib.Path(top).rglob("*")]]
+files = [path for path in paths if path.is_file()]
+def writable(directory):
+    try:
+        (directory / "mine").touch()
+        (directory / "mine").unlink()
+        return True
+    except OSError:
+        return False
+processes = [path for path in pathlib.Path("/proc").iterdir() if path.name.isdecimal()]
+environments = [path / "environ" for path in processes]
+print(json.dumps({
+    "files": sorted(map(str, files)),
+    "leaks": [str(path) for path in files + environments if any(secret.encode() in path.read_bytes() for secret in secrets)],
+    "writable": sorted(str(path) for path in paths if path.is_dir() and writable(path)),
+    "processes": len(processes),
+}))
+"""
+
+
+def check_what_generators_see(box: Box, run: Path) -> None:
+    """While the run is up: of the project what its user put there, of the run join.key, and no process of another container."""
+    runs, learner = box.project / "runs", box.services["learner"]["environment"]
+    secrets_of_others = [(run / "run.key").read_text().strip(), learner["ASYNCRL_STORE_PASSWORD"]]
+    argv = [*box.container("generators"), sys.executable, "-c", LOOK]
+    told = json.dumps([str(box.project), *secrets_of_others])
+    done = subprocess.run(argv, input=told, env=box.environment("generators"), capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    own = {path for path in seen["files"] if Path(path).is_relative_to(runs)}
+    given = {str(path) for path in box.project.rglob("*") if path.is_file() and not path.is_relative_to(runs)}
+    assert {*seen["files"]} - own == given | {"/join/join.key"}
+    assert own and all((runs / "generators" / Path(path).relative_to(runs)).exists() for path in own)
+    assert seen["writable"] and all(Path(path).is_relative_to(runs) for path in seen["writable"])
+    assert (seen["leaks"], seen["processes"]) == ([], 2), "bubblewrap and this"
 
 
 def _session(pid: int) -> int | None:

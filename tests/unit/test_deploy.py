@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from helpers_compose import DEPLOY, compose, env_file, used_variables
+from helpers_compose import DEPLOY, compose, env_file, mounts, used_variables, words
 from helpers_docs import commands
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,6 +24,7 @@ from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch import gpus
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.environment import child_environment
+from asyncrl.launch.keys import SECRET_FILE_VARIABLE
 from asyncrl.launch.up import LEAVE_S, learner_spec
 
 ROOT = DEPLOY.parent
@@ -31,6 +32,7 @@ SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "ASYNCRL_GENERATOR_PASSWORD": "q"
 VALUES = env_file() | SECRETS
 COMPOSE = compose(VALUES)
 SERVICES = COMPOSE["services"]
+PROJECT_DIRECTORY = (DEPLOY / VALUES["ASYNCRL_PROJECT"]).resolve()
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("asyncrl:")}
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -43,9 +45,9 @@ def gib(text: str) -> int:
 
 def config_of(command: list[str]) -> Config:
     """What the command of a learner or `up` would run."""
-    _, *rest = [word for word in command if word != "--plain"]
+    _, *rest = [word for word in command if word != "--plain" and not word.startswith("--join-key=")]
     assert rest[0] == "--config"
-    return load_config(ROOT / rest[1], rest[2:])
+    return load_config(PROJECT_DIRECTORY / rest[1], rest[2:])
 
 
 def run_directory(path: Path) -> RunDirectory:
@@ -98,7 +100,7 @@ def test_variables_of_ours_exist_in_the_program():
 
 @pytest.mark.parametrize("name", OURS)
 def test_commands_and_their_options_exist(name):
-    command = [str(word) for word in OURS[name]["command"]]
+    command = words(OURS[name])
     group = typer.main.get_command(app)
     group.commands[command[0]].make_context(command[0], command[1:])  # parses, does not run
 
@@ -110,7 +112,8 @@ def test_store_and_learner_agree(tmp_path):
     )
     port = SERVICES["store"]["environment"]["STORE_PORT"]
     assert config.store.url == f"redis://{LEARNER}@{settings['bind']}:{port}/0"
-    assert SERVICES["generators"]["command"][-1] == f"redis://{GENERATOR}@{settings['bind']}:{port}/0"
+    command = words(SERVICES["generators"])
+    assert command[command.index("--store") + 1] == f"redis://{GENERATOR}@{settings['bind']}:{port}/0"
     assert settings["port"] == "$STORE_PORT" and "requirepass" not in settings
     assert SERVICES["generators"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_GENERATOR_PASSWORD"]
     assert SERVICES["learner"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_STORE_PASSWORD"]
@@ -154,7 +157,7 @@ def test_every_gpu_has_one_owner(row, monkeypatch):
     names = [name for part in dealt for name in part.split(",")]
     assert sorted(names) == [str(index) for index in range(int(row["GPUs"]))]
     assert config.weights.transport == "auto"
-    assert str(config.generator.count) == services["generators"]["command"][2]
+    assert str(config.generator.count) == words(services["generators"])[2]
 
 
 def test_versions_agree():
@@ -217,32 +220,51 @@ def test_health_is_a_file_that_was_written_within_a_minute(tmp_path, file, servi
     assert not is_healthy()
 
 
-def test_mounted_paths_exist():
+def test_mounted_paths_are_there_or_made_by_the_commands_of_the_readme():
+    made = [word for command in commands(DEPLOY / "README.md") if command.program == "mkdir" for word in command.words[2:]]
     for name, service in SERVICES.items():
-        for volume in service["volumes"]:
-            source, target = volume.split(":")[:2]
+        for source, target, _ in mounts(service):
             if source.startswith((".", "/")):
-                assert (DEPLOY / source).resolve() in (ROOT, ROOT / "runs") or (DEPLOY / source).is_dir(), f"{name}: {volume}"
+                assert (DEPLOY / source).is_dir() or source in {
+                    path for one in made for path in (one, *map(str, Path(one).parents))
+                }
                 assert target.startswith("/")
             else:
-                assert source in COMPOSE["volumes"], f"{name}: {volume}"
+                assert source in COMPOSE["volumes"], f"{name}: {source}"
     for service in OURS.values():
-        assert service["working_dir"] == "/work" == service["volumes"][0].split(":")[1]
+        assert service["working_dir"] == "/work"
+        assert (VALUES["ASYNCRL_PROJECT"], "/work") in [mount[:2] for mount in mounts(service)]
         assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
 
 
+def test_generators_see_of_a_run_directory_the_key_to_join_alone():
+    """tests/integration/test_composed_run.py looks from within."""
+    project, learner, generators = VALUES["ASYNCRL_PROJECT"], SERVICES["learner"], SERVICES["generators"]
+    assert mounts(generators) == [
+        ("generators-cache", "/cache", False),
+        (f"{project}/runs/join", "/join", True),
+        (project, "/work", True),
+        (f"{project}/runs/generators", "/work/runs", False),
+    ]
+    (option,) = [word for word in words(learner) if word.startswith("--join-key=")]
+    key = Path("/work") / option.removeprefix("--join-key=")
+    assert generators["environment"]["ASYNCRL_SECRET_FILE"] == f"/join/{key.name}" and str(key.parent) == "/work/runs/join"
+    assert "generators-cache" not in {mount.source for mount in mounts(learner)}
+    assert not any(PROJECT_DIRECTORY.rglob(".env*")), "secrets of the other containers"
+
+
 def test_prometheus_and_grafana_find_what_they_need():
-    prometheus, grafana = SERVICES["prometheus"], SERVICES["grafana"]
-    mounts = {
-        target: source for source, target, *_ in (volume.split(":") for volume in prometheus["volumes"] + grafana["volumes"])
-    }
+    prometheus, grafana, project = SERVICES["prometheus"], SERVICES["grafana"], VALUES["ASYNCRL_PROJECT"]
+    seen = {target: source for service in (prometheus, grafana) for source, target, _ in mounts(service)}
     scraping = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-    (found,) = [pattern for one in scraping["scrape_configs"] for files in one["file_sd_configs"] for pattern in files["files"]]
-    written = RunDirectory(Path("runs/some")).target("learner")
-    assert Path(found.replace("/runs", "runs")).parent == written.parent and Path(mounts["/runs"]).name == "runs"
+    patterns = [pattern for one in scraping["scrape_configs"] for files in one["file_sd_configs"] for pattern in files["files"]]
+    written = RunDirectory(Path("runs/some")).target("learner").relative_to("runs")
+    for pattern, service in zip(patterns, ("learner", "generators"), strict=True):
+        (source,) = [mount.source for mount in mounts(SERVICES[service]) if mount.target == "/work/runs"] or [f"{project}/runs"]
+        assert seen[str(Path(pattern).parent)] == f"{source}/{written.parent}", "where the service's processes write"
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/asyncrl.yml").read_text(encoding="utf-8"))
-    assert provider["providers"][0]["options"]["path"] in mounts
+    assert provider["providers"][0]["options"]["path"] in seen
     source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8"))
     host, port = source["datasources"][0]["url"].removeprefix("http://").split(":")
     assert grafana["extra_hosts"] == [f"{host}:127.0.0.1"]
@@ -277,4 +299,6 @@ def test_what_the_containers_set_reaches_the_processes(tmp_path, monkeypatch):
     learner = learner_spec(config, run_directory(tmp_path), "redis://x").env
     assert {*of_image, *SERVICES["learner"]["environment"]} <= learner.keys()
     generator = child_environment(config, tmp_path, threads=1, gpus=[])
-    assert {*of_image, *SERVICES["generators"]["environment"]} <= generator.keys()
+    assert {*of_image, *SERVICES["generators"]["environment"]} - generator.keys() == {SECRET_FILE_VARIABLE}, (
+        "the command reads it"
+    )

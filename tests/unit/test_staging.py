@@ -3,6 +3,7 @@
 import pytest
 
 from asyncrl.errors import TransferError
+from asyncrl.launch import generator
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.staging import GlooStaging
 
@@ -32,3 +33,27 @@ def test_other_files_of_the_host_are_refused(tmp_path, place, transport):
 def test_memory_is_named_by_this_process_only(tmp_path):
     with pytest.raises(TransferError, match="only this process itself"):
         GlooStaging(tmp_path).stage(order("memory", slot="/proc/1/fd/3", layout={}))
+
+
+def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_path, monkeypatch):
+    """It has joined by the address of the store's socket, and run.root is relative to the learner's working directory."""
+    run = tmp_path / "learners" / "runs" / "far"
+    (run / "weights" / "v1").mkdir(parents=True)
+    text = "run: {name: far}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+    (run / "config.yaml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    seen = []
+
+    async def generate(config, generator_id, store, directory, context):
+        seen.append(directory)
+
+    monkeypatch.setattr(generator, "_generate", generate)
+    monkeypatch.setattr(generator, "run_role", lambda role: role())
+    monkeypatch.setattr(generator, "setup_logging", lambda *_, **__: None)
+    monkeypatch.setattr(generator, "join_store", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["generator", "--id", "g0", "--store", "unix:///s", "--config", str(run / "config.yaml")])
+    generator.main()
+    good = order("disk", directory=str(run / "weights" / "v1"))
+    assert GlooStaging(seen[0].weights).stage(good) is good
+    assert not any((tmp_path / "elsewhere").iterdir())
