@@ -134,8 +134,8 @@ class Box:
         else:
             (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith('    CMD ["bash"')]
             command = json.loads(line.removeprefix("    CMD "))[-1]
-        environment = self.environment(name)
-        done = subprocess.run(["bash", "-c", command], cwd=self.project, env=environment, capture_output=True, check=False)
+        argv = [*([] if name == "store" else self.container(name)), "bash", "-c", command]
+        done = subprocess.run(argv, cwd=self.project, env=self.environment(name), capture_output=True, check=False)
         return done.returncode == 0
 
     def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from buffer_contract import fill
+from buffer_contract import fill, take
 from helpers_cluster import PRIMARIES, SLOTS, Node, cluster
 from redis.exceptions import ResponseError
 from shard_contract import Run, ShardContract
@@ -17,6 +17,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.shards import shard_names
+from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules, with_user
 from asyncrl.errors import StoreRefused
 
 pytestmark = pytest.mark.integration
@@ -93,6 +94,28 @@ def test_every_node_must_keep_what_it_is_given(nodes):
             connection.check()
     finally:
         nodes[1].client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_the_users_of_a_run_find_its_shards_on_every_node(nodes):
+    """With the rights of a single server on each node, and `cluster|slots` for the learner."""
+    users = {LEARNER: f"{learner_rules('by-role')} +cluster|slots", GENERATOR: generator_rules("by-role")}
+    for node, (user, rules) in itertools.product(nodes, users.items()):
+        node.client.execute_command("ACL", "SETUSER", user, "on", f">{user}", *rules.split())
+    learner, generator = (StoreConnection(with_user(nodes[0].url, user), password=user, retry_s=20.0) for user in users)
+    run = StoredRun(name="by-role", config_json="{}", config_hash="h", release="r", key_id=key_id(b"key"))
+    RunRecord(learner, b"key").claim(run, fresh=True)
+    assert RunRecord(generator, b"key").read() == run
+    for name in shard_names("train", 4):
+        buffer, sampler = (RedisBuffer(one, run.name, BufferRules(groups=2), lane=name) for one in (learner, generator))
+        ledger = Ledger()
+        buffer.recover(ledger, version=0, limit=8)
+        fill(sampler, 4)
+        take(buffer, ledger, 2)
+        with pytest.raises(StoreRefused, match=r"can't access|ACL failure"):
+            sampler.close()
+    nodes[0].client.flushall()
+    for node in nodes[1:PRIMARIES]:
+        node.client.flushall()
 
 
 def test_a_run_on_three_nodes_goes_on_when_a_replica_takes_the_place_of_one(nodes, make_lanes):
