@@ -70,6 +70,12 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
 
 
+def host_digest(config: Config) -> str:
+    """16 hex digits over what a config makes a generator's host do: which code, in which sandbox, with which variables."""
+    parts = config.model_dump(mode="json", include={"run": {"environment"}, "model": True, "reward": True})
+    return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
+
+
 def eval_digest(config: Config) -> str:
     """8 hex digits over what held-out evaluation asks, and how answers are sampled and scored; not when, nor how many."""
     asked = {

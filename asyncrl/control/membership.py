@@ -57,8 +57,9 @@ class Deferred:
 class Membership:
     """The members by generator id."""
 
-    def __init__(self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float) -> None:
+    def __init__(self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "") -> None:
         """`timeout_s`: silence that counts as death; `challenge_s`: shorter, for a name that somebody else asks for."""
+        self._host_digest = host_digest
         self._release = release
         self._config_hash = config_hash
         self._timeout_s = timeout_s
@@ -137,6 +138,12 @@ class Membership:
             return (
                 f"generator has config {hello.config_hash}, the run has {self._config_hash}; "
                 "start the generator without a config to get the run's"
+            )
+        if hello.host_digest not in ("", self._host_digest):
+            return (
+                "generator took its config from a record of this run that is out of date: the run was resumed with other keys of "
+                "reward, model or run.environment, or the store gave it an old record; start the generator again, and if that "
+                "is of no use, find out who else writes into the store"
             )
         return ""
 

@@ -68,6 +68,7 @@ class ControlHub:
         deadline_s: float,
         release: str,
         config_hash: str,
+        host_digest: str = "",
         wire_key: bytes = b"",
         keys: LearnerKeys | None = None,
         on_dead: Callable[[str], None] = lambda holder: None,
@@ -81,9 +82,8 @@ class ControlHub:
         self._wire_key = wire_key
         self._on_dead = on_dead
         self._on_report = on_report
-        self._membership = Membership(
-            release=release, config_hash=config_hash, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s
-        )
+        patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
+        self._membership = Membership(release=release, config_hash=config_hash, host_digest=host_digest, **patience)
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
-from asyncrl.config.resolved import config_hash, wants_greedy
+from asyncrl.config.resolved import config_hash, host_digest, wants_greedy
 from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--id", required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--from-record", action="store_true", help="the config came from the store: the learner is to confirm it")
     arguments = parser.parse_args()
 
     def role() -> None:
@@ -69,19 +71,19 @@ def main() -> None:
         directory = RunDirectory(arguments.config.parent)
         context = setup_logging(arguments.id, directory.logs, console=True)
         try:
-            asyncio.run(_generate(config, arguments.id, join_store(config, arguments.store), directory, context))
+            hello = _hello(config, arguments.id, confirm=arguments.from_record)
+            asyncio.run(_generate(config, hello, join_store(config, arguments.store), directory, context))
         except asyncio.CancelledError:
             raise SystemExit(128 + signal.SIGTERM) from None
 
     run_role(role)
 
 
-async def _generate(
-    config: Config, generator_id: str, store: StoreConnection, directory: RunDirectory, context: LogContext
-) -> None:
+async def _generate(config: Config, hello: Hello, store: StoreConnection, directory: RunDirectory, context: LogContext) -> None:
     log.info("importing vLLM")
     from asyncrl.engine.vllm import VLLMEngine
 
+    generator_id = hello.generator_id
     log.info("reading the prompts")
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
@@ -124,7 +126,7 @@ async def _generate(
                 wire_key=wire_key(),
             ),
             on_version=context.follow,
-        ).run(_hello(config, generator_id, device))
+        ).run(replace(hello, transports=receivable(choose_transport(config.weights.transport, device=device))))
     finally:
         await scorer.close()
         await engine.close()
@@ -212,7 +214,7 @@ def share(generator: GeneratorConfig) -> GeneratorConfig:
     return generator.model_copy(update={"threads": generator.threads or allotted})
 
 
-def _hello(config: Config, generator_id: str, device: str) -> Hello:
+def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:
     return Hello(
         generator_id=generator_id,
         incarnation=uuid.uuid4().hex[:12],
@@ -222,7 +224,7 @@ def _hello(config: Config, generator_id: str, device: str) -> Hello:
         tensor_parallel=config.generator.tensor_parallel,
         pid=os.getpid(),
         host=socket.gethostname(),
-        transports=receivable(choose_transport(config.weights.transport, device=device)),
+        host_digest=host_digest(config) if confirm else "",
     )
 
 

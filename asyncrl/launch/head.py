@@ -18,7 +18,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.watch import AuditWatch
-from asyncrl.config.resolved import config_hash, config_json
+from asyncrl.config.resolved import config_hash, config_json, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
@@ -149,6 +149,7 @@ class Head:
             deadline_s=config.weights.deadline_s,
             release=__version__,
             config_hash=hash_,
+            host_digest=host_digest(config),
             wire_key=wire_key(),
             keys=run_keys().control,
             on_dead=self._revoke,

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -65,6 +65,8 @@ def run_generators(
     here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
     prefix = f"{socket.gethostname()}.{os.getpid()}."
     specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
+    if own is None:
+        specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
     with family() as members, supervisor, stop_on_signals(supervisor) as stopped:
         supervisor.run(members.tend)

@@ -30,6 +30,14 @@ def test_another_release_or_config_is_refused_and_told_both(changes):
     assert ("1.0" if "release" in changes else "abc") in answer.reason
 
 
+def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
+    members = Membership(release="1.0", config_hash="abc", host_digest="new", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S)
+    answer = members.hello(hello(host_digest="old"), 0.0)
+    assert isinstance(answer, Refused) and "out of date" in answer.reason
+    assert isinstance(members.hello(hello(host_digest="new"), 0.0), Joined)
+    assert isinstance(members.hello(hello("h", host_digest=""), 0.0), Joined)
+
+
 def test_silence_is_death_and_a_heartbeat_from_the_dead_asks_for_a_hello():
     members = make()
     members.hello(hello(), 0.0)
