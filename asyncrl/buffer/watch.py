@@ -17,8 +17,9 @@ class AuditWatch:
     A mismatch counts when two judgements in a row find one: a recovery mends what somebody broke by hand a moment before.
     """
 
-    def __init__(self, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`count` is the audit of a buffer."""
+    def __init__(self, lane: str, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`count` is the audit of a buffer, `lane` its name in messages."""
+        self._lane = lane
         self._count = count
         self._clock = clock
         self._judged_at_s = -JUDGE_EVERY_S
@@ -36,6 +37,7 @@ class AuditWatch:
         if now_s < self._next_recovery_s:
             return False
         self.recoveries += 1
+        log.warning("%s: the store is made to agree with the learner's ledger", self._lane)
         self._next_recovery_s = now_s + min(JUDGE_EVERY_S * 2**self.recoveries, LONGEST_PAUSE_S)
         return True
 
@@ -52,12 +54,12 @@ class AuditWatch:
         self._was_missing = audit.missing != 0
         if found and not self.mismatch:
             log.error(
-                "%d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d; somebody changed the store "
-                "by hand, or asyncrl is at fault: keep the run directory and report it. A restart of the learner makes the store "
-                "agree with the last checkpoint",
-                *(abs(found), "nowhere" if found > 0 else "in two places"),
+                "%s: %d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d. The learner makes the "
+                "store agree with its ledger by itself. Somebody has changed the store by hand, or asyncrl is at fault: then "
+                "keep the run directory and report it",
+                *(self._lane, abs(found), "nowhere" if found > 0 else "in two places"),
                 *(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done),
             )
         if self.mismatch and not found:
-            log.warning("every issued id is in one place again")
+            log.warning("%s: every issued id is in one place again", self._lane)
         self.mismatch = found

@@ -97,8 +97,9 @@ class Head:
             vocabulary=vocabulary,
             history=history,
         )
-        self._watch = AuditWatch(self._lane.audit)
+        self._watch = AuditWatch("training", self._lane.audit)
         self._evaluation = open_evaluation(config, store, state, self._decoder.decode, vocabulary=vocabulary, history=history)
+        self._eval_watch = AuditWatch("evaluation", self._evaluation.buffer.audit)
         self._publisher = SharedMemoryPublisher(
             layout,
             probe_ids=probe_ids,
@@ -208,9 +209,7 @@ class Head:
     def poll(self, version: int, *, wait_s: float) -> bytes:
         """How many groups the next step has; empty while they are not all there."""
         self._hub.check()
-        if self._watch.is_recovery_due():
-            log.warning("the store is made to agree with the ledger, as issued ids are missing or in two places")
-            self._intake.recover(version)
+        self._heal(version)
         self._reports.evaluation(self._evaluation.poll())
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
@@ -234,10 +233,22 @@ class Head:
             self._evaluation.recover(version)
             self._is_recovered = True
 
+    def _heal(self, version: int) -> None:
+        """Where issued ids are missing or in two places: make the store agree with the ledger."""
+        if self._watch.is_recovery_due():
+            self._intake.recover(version)
+        if self._eval_watch.is_recovery_due():
+            self._evaluation.recover(version)
+
+    @property
+    def _mismatch(self) -> int:
+        return max(self._watch.mismatch, self._eval_watch.mismatch, key=abs)
+
     def report(self, step: Step) -> None:
         """Metrics and samples of a finished step."""
         counters = {f"weights/{name}": value for name, value in self._hub.counters().items()}
-        counters["buffer/audit_mismatch"] = self._watch.mismatch
+        counters["buffer/audit_mismatch"] = self._mismatch
+        counters["buffer/recoveries"] = self._watch.recoveries + self._eval_watch.recoveries
         self._reports.step(step, counters)
         self._deaths.end(step.version - 1)
         self._reports.evaluation(self._evaluation.poll())
@@ -265,7 +276,10 @@ class Head:
     def finish(self) -> None:
         """Wait for the evaluation of the final weights, then send everybody home."""
         self._phase = "evaluating"
-        self._reports.evaluation(self._evaluation.wait(LAST_EVAL_S))
+        until_s = time.monotonic() + LAST_EVAL_S
+        while self._evaluation.missing and time.monotonic() < until_s:
+            self._heal(self.version)
+            self._reports.evaluation(self._evaluation.wait(1.0))
         if missing := self._evaluation.missing:
             log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
         self._lane.close()
@@ -274,6 +288,7 @@ class Head:
     # --- being seen ------------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> StatusSnapshot:
+        self._eval_watch.audit()
         return StatusSnapshot(
             run=self._config.run.name,
             state=self._phase,
@@ -286,7 +301,7 @@ class Head:
             lag_bound=self._config.lag_bound,
             members=tuple(self._hub.members()),
             audit=self._watch.audit(),
-            audit_mismatch=self._watch.mismatch,
+            audit_mismatch=self._mismatch,
             counters=self._hub.counters(),
             message=self._message,
         )

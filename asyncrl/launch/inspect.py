@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import ShardedBuffer
 from asyncrl.buffer.users import LEARNER, with_user
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError, StoreError
+from asyncrl.errors import DataError, RunError, StoreError
 from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.own_store import own_store
 from asyncrl.telemetry.advice import bottleneck
@@ -77,21 +79,31 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
         with own_store(config, directory, needs_data=True) as server:  # the run is over; its data is still there
             audit = audit_store(config, directory, server.url)
     print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
-    missing = int(audit["missing"])
-    if missing:
-        where = "nowhere" if missing > 0 else "in two places"
-        raise RunError(f"{abs(missing)} issued ids are {where}; please report this with the run directory")
+    for lane, found in (("training", audit), ("evaluation", audit["evaluation"])):
+        if found and (missing := int(found.get("missing", 0))):
+            where = "nowhere" if missing > 0 else "in two places"
+            raise RunError(f"{lane}: {abs(missing)} issued ids are {where}; please report this with the run directory")
 
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
-    """The conservation law of the train lane, with the ledger's split of what is done."""
-    from asyncrl.launch.wiring import connect_store, train_lane
+    """The conservation law of the train lane, and under `evaluation` that of the other one, if the run has held-out data."""
+    from asyncrl.launch.intake import eval_prompts
+    from asyncrl.launch.wiring import connect_store, eval_lane, train_lane
 
     url = store_url or directory.store_url()
     if url is None:
         raise RunError(f"{directory.path} has never been up here; give --store URL")
     if config.store.url is None:
         url = with_user(url, LEARNER)
-    lane = train_lane(config, connect_store(config, url, keys=directory.keys(), retry_s=2.0))
+    connection = connect_store(config, url, keys=directory.keys(), retry_s=2.0)
+    found = _audit_of(train_lane(config, connection))
+    try:
+        held_out = eval_prompts(config)
+    except DataError as error:  # such as a relative path, seen from another directory
+        return found | {"evaluation": {"not_counted": str(error)}}
+    return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)) if held_out else None}
+
+
+def _audit_of(lane: ShardedBuffer | RedisBuffer) -> dict[str, Any]:
     audit = lane.audit()
     return asdict(audit) | {"missing": audit.missing, "dead_letters": [asdict(letter) for letter in lane.dead_letters()]}

@@ -58,12 +58,17 @@ def open_intake(
     )
 
 
+def eval_prompts(config: Config) -> int:
+    """Held-out prompts of one round; 0 without held-out data. Raises DataError."""
+    held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
+    return min(config.eval.prompts, held_out)
+
+
 def open_evaluation(
     config: Config, store: StoreConnection, state: LearnerState, decode: Decode, *, vocabulary: int, history: History
 ) -> Evaluation:
     """Goes on from `state`, or with the next round where a round now means something else."""
-    held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
-    prompts = min(config.eval.prompts, held_out)
+    prompts = eval_prompts(config)
     rules = eval_rules(config, prompts)
     return Evaluation(
         buffer=eval_lane(config, store, prompts),

@@ -116,7 +116,7 @@ ALARMS: Mapping[str, Alarm] = {
     "audit": Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,
-        "somebody changed the store, or asyncrl is at fault: keep the run directory, report it, restart the learner",
+        "the learner heals it; somebody changed the store, or asyncrl is at fault: keep the run directory, report it",
     ),
 }
 

@@ -23,7 +23,7 @@ from shard_contract import SHARDS, Run, ShardContract
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.redis import PLACES, RedisBuffer
+from asyncrl.buffer.redis import PLACES, RedisBuffer, hash_tag
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
@@ -31,8 +31,9 @@ from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
+from asyncrl.evaluation import lane_name
 from asyncrl.files import replace_text
-from asyncrl.launch.wiring import train_lane
+from asyncrl.launch.wiring import eval_lane, eval_rules, train_lane
 
 pytestmark = pytest.mark.integration
 run_numbers = itertools.count(1)
@@ -390,10 +391,11 @@ run: {{name: audited, root: {tmp_path}}}
 store: {{url: "{server.url}", shards: {shards}}}
 batch: {{groups: 4}}
 model: {{path: m}}
-data: {{train: t}}
+data: {{train: t, eval: {tmp_path}/held_out.jsonl}}
 reward: {{functions: [{{function: exact_match}}]}}
 """
     connection.client.flushall()
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a"}\n' * 3)
     run = tmp_path / "audited"
     run.mkdir()
     (run / "config.yaml").write_text(text)
@@ -403,7 +405,8 @@ reward: {{functions: [{{function: exact_match}}]}}
     def audit():
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
-    buffer = train_lane(load_config(run / "config.yaml"), connection)
+    config = load_config(run / "config.yaml")
+    buffer = train_lane(config, connection)
 
     def recover():
         for shard in buffer.shards:
@@ -412,7 +415,7 @@ reward: {{functions: [{{function: exact_match}}]}}
     recover()
     fill(buffer, 8)
     now_s = iter(range(0, 1000, 11))
-    watch = AuditWatch(buffer.audit, clock=lambda: float(next(now_s)))
+    watch = AuditWatch("training", buffer.audit, clock=lambda: float(next(now_s)))
     assert audit().returncode == 0
     connection.client.zrem(f"{{audited:{shard_names('train', shards)[-1]}}}:ready", "2")
     told = audit()
@@ -422,7 +425,18 @@ reward: {{functions: [{{function: exact_match}}]}}
     assert watch.mismatch == 1
     recover()  # a restarted learner
     watch.audit()
-    assert watch.mismatch == 0 and audit().returncode == 0
+    assert watch.mismatch == 0
+    held_out = eval_lane(config, connection, 3)
+    held_out.recover(Ledger(), version=0, limit=3)
+    fill(held_out, 3)
+    told = audit()
+    assert told.returncode == 0 and json.loads(told.stdout)["evaluation"]["ready"] == 3
+    connection.client.zrem(f"{hash_tag('audited', lane_name(**eval_rules(config, 3)))}:ready", "2")
+    told = audit()
+    assert told.returncode == 2 and "evaluation: 1 issued ids are nowhere" in told.stderr
+    (tmp_path / "held_out.jsonl").unlink()
+    told = audit()
+    assert told.returncode == 0 and "does not exist" in json.loads(told.stdout)["evaluation"]["not_counted"]
 
 
 RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id=key_id(b"key"))

@@ -3,9 +3,14 @@ import logging
 import pytest
 from buffer_contract import RULES, fill
 
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.watch import JUDGE_EVERY_S, AuditWatch
+from asyncrl.evaluation import Evaluation, resume_ledger
+from asyncrl.wire.schema import decode_group
 
 
 class Clock:
@@ -35,13 +40,13 @@ def looks(watch: AuditWatch, clock: Clock, seconds: int) -> list[int]:
 
 def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer.audit, clock=clock)
+    watch = AuditWatch("training", buffer.audit, clock=clock)
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
     buffer._store.ready.discard(2)  # broken by hand: the id is nowhere
     found = looks(watch, clock, 40)
     assert found.index(1) < 2 * JUDGE_EVERY_S and found[-1] == 1
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "1 issued ids are nowhere" in caplog.text and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
+    assert "training: 1 issued ids are nowhere" in caplog.text and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
     buffer.recover(Ledger(), version=0, limit=8)
     assert looks(watch, clock, 11)[-1] == 0
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
@@ -49,7 +54,7 @@ def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuff
 
 def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer.audit, clock=clock)
+    watch = AuditWatch("training", buffer.audit, clock=clock)
     buffer._store.reissue.update((1, 3))
     assert looks(watch, clock, 20)[-1] == -2
     assert "2 issued ids are in two places" in caplog.text
@@ -57,16 +62,16 @@ def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.Lo
 
 def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watch = AuditWatch(buffer.audit, clock=clock)
+    watch = AuditWatch("training", buffer.audit, clock=clock)
     buffer._store.ready.discard(2)
     watch.audit()
     buffer.recover(Ledger(), version=0, limit=8)
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
 
 
-def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom():
+def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    watch = AuditWatch(lambda: None, clock=lambda: now_s)
+    watch = AuditWatch("evaluation", lambda: None, clock=lambda: now_s)
     assert not watch.is_recovery_due()
     watch.mismatch, due_at_s = 1, []
     for second in range(100):
@@ -75,3 +80,24 @@ def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom():
             due_at_s.append(second)
     assert due_at_s == [0, 20, 60]
     assert watch.recoveries == 3
+    assert caplog.text.count("evaluation: the store is made to agree with the learner's ledger") == 3
+
+
+def test_the_lane_of_evaluation_keeps_the_law_and_is_healed_too() -> None:
+    rules = {"prompts": 4, "every": 2, "steps": 8, "asked": "x"}
+    clock, buffer = Clock(), MemoryBuffer(BufferRules(groups=4))
+    evaluation = Evaluation(
+        buffer=buffer,
+        ledger=resume_ledger({"rules": rules | {"every": 1}, "ledger": {}}, version=5, **rules),  # begun under other rules
+        gate=Gate(lane="eval", decode=decode_group, limits=GroupLimits(vocabulary=9, rollouts=1, max_tokens=9, whole=True)),
+        **rules,
+    )
+    evaluation.recover(6)
+    watch = AuditWatch("evaluation", buffer.audit, clock=clock)
+    tickets = [ticket.id for ticket in buffer.lease("g", 9).tickets]
+    assert tickets == [13, 14, 15, 16] and looks(watch, clock, 30) == [0] * 30
+    buffer._store.leases.pop(14)
+    assert looks(watch, clock, 30)[-1] == 1 and watch.is_recovery_due()
+    evaluation.recover(6)
+    assert looks(watch, clock, 30)[-1] == 0
+    assert [ticket.id for ticket in buffer.lease("h", 9).tickets] == [14]
