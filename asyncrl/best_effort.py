@@ -2,31 +2,42 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from asyncrl.errors import AsyncRLError
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Attempt:
+    """What became of it."""
+
+    succeeded: bool = False
+
+
 class BestEffort:
-    """Calls that may fail. Each kind of failure is told once, all are counted, and the next call tries again."""
+    """Where something may fail. Each kind of failure is told once, all are counted, and the next call tries again."""
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
         """By what was tried."""
         self._failing: dict[str, tuple[type[Exception], object]] = {}
 
-    def __call__(self, what: str, action: Callable[[], object]) -> bool:
-        """Whether `action` succeeded. `what` names it in the log."""
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[Attempt]:
+        """`with may_fail("the view"): ...` ends quietly whatever is raised within. `what` names it in the log."""
+        attempt = Attempt()
         try:
-            action()
+            yield attempt
         except Exception as error:  # noqa: BLE001 - whatever it is, those who live by this call go on
             self._note(what, error)
-            return False
+            return
+        attempt.succeeded = True
         if self._failing.pop(what, None):
             log.info("%s works again, after %d failures", what, self.failures[what])
-        return True
 
     def _note(self, what: str, error: Exception) -> None:
         self.failures[what] += 1

@@ -14,6 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from asyncrl import __version__
+from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
@@ -22,7 +23,6 @@ from asyncrl.config.resolved import config_hash, config_json, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
-from asyncrl.errors import AsyncRLError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.intake import open_evaluation, open_intake
 from asyncrl.launch.keys import join_keys, run_keys
@@ -36,7 +36,6 @@ from asyncrl.launch.wiring import open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
-from asyncrl.telemetry.guard import Guard
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.types import Group
 from asyncrl.weights.base import choose_transport
@@ -310,7 +309,7 @@ class Head:
 class Ticker:
     """Calls `tick` once a second from a thread of its own: also while the learner waits or steps."""
 
-    def __init__(self, tick: Callable[[], None], guard: Guard) -> None:
+    def __init__(self, tick: Callable[[], None], guard: BestEffort) -> None:
         self._tick, self._guard = tick, guard
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
@@ -331,10 +330,7 @@ class Ticker:
 
     def _tick_once(self) -> None:
         with self._guard("status and its kin"):
-            try:
-                self._tick()
-            except (AsyncRLError, OSError) as error:
-                log.warning("the status could not be told this time: %s", error)
+            self._tick()
 
 
 def interface_of(bind: str | None) -> str | None:

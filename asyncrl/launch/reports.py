@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.evaluation import EvalResult
 from asyncrl.launch.records import dropped_records, eval_records, sample_records
 from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.launch.timeline import Timeline
 from asyncrl.learner import Step
 from asyncrl.telemetry.fanout import Trackers
-from asyncrl.telemetry.guard import Guard
 from asyncrl.weights.base import UpdateReport
 
 EVAL_SAMPLES = 4
@@ -24,7 +24,7 @@ class Reports:
         self._timeline = timeline
         self._decode = decode
         self._samples_per_step = samples_per_step
-        self.guard = Guard()
+        self.guard = BestEffort()
 
     def step(self, step: Step, counters: Mapping[str, float]) -> None:
         """A finished step; `counters` are logged whatever becomes of its metrics."""
@@ -37,7 +37,7 @@ class Reports:
             dropped = dropped_records(step, self._decode, self._samples_per_step)
             trained = sample_records(step, self._decode, self._samples_per_step)
             self._trackers.samples([*dropped, *trained])  # newest last: what was trained
-        self.log({**metrics, **counters, "telemetry/failed": self.guard.total}, step=step.version)
+        self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
         """Rounds that have become complete."""

@@ -64,7 +64,8 @@ class StepDeaths:
 
     def _write(self, begun: int | None) -> None:
         text = json.dumps({"begun": begun, "steps": self._steps})
-        self._may_fail("the record of the step under way", lambda: replace_text(self._path, text))
+        with self._may_fail("the record of the step under way"):
+            replace_text(self._path, text)
 
 
 def _read(path: Path) -> tuple[dict[int, _Step], int | None]:

@@ -48,12 +48,14 @@ class Timeline:
         """Close the file."""
         self._path = None
         if self._trace:
-            self._may_fail("closing the timeline", self._trace.close)
+            with self._may_fail("closing the timeline"):
+                self._trace.close()
 
     def _write(self, write: Callable[[TraceWriter], None]) -> None:
         """From two threads: the learner's and the control plane's."""
         if path := self._path:
-            self._may_fail("writing the timeline", lambda: self._try(write, path))
+            with self._may_fail("writing the timeline"):
+                self._try(write, path)
 
     def _try(self, write: Callable[[TraceWriter], None], path: Path) -> None:
         trace = self._trace = self._trace or TraceWriter(path)

@@ -69,7 +69,9 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
 
         def record(pids: Mapping[str, int]) -> None:
             nonlocal is_recorded
-            is_recorded = may_fail("the record of processes", lambda: directory.write_processes(pids))
+            with may_fail("the record of processes") as attempt:
+                directory.write_processes(pids)
+            is_recorded = attempt.succeeded
 
         limits, max_restarts = limits_of(config), config.control.max_restarts
         supervisor = stack.enter_context(Supervisor(specs, max_restarts=max_restarts, limits=limits, on_change=record))
@@ -80,16 +82,17 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
 
         def on_tick() -> None:
             tend_store()
-            may_fail("scaling", scaled.tend)
-            may_fail("the view", view)
-            may_fail("the reaper", members.tend)
+            for what, tend in (("scaling", scaled.tend), ("the view", view), ("the reaper", members.tend)):
+                with may_fail(what):
+                    tend()
             if not is_recorded:
                 record(supervisor.pids())
 
         with stop_on_signals(supervisor) as stopped:
             supervisor.run(on_tick)
             supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
-    may_fail("the result", lambda: show_result(directory, finished=supervisor.is_over))
+    with may_fail("the result"):
+        show_result(directory, finished=supervisor.is_over)
     return 0 if supervisor.is_over else stopped.status
 
 
@@ -110,7 +113,8 @@ def _claimed(
             directory.draw_secret()
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
             replace_text(directory.config, dump_config(config), durable=True)
-        may_fail("removal of old Prometheus targets", directory.forget_targets)
+        with may_fail("removal of old Prometheus targets"):
+            directory.forget_targets()
         yield directory.keys()
 
 

@@ -36,7 +36,8 @@ def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], Non
 
     try:
         yield show
-        BestEffort()("the last view", lambda: view.show(reader.read()))
+        with BestEffort()("the last view"):
+            view.show(reader.read())
     finally:
         view.close()
 

@@ -63,7 +63,9 @@ class _Kept:
         now_s = time.monotonic()
         if now_s < self._again_at_s:
             return
-        if self._may_fail(f"{what} of {self._name}", lambda: call(self._opened())):
+        with self._may_fail(f"{what} of {self._name}") as attempt:
+            call(self._opened())
+        if attempt.succeeded:
             self._pause_s = FIRST_PAUSE_S
         else:
             self._again_at_s = now_s + self._pause_s
@@ -72,7 +74,8 @@ class _Kept:
     def close(self) -> None:
         """Never raises."""
         if self._tracker:
-            self._may_fail(f"close of {self._name}", self._tracker.close)
+            with self._may_fail(f"close of {self._name}"):
+                self._tracker.close()
 
     @property
     def _name(self) -> str:

@@ -89,7 +89,8 @@ class Lines:
         while len(self._waiting) > WAITING:
             self._waiting.popleft()
             self._lost += 1
-        self._may_fail(f"writing {self._path}", self._flush)
+        with self._may_fail(f"writing {self._path}"):
+            self._flush()
 
     def close(self) -> None:
         """Close the file."""
