@@ -1,8 +1,9 @@
 """`python -m tests.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`: faults on real processes, and what they cost.
 
-NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `designs`: other designs under the same faults;
-`real`: a whole run with a model; `pace`: another, with few faults; `real_hangs`: another, whose processes are stopped. What was
-not run keeps its figures in FILE. The exit status is the number of runs that broke a promise.
+NAMES, separated by commas: scenarios of tests/chaos/faults.py, by default all; `hardening`: all kinds of faults in one run;
+`designs`: other designs under the same faults; `real`: a whole run with a model; `pace`: another, with few faults;
+`real_hangs`: another, whose processes are stopped. What was not run keeps its figures in FILE. The exit status is the number
+of runs that broke a promise.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from bench.environment import describe
 
 from . import designs
 from .faults import SCENARIOS, Scenario, strike
+from .hardening import HARDENING
 from .hosts import obstacle
 from .lineage import Verdict
 from .outcome import outcome, table
@@ -96,7 +98,7 @@ def main() -> int:
 
 
 def _possible(chosen: set[str]) -> Iterator[Scenario]:
-    for scenario in SCENARIOS:
+    for scenario in (*SCENARIOS, HARDENING):
         if scenario.name in chosen:
             if scenario.is_spread and (reason := obstacle()):
                 say(f"{scenario.name} is left out: {reason}")

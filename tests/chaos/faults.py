@@ -20,82 +20,84 @@ from .world import START_S, World
 Fault = Callable[[World, random.Random], None]
 
 
-def _note(world: World, kind: str, **expected: Any) -> None:
+def note(world: World, kind: str, **expected: Any) -> None:
+    """It has struck now; what is expected then says when it is over."""
     world.struck[kind] += 1
     world.recoveries[kind].append((time.monotonic(), expected))
+    world.noted.append((kind, time.monotonic()))
 
 
 def kill_generator(world: World, draw: random.Random) -> None:
     name = f"g{draw.randrange(world.generators)}"
     world.kill(name)
-    _note(world, "kill_generator", held=_held_by(world, name))
+    note(world, "kill_generator", held=_held_by(world, name))
 
 
 def kill_learner(world: World, draw: random.Random) -> None:
     pid = world.members["learner"].pid
     world.kill("learner")
-    _note(world, "kill_learner", not_pid=pid)
+    note(world, "kill_learner", not_pid=pid)
 
 
 def kill_store(world: World, draw: random.Random) -> None:
     """While a sync is slow, even a kill makes the store forget what it had acknowledged."""
     world.disk.slow(draw.random() < 0.3)
     world.server.kill()
-    _note(world, "kill_store")
+    note(world, "kill_store")
     world.start_store()
 
 
 def lose_power(world: World, draw: random.Random) -> None:
     world.server.kill()
     world.disk.lose_power()
-    _note(world, "power_loss")
+    note(world, "power_loss")
     world.start_store()
 
 
 def wipe(world: World, draw: random.Random) -> None:
     """FLUSHALL and a restart, or an empty disk."""
     if draw.random() < 0.5:
-        with _client(world) as client:
+        with client_of(world) as client:
             client.flushall()
             client.function_flush()
         world.server.kill()
     else:
         world.server.kill()
         world.disk.lose_everything()
-    _note(world, "wipe")
+    note(world, "wipe")
     world.start_store()
 
 
 def rewrite_log(world: World, draw: random.Random) -> None:
-    with _client(world) as client, contextlib.suppress(RedisError):  # one may be under way
+    with client_of(world) as client, contextlib.suppress(RedisError):  # one may be under way
         client.bgrewriteaof()
-    world.struck["rewrite_log"] += 1
+    note(world, "rewrite_log")
 
 
 def pause_generator(world: World, draw: random.Random) -> None:
     """Mostly longer than a lease."""
     world.pause(f"g{draw.randrange(world.generators)}", draw.uniform(0.5, 4.0))
-    world.struck["pause_generator"] += 1
+    note(world, "pause_generator")
 
 
 def pause_learner(world: World, draw: random.Random) -> None:
     world.pause("learner", draw.uniform(0.2, 2.0))
-    world.struck["pause_learner"] += 1
+    note(world, "pause_learner")
 
 
 def usurp(world: World, draw: random.Random) -> None:
     """A second learner that does not see the lock takes over; the first wakes up again and must be fenced."""
     before = world.version
     world.usurp()
-    world.wait(lambda: world.version != before, 60.0, "step of the second learner")
+    world.wait(lambda: world.version != before, START_S, "step of the second learner")
     world.run_for(draw.uniform(0.0, 0.3))
     world.wake_old()
-    world.struck["usurp"] += 1
+    note(world, "usurp")
 
 
 def second_learner(world: World, draw: random.Random) -> None:
     world.refuse_second()
-    world.struck["second_learner"] += 1
+    note(world, "second_learner")
 
 
 def fill_disk(world: World, draw: random.Random) -> None:
@@ -103,7 +105,7 @@ def fill_disk(world: World, draw: random.Random) -> None:
     world.disk.fill(True)
     world.run_for(draw.uniform(0.5, 2.0))
     world.disk.fill(False)
-    _note(world, "full_disk")
+    note(world, "full_disk")
 
 
 def partition(world: World, draw: random.Random) -> None:
@@ -112,7 +114,7 @@ def partition(world: World, draw: random.Random) -> None:
     world.pairs[pair].cut()
     world.run_for(min(1.0 + draw.expovariate(1 / 1.2), 30.0))
     world.pairs[pair].heal()
-    _note(world, "link_down" if world.is_spread else "partition", pair=pair)
+    note(world, "link_down" if world.is_spread else "partition", pair=pair)
 
 
 KINDS = ("learner", "generator", "store", "decoder", "engine core")
@@ -128,6 +130,7 @@ def stop(kinds: tuple[str, ...], world: World, draw: random.Random) -> None:
         os.kill(pid, signal.SIGSTOP)
     world.wait(lambda: not any(map(_lives, stopped)), REPLACED_S, f"end of the stopped {' and '.join(kinds)}")
     world.hangs.append({"kinds": kinds, "at_s": at_s, "replaced_s": round(time.monotonic() - at_s, 2)})
+    world.noted.append((f"hang: {' and '.join(kinds)}", at_s))
     world.struck["stop"] += len(kinds)
 
 
@@ -150,18 +153,24 @@ def swallow(swallow_rate: float, repeat_rate: float, world: World, draw: random.
         world.proxies[name].swallow_rate, world.proxies[name].repeat_rate = swallow_rate, repeat_rate
 
 
+def key_of(place: str) -> str:
+    """Of the store."""
+    return f"{{{RUN}:train}}:{place}"
+
+
 def _held_by(world: World, name: str) -> list[int]:
     """The ids that dead incarnations of a generator hold."""
     try:
-        with _client(world) as client:
-            holders: Mapping[bytes, bytes] = client.hgetall(f"{{{RUN}:train}}:holders")
+        with client_of(world) as client:
+            holders: Mapping[bytes, bytes] = client.hgetall(key_of("holders"))
     except RedisError:
         return []
     return [int(i) for i, holder in holders.items() if holder.startswith(f"{name}:".encode())]
 
 
 @contextlib.contextmanager
-def _client(world: World) -> Any:
+def client_of(world: World) -> Any:
+    """A client of the store itself."""
     with world.buffer() as buffer:
         yield buffer._connection.client
 
@@ -179,6 +188,9 @@ class Scenario:
     is_spread: bool = False
     calm: bool = False
     """The next fault waits until the run has gone on: only then are times those of one fault."""
+    calm_steps: int = 3
+    at_once: tuple[int, ...] = (1,)
+    """How many strike together, drawn from these."""
     hang_s: float = float("inf")
     """Silence after which a process is replaced. Finite: each fault once, the first one first, before any strikes again."""
     always: Fault = field(default=lambda world, draw: None)
@@ -224,7 +236,10 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
         if time.monotonic() > until_s:
             return
         world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
-        (next(in_turn, None) or draw.choices(kinds, weights)[0])(world, random.Random(draw.random()))
+        first = len(world.noted)
+        for _ in range(draw.choice(scenario.at_once)):
+            (next(in_turn, None) or draw.choices(kinds, weights)[0])(world, random.Random(draw.random()))
         if scenario.calm:
-            target = world.version + 3
+            target = world.version + scenario.calm_steps
             world.wait(lambda: world.version >= target, START_S, f"step {target}")  # noqa: B023 - it is over before the next
+            world.end_round(world.noted[first:])

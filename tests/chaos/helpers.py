@@ -1,14 +1,20 @@
-"""An engine whose core is a process of its own, as vLLM's is: it can be stopped under a living event loop."""
+"""Stand-ins around the shipped loops: an engine whose core is a process, a publisher without weights, ids that kill."""
 
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.fake import FakeEngine
+from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
 from asyncrl.types import Rollout
+from asyncrl.weights.base import Sent, UpdateOrder
+
+PROBE = (1, 2, 3, 4)
+DOOMED = 77
+"""Exit status of a process that an id has killed."""
 
 CORE = """
 import os, sys
@@ -20,7 +26,10 @@ while data := os.read(0, 1):
 
 
 class CoreEngine(FakeEngine):
-    """Nothing is sampled, and no question answered, without the core."""
+    """Its core is a process of its own, as vLLM's is, and can be stopped under a living event loop.
+
+    Nothing is sampled, and no question answered, without the core.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -44,3 +53,86 @@ class CoreEngine(FakeEngine):
             assert self._core.stdin is not None and self._core.stdout is not None
             self._core.stdin.write(b"x")
             await self._core.stdout.readexactly(1)
+
+
+class OrdersOnly:
+    """A publisher whose weights follow from the version, and the sender of every generator."""
+
+    one_host = True
+
+    def __init__(self) -> None:
+        self.order: UpdateOrder | None = None
+
+    def announce(self, version: int) -> None:
+        logprobs = logprobs_of(logits_of(version))[list(PROBE[1:])]
+        self.order = UpdateOrder(
+            version=version,
+            transport="disk",
+            deadline_s=5.0,
+            details={},
+            probe_ids=PROBE,
+            probe_logprobs=tuple(map(float, logprobs)),
+        )
+
+    def publish(self, *_: Any) -> float:
+        raise NotImplementedError("weights follow from the version")
+
+    def open_sender(self, workers: int) -> "OrderSender":
+        return OrderSender(self)
+
+    def close(self) -> None: ...
+
+
+class OrderSender:
+    """Answers at once, through a pipe, because the hub waits for something readable."""
+
+    def __init__(self, publisher: OrdersOnly) -> None:
+        self._publisher = publisher
+        self._readable, self._writable = os.pipe()
+        self._replies: list[UpdateOrder | Sent] = []
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def prepare(self, transport: str) -> bool:
+        if self._publisher.order is not None:
+            self._reply(self._publisher.order)
+        return self._publisher.order is not None
+
+    def transfer(self) -> None:
+        self._reply(Sent(seconds=0.0))
+
+    def _reply(self, reply: UpdateOrder | Sent) -> None:
+        self._replies.append(reply)
+        os.write(self._writable, b"x")
+
+    def replies(self) -> list[Any]:
+        if self._replies:
+            os.read(self._readable, 4096)
+        replies, self._replies = self._replies, []
+        return replies
+
+    def restart(self) -> None:
+        self.replies()
+
+    def close(self) -> None:
+        os.close(self._readable)
+        os.close(self._writable)
+
+
+def mark(directory: Path, what: str, ticket_id: int) -> None:
+    """From now on `ticket_id` kills who samples it (`ticket`) or trains on it (`step`)."""
+    (directory / f"deadly-{what}s").mkdir(exist_ok=True)
+    (directory / f"deadly-{what}s" / str(ticket_id)).touch()
+
+
+def marked(directory: Path, what: str) -> set[int]:
+    """The ids that kill."""
+    folder = directory / f"deadly-{what}s"
+    return {int(path.name) for path in folder.iterdir()} if folder.exists() else set()
+
+
+def doom(directory: Path, what: str, ids: Iterable[int]) -> None:
+    """End this process if one of `ids` kills: at once, as a crash of the engine or the device would."""
+    if marked(directory, what).intersection(ids):
+        os._exit(DOOMED)

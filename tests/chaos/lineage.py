@@ -64,7 +64,7 @@ class FoldedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of the ids 1..N of one run. Everything but `groups`, `steps` and `rejected` must be 0 or empty."""
+    """What became of the ids 1..N of one run. Lost, duplicated and wrong must be 0 or empty."""
 
     groups: int
     steps: int
@@ -73,6 +73,8 @@ class Verdict:
     duplicated: int
     wrong: tuple[str, ...]
     """Broken promises other than those two."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Why those were rejected that were, by id."""
 
     @classmethod
     def stuck(cls, reason: str) -> Self:
@@ -104,7 +106,7 @@ def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]
     """
     saved, ledger = json.loads((checkpoint / FILE).read_text()), json.loads((checkpoint / "state.json").read_text())["ledger"]
     weights, chain, takes, wrong = FIRST, EMPTY_CHAIN, 0, []
-    consumed, steps, rejected = Counter[int](), 0, 0
+    consumed, steps, rejected, reasons = Counter[int](), 0, 0, dict[int, str]()
     for manifest in lineage(manifests, saved["manifest"]):
         for step in manifest["steps"]:
             weights, steps = fold(weights, step), steps + 1
@@ -114,6 +116,7 @@ def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]
                 chain, takes = next_chain(chain, tuple(ids)), takes + 1
                 consumed.update(ids)
             rejected += len(step["rejected"])
+            reasons |= dict(step["rejected"])
             wrong += _strangers(step, handed_over)
         if weights != manifest["weights"]:
             wrong.append(f"weights after step {steps} are not what their manifests make")
@@ -133,6 +136,7 @@ def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]
         lost=last - len(consumed),
         duplicated=counted - len(consumed),
         wrong=tuple(wrong),
+        reasons=reasons,
     )
 
 

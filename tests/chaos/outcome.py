@@ -8,6 +8,7 @@ from typing import Any
 
 from .faults import Scenario
 from .lineage import Verdict
+from .poison import fates
 from .world import World
 
 FIGURES = (
@@ -41,6 +42,7 @@ RECOVERIES = (
 
 def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) -> dict[str, Any]:
     """Plain values of a finished world."""
+    poisoned, survived = fates(world, verdict)
     proxies = world.proxies.values()
     struck = dict(world.struck) | {
         "swallowed": sum(proxy.swallowed for proxy in proxies),
@@ -55,12 +57,25 @@ def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) 
         "rejected": verdict.rejected,
         "lost": verdict.lost,
         "duplicated": verdict.duplicated,
-        "wrong": list(verdict.wrong),
+        "wrong": [*verdict.wrong, *survived],
         "log_discarded_bytes": world.disk.discarded_bytes,
         "unexplained_exits": dict(world.exits),
         "hangs": hangs(world),
+        "poisoned": poisoned,
+        "pauses_s": pauses(world) if max(scenario.at_once) > 1 else {},
         "recoveries_s": recoveries(world) if scenario.calm else {},
     }
+
+
+TOGETHER = "several at once"
+
+
+def pauses(world: World) -> dict[str, list[float]]:
+    """The longest time without a step after each fault, by kind; of those that struck together, under one name."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in world.rounds:
+        found[one["kinds"][0] if len(one["kinds"]) == 1 else TOGETHER].append(one["pause_s"])
+    return dict(sorted(found.items()))
 
 
 def hangs(world: World) -> list[dict[str, Any]]:

@@ -14,37 +14,39 @@ from typing import Any
 from asyncrl import progress
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.trainable import GroupLimits
-from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.base import BufferRules, PutOutcome, Take
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
+from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import RewardError
+from asyncrl.errors import CheckpointError, RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.keys import RunKeys
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART, run_role
+from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import RunLock
 from asyncrl.types import Group, Prompt
-from asyncrl.weights.base import Sent, UpdateOrder
+from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.decoder import GroupDecoder
 from asyncrl.wire.schema import decode_group
 
-from .helpers import CoreEngine
+from .helpers import CoreEngine, OrdersOnly, doom
 from .hosts import move_to
 from .lineage import FoldedWeights, digest
 
-RUN, KEY, PROBE = "chaos", b"key", (1, 2, 3, 4)
+RUN, KEY = "chaos", b"key"
 KEYS = RunKeys(bytes(32))
 """Between hosts."""
 B, MAX_LAG, WINDOW, EVERY, KEEP = 8, 2, 8, 5, 2
@@ -60,6 +62,7 @@ JOIN_S = 10.0
 FINISH = "finish"
 """A file: the learner's next step is its last."""
 EVENTS = "events.jsonl"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,11 @@ class Lines:
 
     def write(self, line: str) -> None:
         os.write(self._file, line.encode() + b"\n")
+
+
+def step_record(checkpoints: Path) -> Path:
+    """Of the learner that saves there: the step under way."""
+    return checkpoints.with_suffix(".step.json")
 
 
 # --- generator -------------------------------------------------------------------------------------------------------
@@ -160,7 +168,7 @@ async def _generate(place: Place, name: str, seed: int) -> None:
     lane = Lane(
         name="train",
         buffer=buffer,
-        prompt=lambda ticket_id: Prompt(token_ids=(ticket_id % 16,), text="", row={}),
+        prompt=lambda ticket_id: _prompt(place, ticket_id),
         spec=SamplingSpec(temperature=1.0, max_response_tokens=8),
         limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
         minimum_version=lambda ticket: ticket.minimum_version,
@@ -186,72 +194,12 @@ async def _generate(place: Place, name: str, seed: int) -> None:
     ).run(Hello(generator_id=name, incarnation=incarnation, release="r", config_hash="c", version=0, pid=os.getpid()))
 
 
+def _prompt(place: Place, ticket_id: int) -> Prompt:
+    doom(place.directory, "ticket", [ticket_id])
+    return Prompt(token_ids=(ticket_id % 16,), text="", row={})
+
+
 # --- learner ---------------------------------------------------------------------------------------------------------
-
-
-class OrdersOnly:
-    """A publisher whose weights follow from the version, and the sender of every generator."""
-
-    one_host = True
-
-    def __init__(self) -> None:
-        self.order: UpdateOrder | None = None
-
-    def announce(self, version: int) -> None:
-        logprobs = logprobs_of(logits_of(version))[list(PROBE[1:])]
-        self.order = UpdateOrder(
-            version=version,
-            transport="disk",
-            deadline_s=5.0,
-            details={},
-            probe_ids=PROBE,
-            probe_logprobs=tuple(map(float, logprobs)),
-        )
-
-    def publish(self, *_: Any) -> float:
-        raise NotImplementedError("weights follow from the version")
-
-    def open_sender(self, workers: int) -> "OrderSender":
-        return OrderSender(self)
-
-    def close(self) -> None: ...
-
-
-class OrderSender:
-    """Answers at once, through a pipe, because the hub waits for something readable."""
-
-    def __init__(self, publisher: OrdersOnly) -> None:
-        self._publisher = publisher
-        self._readable, self._writable = os.pipe()
-        self._replies: list[UpdateOrder | Sent] = []
-
-    def fileno(self) -> int:
-        return self._readable
-
-    def prepare(self, transport: str) -> bool:
-        if self._publisher.order is not None:
-            self._reply(self._publisher.order)
-        return self._publisher.order is not None
-
-    def transfer(self) -> None:
-        self._reply(Sent(seconds=0.0))
-
-    def _reply(self, reply: UpdateOrder | Sent) -> None:
-        self._replies.append(reply)
-        os.write(self._writable, b"x")
-
-    def replies(self) -> list[Any]:
-        if self._replies:
-            os.read(self._readable, 4096)
-        replies, self._replies = self._replies, []
-        return replies
-
-    def restart(self) -> None:
-        self.replies()
-
-    def close(self) -> None:
-        os.close(self._readable)
-        os.close(self._writable)
 
 
 @dataclass(slots=True)
@@ -267,6 +215,16 @@ class WatchedLedger(Ledger):
         self.on_take()
 
 
+class JudgedBuffer(RedisBuffer):
+    """Tells which frames the learner refuses, and why."""
+
+    say: Callable[..., None]
+
+    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+        self.say("refused", id=ticket_id, content=digest(frame), reason=reason)
+        return super().reject_frame(take, ticket_id, frame, reason, final=final)
+
+
 class Learner:
     """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and asyncrl.launch.head."""
 
@@ -277,13 +235,18 @@ class Learner:
         self._checkpoints = CheckpointStore(checkpoints, KEY, KEEP)
         state = self._checkpoints.load(self._weights) or {"version": 0, "ledger": Ledger().to_dict()}
         self.version: int = state["version"]
-        self._contents: dict[int, str] = {}
+        self._decoded: list[tuple[Group, bytes]] = []
+        self._is_overdue = False
+        self._deaths = StepDeaths(step_record(checkpoints))
         self._decoder = GroupDecoder(KEY, frame_s=FRAME_S) if place.has_helpers else None
         connection = place.connect()
         self._record = RunRecord(connection, KEY)
         self._stored = StoredRun(name=RUN, config_json="{}", config_hash="c", release="r", key_id="k")
         self._record.claim(self._stored, fresh=self.version == 0)
-        self._intake = self._make_intake(RedisBuffer(connection, RUN, RULES), state["ledger"])
+        buffer = JudgedBuffer(connection, RUN, RULES)
+        buffer.say = self._say
+        self._intake = self._make_intake(buffer, state["ledger"])
+        self._watch = AuditWatch(buffer.audit)
         self._orders = OrdersOnly()
         self._hub = ControlHub(
             place.control,
@@ -304,7 +267,12 @@ class Learner:
         return Intake(
             buffer=buffer,
             ledger=ledger,
-            gate=Gate(lane="train", decode=self._decode, limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100)),
+            gate=Gate(
+                lane="train",
+                decode=self._decode,
+                limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
+                condemned=self._deaths.reason,
+            ),
             judge=make_judge([_reject_zero], drop_older_than=MAX_LAG + 1),
             groups=B,
             window=WINDOW,
@@ -315,7 +283,7 @@ class Learner:
 
     def _decode(self, frame: bytes) -> Group:
         group = self._decoder.decode(frame) if self._decoder else decode_group(frame, KEY)
-        self._contents[group.ticket_id] = digest(frame)
+        self._decoded.append((group, frame))
         return group
 
     def run(self) -> None:
@@ -330,8 +298,10 @@ class Learner:
                     self._intake.window = 1  # strict order: what is consumed in the end is 1..N
                 self._train(self._collect())
                 self._publish(self._intake.open)
-                if is_last or self.version % EVERY == 0:
-                    self._save()
+                if is_last or self._is_overdue or self.version % EVERY == 0:
+                    while not (is_saved := self._save()) and is_last:
+                        time.sleep(0.1)
+                    self._is_overdue = not is_saved
             self._intake.buffer.close()
         except BaseException as error:
             self._hub.stop(repr(error), farewell=isinstance(error, NOT_MENDED_BY_A_RESTART))
@@ -342,35 +312,48 @@ class Learner:
         while (collected := self._intake.poll(self.version, wait_s=0.5)) is None:
             self._hub.check()
             progress.beat()
+            self._watch.audit()
+            if self._watch.is_recovery_due():
+                self._intake.recover(self.version)
             self._record.renew(replace(self._stored, control_endpoint=self._hub.endpoint))
         return collected
 
     def _train(self, collected: Collected) -> None:
         progress.begin("step")
+        frame_of = {id(group): frame for group, frame in self._decoded}  # not by ticket: a refused frame may say any
+        frames = {group.ticket_id: frame_of[id(group)] for group in collected.groups}
+        self._deaths.begin(self.version, list(frames.values()))
         time.sleep(0.005)
+        doom(self._place.directory, "step", frames)
         ledger = self._intake.ledger
         self._weights.train(
             {
                 "version": self.version,
                 "takes": ledger.current,
-                "trained": [(group.ticket_id, self._contents.pop(group.ticket_id)) for group in collected.groups],
+                "trained": [(ticket_id, digest(frame)) for ticket_id, frame in frames.items()],
                 "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
             }
         )
         ledger.current = []
-        self._contents.clear()
+        self._decoded.clear()
+        self._deaths.end(self.version)
         self.version += 1
-        self._say("step", version=self.version)
+        self._say("step", version=self.version, last=max(frames))
 
     def _publish(self, announce: Callable[[int], None]) -> None:
         self._orders.announce(self.version)
         self._hub.announce(self.version)
         announce(self.version)
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
         state = {"version": self.version, "ledger": self._intake.settled.to_dict()}
-        oldest = self._checkpoints.state(self._checkpoints.save(self.version, self._weights, state))["ledger"]
+        try:
+            oldest = self._checkpoints.state(self._checkpoints.save(self.version, self._weights, state))["ledger"]
+        except CheckpointError:
+            log.exception("step %d is not saved", self.version)
+            return False
         self._intake.commit(oldest["takes"], oldest["chain"], self.version)
+        return True
 
     def _say(self, event: str, **values: Any) -> None:
         self._lines.write(json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), "event": event, **values}))

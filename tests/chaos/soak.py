@@ -18,6 +18,7 @@ from .faults import (
     fill_disk,
     kill_store,
     lose_power,
+    note,
     partition,
     pause_generator,
     pause_learner,
@@ -37,7 +38,7 @@ SEED = 1
 def kill_another(world: World, draw: random.Random) -> None:
     """Any generator but the one that is watched."""
     world.kill(f"g{draw.randrange(1, world.generators)}")
-    world.struck["kill_generator"] += 1
+    note(world, "kill_generator")
 
 
 SOAK = Scenario(

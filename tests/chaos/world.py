@@ -7,9 +7,10 @@ import shutil
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from asyncrl.supervisor import USER_ERROR
 
 from . import roles
 from .disk import Disk
+from .helpers import DOOMED
 from .hosts import Cable, Hosts, inside
 from .lineage import Verdict, judge
 from .proxy import LATE_S, Proxy
@@ -93,6 +95,12 @@ class World:
     """Silence after which a process is replaced, also the store."""
     hangs: list[dict[str, Any]] = field(default_factory=list)
     """What was stopped, and how long it took to go on."""
+    noted: list[tuple[str, float]] = field(default_factory=list)
+    """Every fault: its kind, and when it struck."""
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    """What struck together, and the longest pause of steps after it."""
+    poisons: list[dict[str, Any]] = field(default_factory=list)
+    """Wrong frames that the store took: kind, id, content."""
     disk: Disk = field(init=False)
     server: StoreServer = field(init=False)
     proxies: dict[str, Proxy] = field(default_factory=dict)
@@ -112,14 +120,14 @@ class World:
             self.hosts = Hosts()
             # every link of these hosts; a run would have to name one
             config = StoreConfig(fsync=self.fsync).model_copy(update={"bind": "tcp://0.0.0.0:6379"})
-            self.server = StoreServer(config, self.directory / "store", users=USERS)
+            self.server = StoreServer(config, self.directory / "store", users=USERS, needs_data=False)
         else:
-            self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store")
+            self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store", needs_data=False)
         self.start_store()
         self._kept = KeptStore(self.server, silent_s=self.hang_s)
         if not self.is_spread:
             self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
-            self.proxies["control"] = Proxy(self._control_path, seed=self.seed, listen=self.directory / "control.sock")
+            self.proxies["control"] = Proxy(self.control_path, seed=self.seed, listen=self.directory / "control.sock")
         self._add("learner", self.learner_role, self.checkpoints)
         for index in range(self.generators):
             self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
@@ -144,7 +152,8 @@ class World:
         return self.directory / f"checkpoints-{self.usurpations}"
 
     @property
-    def _control_path(self) -> Path:
+    def control_path(self) -> Path:
+        """Where the learner that has the run listens."""
         return self.directory / f"control-{self.usurpations}.sock"
 
     def _place(self, name: str) -> Place:
@@ -152,7 +161,7 @@ class World:
         if self.hosts is not None:
             return self._place_on_host(self.hosts, is_learner)
         store = self.proxies["learner" if is_learner else "generators"].address
-        control = self._control_path if is_learner else self.proxies["control"].address
+        control = self.control_path if is_learner else self.proxies["control"].address
         return Place(
             directory=self.directory,
             store=f"redis://{store}/0",
@@ -228,7 +237,8 @@ class World:
             return [self.server.pid]
         owner, marker = roles.HELPERS.get(kind, (kind, ""))
         prefix = "g" if owner == "generator" else owner
-        found = [member.pid for name, member in self.members.items() if name.startswith(prefix) and member.is_alive]
+        awake = [one for one in self.members.values() if one.is_alive and not one.stopped_until_s]
+        found = [one.pid for one in awake if one.name.startswith(prefix)]
         if not marker:
             return found
         children = [child for pid in found for child in psutil.Process(pid).children()]
@@ -261,7 +271,10 @@ class World:
         while not condition():
             self.tend()
             if time.monotonic() > until_s:
-                raise Stuck(f"{self.directory}: no {what} within {wait_s:.0f} s; exits {dict(self.exits)}, {self.audit()}")
+                raise Stuck(
+                    f"{self.directory}: no {what} within {wait_s:.0f} s; exits {dict(self.exits)}, {self.audit()}; "
+                    f"last faults {self.noted[-6:]}"
+                )
             time.sleep(0.02)
 
     def run_for(self, seconds: float) -> None:
@@ -310,7 +323,7 @@ class World:
         self.usurpations += 1
         if copied.exists():
             shutil.copytree(copied, self.checkpoints)
-        self.proxies["control"].upstream = self._control_path
+        self.proxies["control"].upstream = self.control_path
         self._old_learners.append(old)
         self._add("learner", roles.learner, self.checkpoints)
 
@@ -318,10 +331,10 @@ class World:
         """Wake the learners that were replaced, and wait until each is fenced. Raises Stuck."""
         for old in self._old_learners:
             send(old, signal.SIGCONT)
-        self.wait(lambda: not any(old.is_alive for old in self._old_learners), 60.0, "fencing of a learner that was replaced")
+        self.wait(lambda: not any(old.is_alive for old in self._old_learners), START_S, "fencing of a learner that was replaced")
         statuses = [old.process.exitcode for old in self._old_learners if old.process is not None]
         self._old_learners.clear()
-        if set(statuses) - {USER_ERROR}:
+        if set(statuses) - {USER_ERROR, DOOMED}:
             raise Stuck(f"learners that were replaced ended with {statuses}, not {USER_ERROR}")
 
     # --- what can be seen --------------------------------------------------------------------------------------------
@@ -341,6 +354,20 @@ class World:
                 file.seek(max(0, path.stat().st_size - tail_bytes))
             lines = file.read().splitlines()
         return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+
+    @property
+    def furthest(self) -> int:
+        """The highest id that any learner has trained on lately."""
+        return max((event["last"] for event in self.events(tail_bytes=1 << 16) if event["event"] == "step"), default=0)
+
+    def end_round(self, faults: Sequence[tuple[str, float]]) -> None:
+        """The run has gone on after them: note the longest time without a step since the last of them."""
+        if faults:
+            since_s = max(at_s for _, at_s in faults)
+            steps = [event["at_s"] for event in self.events(tail_bytes=1 << 18) if event["event"] == "step"]
+            times = [since_s, *(at_s for at_s in steps if at_s > since_s)]
+            pause_s = max(after - before for before, after in pairwise(times))
+            self.rounds.append({"kinds": [kind for kind, _ in faults], "pause_s": round(pause_s, 2)})
 
     @contextmanager
     def buffer(self) -> Iterator[RedisBuffer]:
@@ -388,16 +415,25 @@ class World:
 
     def _judge(self) -> Verdict:
         last = max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        handed_over: dict[int, set[str]] = defaultdict(set)
+        verdict = judge(last, self.directory / "manifests", self.handed_over())
+        return replace(verdict, wrong=(*verdict.wrong, *self._imbalance(verdict.groups), *self._given_up()))
+
+    def handed_over(self) -> dict[int, set[str]]:
+        """Digests of what generators offered, by id."""
+        found: dict[int, set[str]] = defaultdict(set)
         for path in self.directory.glob("put-*.txt"):
             for line in path.read_text().splitlines():
                 ticket_id, content, _ = line.split(" ")
-                handed_over[int(ticket_id)].add(content)
-        verdict = judge(last, self.directory / "manifests", handed_over)
-        return Verdict(
-            **{name: getattr(verdict, name) for name in Verdict.__dataclass_fields__ if name != "wrong"},
-            wrong=(*verdict.wrong, *self._imbalance(verdict.groups)),
-        )
+                found[int(ticket_id)].add(content)
+        return found
+
+    def _given_up(self) -> list[str]:
+        """Ends after which no supervisor starts a process again: a person would have to."""
+        return [
+            f"{count} times {one}, and a person had to start it again"
+            for one, count in self.exits.items()
+            if one.endswith(f" {USER_ERROR}")
+        ]
 
     def _imbalance(self, consumed: int) -> list[str]:
         with self.buffer() as buffer:

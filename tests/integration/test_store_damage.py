@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-import redis
 from test_redis_buffer import RedisLane
 
 from asyncrl.algo.trainable import GroupLimits
@@ -22,20 +21,11 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules,
 from asyncrl.config.schema import StoreConfig
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.schema import decode_group, encode_group
+from tests.helpers_hostile import damage
 
 pytestmark = pytest.mark.integration
 B = 4
 RULES = BufferRules(groups=B, lease_s=1000.0, max_bytes=1 << 20)
-WRITABLE = "leased deadlines holders reissue ready requests attempts deaths counters totals frames".split()  # noqa: SIM905
-ZSETS = {"leased", "deadlines", "reissue", "ready"}
-NUMBERS = ["0", "-1", "1", "5", "9007199254740992", "9e15", "1e300", "99999999999999999999", "inf", "nan", "-0", "007", "1.5"]
-TEXTS = [*NUMBERS, "abc", "", "foo bar", "\xff", "given up: "]
-FIELDS = {
-    "totals": ["issued", "bytes"],
-    "counters": ["put", "duplicate", "unknown", "full", "lease_expired", "failed", "dead", "deaths", "returned", "x"],
-    "requests": ["g", "other"],
-}
-IDS = [*map(str, range(1, 24)), *TEXTS]
 
 
 ADMIN = "admin"
@@ -120,30 +110,6 @@ class HonestRun:
         return False
 
 
-def damage(client: redis.Redis, lane: RedisLane, rng: random.Random) -> list[str]:
-    """Any value in what a generator may write, once or a few times; and what it may not: keys of other types."""
-    done = []
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        place = rng.choice(WRITABLE)
-        key = lane.key(place)
-        if rng.random() < 0.15:
-            client.delete(key)  # as when nothing has been in it yet
-            if place in ZSETS:
-                client.hset(key, "1", "x")
-            else:
-                client.zadd(key, {"1": 1.0})
-            done.append(f"type of {place}")
-        elif place in ZSETS and client.type(key) in (b"zset", b"none"):
-            member, score = rng.choice(IDS), rng.choice([0.0, 1.0, 5.0, 1e300, -1.0, float("inf")])
-            client.zrem(key, member) if rng.random() < 0.3 else client.zadd(key, {member: score})
-            done.append(f"{place} {member} {score}")
-        elif place not in ZSETS and client.type(key) in (b"hash", b"none"):
-            field, value = rng.choice(FIELDS.get(place, IDS)), rng.choice(TEXTS)
-            client.hdel(key, field) if rng.random() < 0.2 else client.hset(key, field, value)
-            done.append(f"{place} {field} {value!r}")
-    return done
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connections, seed):
     rng, admin = random.Random(seed), connections[ADMIN].client
@@ -152,7 +118,7 @@ def test_an_honest_run_goes_on_whatever_a_generators_user_wrote(connections, see
         run = HonestRun(lane)
         run.go_on(rng.choice([0, 1, 2, 4]))
         run.generate()
-        said = damage(admin, lane, rng)
+        said = damage(admin, lane.key, rng)
         recoveries = 0
         for steps in (1, 3, 2):
             went_on = run.go_on(steps)
