@@ -1,6 +1,7 @@
 """How one optimizer step gets its groups: take, decode, filter, refill, and book every id in the ledger."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 DISCARDED_LINEAGE = "discarded_lineage"
 """Reason of groups sampled by weights that the learner lost."""
 
+MEND_S = 60.0
+"""Silence after which the store is made to agree with the ledger: what somebody wrote into it may keep tickets from everybody."""
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
 
@@ -73,6 +76,7 @@ class Intake:
     _unfit: Counter[str] = field(default_factory=Counter)
     """Rejections of this step that count against `max_refills`."""
     _last_progress_s: float = field(default_factory=time.monotonic)
+    _mended_at_s: float = -math.inf
 
     def __post_init__(self) -> None:
         self._settled = self.ledger.to_dict()
@@ -107,7 +111,7 @@ class Intake:
             if self._take(version):
                 continue
             if time.monotonic() >= until_s:
-                self._check_stall()
+                self._check_stall(version)
                 self.open(version)  # a store that lost only this would wait for the learner, and the learner for it
                 return None
             time.sleep(0.005)
@@ -187,11 +191,15 @@ class Intake:
                 "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
             )
 
-    def _check_stall(self) -> None:
+    def _check_stall(self, version: int) -> None:
         arrived = self.buffer.audit().counters.get("put", 0)
         if arrived != self._arrived:
             self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
+        if silent_s > min(MEND_S, self.stall_s / 2) and self._mended_at_s < self._last_progress_s:
+            log.info("no group arrived for %.0f s; the store is made to agree with the ledger, should it be to blame", silent_s)
+            self._mended_at_s = time.monotonic()
+            self.recover(version)
         if silent_s > self.stall_s:
             raise RunError(
                 f"no group arrived for {silent_s:.0f} s (control.stall_s is {self.stall_s:.0f}); "

@@ -93,8 +93,13 @@ class CheckpointStore:
         return self.state(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The learner's state of a kept step. Raises CheckpointError."""
-        return dict(json.loads(_read(self._directory / _name(step) / STATE)))
+        """The learner's state of a kept step, as it was written: what the store may forget follows from it.
+
+        Raises CheckpointError.
+        """
+        directory = self._directory / _name(step)
+        self._verify_state(directory)
+        return dict(json.loads(_read(directory / STATE)))
 
     def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint whose state is what was written, and that state. It takes no time: nothing else is looked at."""

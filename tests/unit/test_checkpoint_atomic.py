@@ -246,6 +246,22 @@ def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) ->
         checkpoints.verify(tmp_path / "step-000005")
 
 
+def test_a_state_is_never_read_that_was_not_written(tmp_path: Path) -> None:
+    """After each save the learner reads the state of the oldest one that is kept, whose file may be damaged by then."""
+    checkpoints = CheckpointStore(tmp_path, KEY, keep=2)
+    checkpoints.save(1, FakeTrainer("a"), {"takes": 12})
+    path = tmp_path / "step-000001" / "state.json"
+    written = path.read_bytes()
+    for damaged in (b"", written[:-1], written.replace(b"12", b"13"), b"[]", b"\xff"):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"state.json is not what was written"):
+            checkpoints.state(1)
+    assert checkpoints.save(2, FakeTrainer("b"), {"takes": 14}) == 1
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"state.json: cannot be read"):
+        checkpoints.state(1)
+
+
 def test_a_step_that_is_there_and_valid_is_not_written_again(tmp_path: Path) -> None:
     store(tmp_path).save(1, FakeTrainer("first"), {"version": 1})
     store(tmp_path).save(1, FakeTrainer("second"), {"version": 1})

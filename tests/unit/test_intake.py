@@ -220,6 +220,22 @@ def test_a_stall_is_an_error_with_advice(buffer):
         one.poll(0, wait_s=0.01)
 
 
+def test_a_store_that_keeps_tickets_from_everybody_is_mended_before_the_run_counts_as_stalled(buffer, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("asyncrl.buffer.intake.time.monotonic", lambda: now_s[0])
+    one = intake(buffer, stall_s=1800.0)
+    generate(buffer.peer(), 8)
+    kept = buffer._store.ready
+    buffer._store.ready = type(kept)()  # somebody wrote into the store: the frames are there, and nobody meets them
+    recoveries = []
+    mend = buffer.recover
+    monkeypatch.setattr(buffer, "recover", lambda *args, **more: (recoveries.append(now_s[0]), mend(*args, **more)))
+    for now_s[0] in (1.0, 60.0, 62.0, 63.0, 64.0):
+        if (collected := one.poll(0, wait_s=0.0)) is not None:
+            break
+    assert recoveries == [62.0] and ids_of(collected) == [1, 2, 3, 4]
+
+
 def test_a_wiped_store_is_healed_from_the_ledger_without_repeating_a_group(buffer):
     one = intake(buffer)
     generate(buffer.peer(), 8)
