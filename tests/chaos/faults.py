@@ -1,9 +1,7 @@
 """The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of the processes."""
 
 import contextlib
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -125,18 +123,27 @@ REPLACED_S = 120.0
 def stop(kinds: tuple[str, ...], world: World, draw: random.Random) -> None:
     """SIGSTOP of one process of each kind, which nobody wakes."""
     world.wait(lambda: all(world.pids(kind) for kind in kinds), START_S, "process of each kind")
-    stopped, at_s = [draw.choice(world.pids(kind)) for kind in kinds], time.monotonic()
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    world.wait(lambda: not any(map(_lives, stopped)), REPLACED_S, f"end of the stopped {' and '.join(kinds)}")
+    stopped, at_s = [psutil.Process(draw.choice(world.pids(kind))) for kind in kinds], time.monotonic()
+    parents = {process: process.ppid() for process in stopped}
+    for process in stopped:
+        process.suspend()
+    world.wait(
+        lambda: not any(_lives(process, parents[process]) for process in stopped),
+        REPLACED_S,
+        f"end of the stopped {' and '.join(kinds)}",
+    )
     world.hangs.append({"kinds": kinds, "at_s": at_s, "replaced_s": round(time.monotonic() - at_s, 2)})
     world.noted.append((f"hang: {' and '.join(kinds)}", at_s))
     world.struck["stop"] += len(kinds)
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def _lives(pid: int) -> bool:
+def _lives(process: psutil.Process, parent: int) -> bool:
+    """Whether it is somebody's. One that was stopped as it began does not die with its parent: the supervisor ends families."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.status() != psutil.STATUS_ZOMBIE and process.ppid() == parent
     except psutil.NoSuchProcess:
         return False
 

@@ -87,9 +87,9 @@ def put_frame(kind: str, world: World, draw: random.Random) -> None:
     """In the place of a ticket that somebody is sampling: whoever puts first, counts."""
     with client_of(world) as client, world.buffer() as buffer:
         for _ in range(200):
-            ids = [int(field) for field in client.hkeys(key_of("holders")) if field.isdigit()]
-            if ids:
-                ticket_id = draw.choice(ids)
+            ids = {int(field) for field in client.hkeys(key_of("holders")) if field.isdigit()}
+            if ids := ids - marked(world.directory, "ticket"):
+                ticket_id = draw.choice(sorted(ids))
                 frame = _frame(kind, ticket_id, world.version, draw)
                 if buffer.put("rogue", ticket_id, frame) is PutOutcome.STORED:
                     world.poisons.append({"kind": kind, "id": ticket_id, "content": digest(frame)})

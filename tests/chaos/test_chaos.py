@@ -1,12 +1,15 @@
 """Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults import SCENARIOS, Scenario, strike
+from tests.chaos.hardening import DEADLY, FILES, HARDENING, POISON
 from tests.chaos.hosts import obstacle
 from tests.chaos.page import PAGE, results, rewritten
+from tests.chaos.poison import GROUPS, fates, send_message
 from tests.chaos.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
@@ -25,6 +28,21 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
     assert world.struck or world.proxies["generators"].swallowed
     assert verdict.is_good, verdict
     assert verdict.groups >= 8 * verdict.steps > 0
+
+
+def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(tmp_path: Path) -> None:
+    """Each once. `python -m tests.chaos --only hardening` mixes them with all other faults."""
+    chosen = {**POISON, **DEADLY, **FILES, send_message: 1.0}
+    scenario = replace(HARDENING, faults=chosen, gap_s=0.1, calm=False, at_once=(1,))
+    with World(tmp_path / "run", SEED, hang_s=scenario.hang_s) as world:
+        world.start()
+        strike(world, scenario, SEED, 300.0, most=len(chosen))
+        verdict = world.finish()
+        found, survived = fates(world, verdict)
+    assert verdict.is_good and not survived, (verdict, survived)
+    assert found["deadly ticket"] == found["deadly step"] == {"deadly": 1}
+    assert found.keys() >= set(GROUPS)
+    assert {"untrainable", "discarded_lineage"} <= {reason for reasons in found.values() for reason in reasons}
 
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
