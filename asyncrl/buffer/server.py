@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 from redis.retry import Retry
 
 from asyncrl.buffer.connection import MINIMUM_VERSION, PLAIN
@@ -181,6 +181,8 @@ class StoreServer:
                 with contextlib.suppress(RedisError):
                     self._loading.heard(client.info("persistence"))
                 return "loading"
+            except ResponseError:  # it answers: on a full disk, that it writes nothing
+                return "ready"
             except RedisError:
                 return "silent"
         return "ready"

@@ -245,6 +245,7 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
         world.run_for(draw.uniform(0.2, 1.8) * scenario.gap_s)
         first = len(world.noted)
         for _ in range(draw.choice(scenario.at_once)):
+            world.wait(lambda: world.server.is_running, START_S, "store")
             (next(in_turn, None) or draw.choices(kinds, weights)[0])(world, random.Random(draw.random()))
         if scenario.calm:
             target = world.version + scenario.calm_steps

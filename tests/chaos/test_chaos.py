@@ -7,10 +7,11 @@ import pytest
 
 from tests.chaos.faults import SCENARIOS, Scenario, strike
 from tests.chaos.hardening import DEADLY, FILES, HARDENING, POISON
+from tests.chaos.helpers import marked
 from tests.chaos.hosts import obstacle
 from tests.chaos.page import PAGE, results, rewritten
 from tests.chaos.poison import GROUPS, fates, send_message
-from tests.chaos.world import World
+from tests.chaos.world import START_S, World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -37,6 +38,8 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
     with World(tmp_path / "run", SEED, hang_s=scenario.hang_s) as world:
         world.start()
         strike(world, scenario, SEED, 300.0, most=len(chosen))
+        last = max(marked(world.directory, "ticket") | marked(world.directory, "step"))
+        world.wait(lambda: world.furthest > last, START_S, f"step beyond group {last}")
         verdict = world.finish()
         found, survived = fates(world, verdict)
     assert verdict.is_good and not survived, (verdict, survived)

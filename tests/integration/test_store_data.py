@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import server as server_module
@@ -19,6 +20,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
+from tests.chaos.disk import Disk
 
 pytestmark = pytest.mark.integration
 
@@ -122,6 +124,23 @@ def test_no_more_than_two_damaged_ones_are_kept(store: Path, caplog: pytest.LogC
     with server:
         assert keys(server) == 1, "what came after is kept"
     assert len(list(store.glob("damaged-*"))) == 2
+
+
+def test_a_store_on_a_full_disk_answers_and_does_not_count_as_hung(tmp_path: Path) -> None:
+    """It refuses even PING then; who took that for silence would kill it again and again while the disk is full."""
+    disk = Disk(tmp_path / "store", tmp_path)
+    server = open_store(tmp_path / "store")
+    with disk.below(), server:
+        disk.fill(True)
+        client = StoreConnection(server.url, retry_s=0.1).client
+        until_s = time.monotonic() + 60
+        with pytest.raises(ResponseError, match="No space left"):
+            while time.monotonic() < until_s:
+                client.set("key", "value")
+        with pytest.raises(ResponseError, match="MISCONF"):
+            client.ping()
+        assert server.look() == "ready"
+        disk.fill(False)
 
 
 def stand_in(tmp_path: Path, script: str) -> Path:
