@@ -15,7 +15,7 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.resolved import config_hash, config_json
+from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
@@ -158,6 +158,16 @@ def test_a_run_that_is_not_there_yet_is_waited_for(record, host, join_here, caps
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all("waiting for the run" in line for line in lines), "told when it changes, not each time"
     assert "join.key, which does not exist" in lines[0] and "serves no run yet" in lines[1]
+
+
+def test_a_config_of_the_hosts_own_needs_no_consent(server, record, host, join_here):
+    wanted = config(**ATTACKS["evil.py"])
+    record.renew(replace(record_of(wanted), release="0.0"))
+    (host / "own.yaml").write_text(dump_config(wanted))
+    with pytest.raises(RunError, match="you have not allowed"):
+        join_here()
+    with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # asked afterwards
+        joining.run_generators(count=1, config_path=host / "own.yaml", store_url=server.url)
 
 
 def test_the_wait_has_a_bound(record, host, join_here):
