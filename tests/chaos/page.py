@@ -22,6 +22,7 @@ TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "bounds": tables.bounds,
     "frames": tables.frames,
     "checkpoint": tables.crash_points,
+    "run": tables.power_losses,
     "hangs": tables.hangs,
     "simulation": simulation.campaigns,
     "mutants": simulation.mutants,

@@ -97,6 +97,16 @@ def crash_points(found: Run) -> Iterator[str]:
         yield f"| F17 | {kind} | {one['points']} | {len(one['violations'])} | {own} |"
 
 
+def power_losses(found: Run) -> Iterator[str]:
+    """Of whole runs, by the file that was changed last."""
+    yield "| changed last | states looked at | started | in need of a person, or gone back |"
+    yield "|---|---|---|---|"
+    for file, (looked_at, started, wrong) in found["files"].items():
+        yield f"| {file} | {looked_at} | {started} | {wrong} |"
+    looked_at, started, wrong = (sum(counts) for counts in zip(*found["files"].values(), strict=True))
+    yield f"| all | {looked_at} | {started} | {wrong} |"
+
+
 def hangs(found: Mapping[str, Any]) -> Iterator[str]:
     """What was stopped and never woken: without a model, then with one."""
     runs = found["volume"]["runs"]

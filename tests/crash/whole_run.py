@@ -73,10 +73,12 @@ class Findings:
     promised: int = 0
     """Of all, those that had told of a step."""
     wrong: list[str] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
 
     def add(self, counts: Counter[str], state: State, problem: str) -> None:
         counts[state.file] += 1
         self.promised += state.promised > 0
+        self.failed[state.file] += bool(problem)
         if problem:
             op = state.operation
             self.wrong.append(f"{state.kind}, after {op.kind} {op.path} {op.other}, step {state.promised} promised: {problem}")
@@ -216,9 +218,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         operations = trace(Path(work))
         findings = try_all(operations, Path(work), looks=None, starts=arguments.starts, seed=arguments.seed)
-    rows = {file: [findings.looked_at[file], findings.started[file]] for file in sorted(findings.looked_at)}
-    for file, (looked_at, started) in rows.items():
-        print(f"{file} | {looked_at} | {started}")  # noqa: T201 - the command's output
+    files = sorted(findings.looked_at)
+    rows = {file: [findings.looked_at[file], findings.started[file], findings.failed[file]] for file in files}
+    for file, counts in rows.items():
+        print(file, *counts, sep=" | ")  # noqa: T201 - the command's output
     print(f"{len(operations)} operations, {len(findings.wrong)} wrong", *findings.wrong, sep="\n")  # noqa: T201
     if arguments.json:
         result = {"operations": len(operations), "promised": findings.promised, "files": rows, "wrong": findings.wrong}

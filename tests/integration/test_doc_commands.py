@@ -50,6 +50,7 @@ NOT_TYPED = {
     "python -m tests.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
     "python -m tests.chaos.weights": "minutes: tests/chaos/test_weights.py has a few of each fault",
     "python -m tests.crash": "minutes: tests/integration/test_crash_points.py has one save",
+    "python -m tests.crash.whole_run": "minutes: tests/integration/test_power_loss.py starts two",
     "python -m tests.fuzz.fuzz_frames": "a package of its own, and hours: tests/unit/test_wire_fuzz.py has seconds of it",
     "python -m tests.fuzz.structured_frames": "minutes: tests/unit/test_wire_fuzz.py has seconds of it",
     "python -m tests.simulation": "minutes: tests/simulation has 500 seeds in every run",
