@@ -54,13 +54,9 @@ def truncate(
     Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training", for token level with cap 2.
     """
-
-    def weigh(batch: TokenBatch) -> Tensor:
-        return _ratio_T(batch, level).clamp(floor, cap)
-
     ratio_T = _ratio_T(batch, level)
-    scale = _mean(weigh, step or batch, level) if normalise else 1.0
-    return _correction(weigh(batch) / scale, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
+    weights_T = _weights(ratio_T, lambda ratio_T: ratio_T.clamp(floor, cap), step or batch, level, normalise=normalise)
+    return _correction(weights_T, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
 
 
 def mask(
@@ -74,13 +70,14 @@ def mask(
 ) -> Correction:
     """w = ratio inside [low, high], 0 outside. Source: Ling team 2025 (arXiv:2510.18855), IcePop."""
 
-    def weigh(batch: TokenBatch) -> Tensor:
-        ratio_T = _ratio_T(batch, level)
-        return torch.where((ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)
+    def is_inside(ratio_T: Tensor) -> Tensor:
+        return (ratio_T >= low) & (ratio_T <= high)
 
     ratio_T = _ratio_T(batch, level)
-    scale = _mean(weigh, step or batch, level) if normalise else 1.0
-    return _correction(weigh(batch) / scale, (ratio_T >= low) & (ratio_T <= high))
+    weights_T = _weights(
+        ratio_T, lambda ratio_T: torch.where(is_inside(ratio_T), ratio_T, 0.0), step or batch, level, normalise=normalise
+    )
+    return _correction(weights_T, is_inside(ratio_T))
 
 
 def reject(
@@ -130,11 +127,13 @@ def combined(correction: Correction, rejections: Iterable[Correction]) -> Correc
     return Correction(torch.where(keep_T, correction.weights_T, 0.0), keep_T, {**correction.metrics, **sums(rejected=~keep_T)})
 
 
-def _mean(weigh: Callable[[TokenBatch], Tensor], step: TokenBatch, level: Level) -> Tensor:
-    """Mean weight of a step; never 0, so that a step without any weight keeps zeros."""
-    weights_T = weigh(step)
-    counted = weights_T if level == "token" else step.mean_S(weights_T)[step.lengths_S > 0]
-    return counted.mean().clamp(min=torch.finfo(counted.dtype).tiny)
+def _weights(ratio_T: Tensor, weigh: Callable[[Tensor], Tensor], step: TokenBatch, level: Level, *, normalise: bool) -> Tensor:
+    """What `weigh` makes of the ratios; normalised: divided by the mean of a whole step, which is never 0."""
+    if not normalise:
+        return weigh(ratio_T)
+    step_T = weigh(_ratio_T(step, level))
+    counted = step_T if level == "token" else step.mean_S(step_T)[step.lengths_S > 0]
+    return weigh(ratio_T) / counted.mean().clamp(min=torch.finfo(counted.dtype).tiny)
 
 
 def _log_ratio_T(batch: TokenBatch) -> Tensor:
