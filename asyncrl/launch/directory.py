@@ -131,8 +131,25 @@ class RunDirectory:
                 f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or begin again with "
                 "--fresh"
             )
+        elif not self._saved and self._trained_steps:
+            raise RunError(
+                f"{self.path} is a run that has trained {self._trained_steps} steps and has lost what was in checkpoints/; "
+                "restore it from a copy, or begin again with --fresh"
+            )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def _saved(self) -> list[str]:
+        """Names of what was saved here, or set aside."""
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        return [name for name in names if not name.startswith(UNFINISHED)]
+
+    @property
+    def _trained_steps(self) -> int:
+        """As far as the learner that was here last has told."""
+        step = (read_record(self.status) or {}).get("step")
+        return step if isinstance(step, int) else 0
 
     def forget_targets(self) -> None:
         """Remove what processes that were killed left for Prometheus."""
@@ -174,7 +191,7 @@ class RunDirectory:
         """Make the run's secret unless it has one. Raises RunError where something was saved with one that is gone."""
         if os.path.lexists(self.secret_path):
             return
-        if saved := [name for name in os.listdir(self.checkpoints) if not name.startswith(UNFINISHED)]:
+        if saved := self._saved:
             raise RunError(
                 f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({', '.join(sorted(saved)[:3])}, ...) can be "
                 "loaded without it; restore it from a copy, or begin again with --fresh"
