@@ -1,8 +1,8 @@
 """A real small engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
 
-The policy is one vector of logits over a small vocabulary, the same at every position. The weights of version v are
-either given (an order with `details={"tensors": {"logits": [...]}}`) or follow from v, so that tests can compute
-every log-probability themselves. Token 0 ends a response.
+The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one such row for
+each last token. The weights of version v are either given (an order with `details={"tensors": {"logits": [...]}}`) or
+follow from v, so that tests can compute every log-probability themselves. In a vector policy, token 0 ends a response.
 """
 
 import asyncio
@@ -35,12 +35,14 @@ def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArra
 class FakeEngine:
     """The `Engine` interface in one process; the same seed and the same order of calls give the same rollouts."""
 
-    def __init__(self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0) -> None:
-        """`token_s`: seconds per token; requests run at the same time, as in a batch."""
+    def __init__(
+        self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0, logits: Sequence[Sequence[float]] | None = None
+    ) -> None:
+        """`token_s`: seconds per token; requests run at the same time, as in a batch. `logits`: of a table, at version 0."""
         self._vocabulary = vocabulary
         self._token_s = token_s
         self._random = np.random.default_rng(seed)
-        self._logits = logits_of(0, vocabulary)
+        self._logits = logits_of(0, vocabulary) if logits is None else np.array(logits, dtype=np.float32)
         self._received: NDArray[np.float32] | None = None
         self._weights = Weights(0)
         self._resumed = asyncio.Event()
@@ -78,10 +80,11 @@ class FakeEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         sampled_by: list[Weights] = []
-        while len(tokens) < spec.max_response_tokens and EOS not in tokens[-1:]:
+        is_table = self._logits.ndim == 2
+        while len(tokens) < spec.max_response_tokens and (is_table or EOS not in tokens[-1:]):
             await asyncio.sleep(self._token_s)
             await self._resumed.wait()
-            token, logprob = self._draw(spec.temperature)
+            token, logprob = self._draw([*prompt_ids, *tokens][-1], spec.temperature)
             tokens.append(token)
             logprobs.append(logprob)
             sampled_by.append(self._weights)
@@ -92,14 +95,15 @@ class FakeEngine:
             action_mask=np.ones(len(tokens), dtype=np.bool_),
             behaviour_logprobs=np.array(logprobs, dtype=np.float32),
             version_spans=version_spans(sampled_by),
-            finish_reason="stop" if tokens[-1:] == [EOS] else "length",
+            finish_reason="stop" if is_table or tokens[-1:] == [EOS] else "length",
         )
 
-    def _draw(self, temperature: float) -> tuple[int, float]:
+    def _draw(self, last: int, temperature: float) -> tuple[int, float]:
+        logits = self._logits[last] if self._logits.ndim == 2 else self._logits
         if temperature == 0:
-            token = int(self._logits.argmax())
-            return token, float(logprobs_of(self._logits)[token])
-        logprobs = logprobs_of(self._logits, temperature)
+            token = int(logits.argmax())
+            return token, float(logprobs_of(logits)[token])
+        logprobs = logprobs_of(logits, temperature)
         token = int((logprobs + self._random.gumbel(size=self._vocabulary)).argmax())
         return token, float(logprobs[token])
 
@@ -108,7 +112,8 @@ class FakeEngine:
         self._require_alive()
         if not self._resumed.is_set():
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        return logprobs_of(self._logits)[np.array(token_ids[1:], dtype=np.int64)]
+        rows = self._logits[list(token_ids[:-1])] if self._logits.ndim == 2 else [self._logits] * (len(token_ids) - 1)
+        return np.array([logprobs_of(row)[token] for row, token in zip(rows, token_ids[1:], strict=True)], dtype=np.float32)
 
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests."""
@@ -126,10 +131,8 @@ class FakeEngine:
             raise EngineError("receive: requests are running; begin the update first")
         tensors = order.details.get("tensors")
         logits = logits_of(order.version, self._vocabulary) if tensors is None else np.array(tensors["logits"], dtype=np.float32)
-        if logits.shape != (self._vocabulary,):
-            raise TransferError(
-                f"weights of version {order.version}: logits have shape {logits.shape}, not ({self._vocabulary},)"
-            )
+        if logits.shape != self._logits.shape:
+            raise TransferError(f"weights of version {order.version}: logits have shape {logits.shape}, not {self._logits.shape}")
         self._received = logits
 
     async def finish_update(self, weights: Weights) -> None:

@@ -1,0 +1,327 @@
+"""The whole loop in one process, in seconds and without a GPU: a table of 10 x 10 numbers learns to count.
+
+    python examples/one_process.py
+
+The prompt is a digit, and the right response goes on counting from it: 3 -> 4 5 6 7. The reward is the share of right digits.
+
+Both loops, the buffer's protocol, the staleness bound, frames, advantages, masks, packing and the loss are those of a real run.
+Only what a real run keeps in other processes is replaced, each by the smallest class with the same interface:
+
+    interface          real run                      here
+    Buffer             Redis or Valkey               MemoryBuffer, shipped with asyncrl
+    Engine             vLLM                          FakeEngine, shipped: samples from the table
+    Trainer            DeepSpeed                     TableTrainer
+    GeneratorControl   ZMQ                           Control: a queue of orders
+    learner.Run        store, senders, checkpoints   Run: hands the table to the queue, prints a line for each step
+
+Read `main` first, then `asyncrl/learner.py` and `asyncrl/generator.py`.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.intake import Collected, Intake, make_judge
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.memory import MemoryBuffer
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
+from asyncrl.config.schema import BatchConfig
+from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.fake import FakeEngine
+from asyncrl.engine.sampler import Sampler
+from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.learner import Step, run_learner
+from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.trainer.algorithm import Algorithm
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
+from asyncrl.trainer.hooks import Hooks
+from asyncrl.trainer.plan import PlanSettings
+from asyncrl.types import Prompt
+from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.wire.schema import decode_group
+
+DIGITS, RESPONSE_TOKENS = 10, 4
+STEPS, MAX_LAG = 60, 2
+BATCH = BatchConfig(groups=8, group_size=8)
+LIMITS = GroupLimits(vocabulary=DIGITS, rollouts=BATCH.group_size, max_tokens=1 + RESPONSE_TOKENS)
+PROBE = tuple(range(DIGITS))
+
+
+# --- the task: prompts and rewards -------------------------------------------------------------------------------------
+
+
+def prompt(ticket_id: int) -> Prompt:
+    """A digit; a real run looks the ticket up in its dataset."""
+    digit = ticket_id % DIGITS
+    return Prompt(token_ids=(digit,), text=str(digit), row={})
+
+
+class Counting:
+    """A `Scorer`: the share of response digits that follow their predecessor."""
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """One score for each response."""
+        return [Score(total=share, parts={"right": share}) for share in map(self._share, inputs)]
+
+    def _share(self, answer: RewardInput) -> float:
+        digits = [int(character) for character in answer.prompt + answer.response]
+        right = sum((before + 1) % DIGITS == after for before, after in pairwise(digits))
+        return right / (len(digits) - 1)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+# --- the learner's side ------------------------------------------------------------------------------------------------
+
+
+class TableTrainer:
+    """A `Trainer` whose policy is a table: row = last token, column = next token, entry = logit."""
+
+    rank, ranks = 0, 1
+
+    def __init__(self) -> None:
+        self._logits = torch.nn.Parameter(torch.zeros(DIGITS, DIGITS))
+        self._optimizer = torch.optim.Adam([self._logits], lr=0.1)
+
+    def _policy(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """logprobs_T and entropy_T."""
+        logprobs_TV = self._logits[microbatch.input_ids_N[microbatch.source_T]].log_softmax(-1)
+        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+        return logprobs_TV.gather(-1, microbatch.target_T[:, None])[:, 0], entropy_T
+
+    @torch.no_grad()
+    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+        """Log-probabilities; the algorithm below asks for nothing else."""
+        assert set(columns) == {"logprobs_T"}
+        return [{"logprobs_T": self._policy(microbatch)[0]} for microbatch in microbatches]
+
+    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+        """Gradients of all micro-batches, then Adam."""
+        self._optimizer.zero_grad()
+        for microbatch in microbatches:
+            loss(microbatch, *self._policy(microbatch)).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([self._logits], 1.0)
+        self._optimizer.step()
+        return StepResult(metrics={}, grad_norm=float(norm), lr=0.1)
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of token_ids[1:]."""
+        logprobs = self._logits[list(token_ids[:-1])].log_softmax(-1)
+        return logprobs[range(len(token_ids) - 1), list(token_ids[1:])].tolist()
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The table."""
+        yield "logits", self._logits.detach()
+
+    def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
+        """The algorithm below has no critic."""
+        raise NotImplementedError
+
+    def update_reference(self, decay: float) -> None:
+        """The algorithm below has no reference model."""
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        """Nothing is saved here."""
+        raise NotImplementedError
+
+    def load(self, directory: Path) -> None:
+        """Nothing is loaded here."""
+        raise NotImplementedError
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        """There is one rank."""
+        return value or b""
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """There is one rank."""
+        return [value]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Run:
+    """A `learner.Run`: takes groups from the buffer, sends weights to the generator, prints rewards."""
+
+    def __init__(self, trainer: TableTrainer, buffer: MemoryBuffer, control: "Control") -> None:
+        self._trainer, self.control = trainer, control
+        self.rewards: list[float] = []
+        """Mean reward of each step."""
+        self.lags: list[int] = []
+        """Age of the oldest token of each step, in optimizer steps."""
+        self.intake = Intake(
+            buffer=buffer,
+            ledger=Ledger(),
+            gate=Gate(lane="train", decode=lambda frame: decode_group(frame, b""), limits=LIMITS),
+            judge=make_judge([], drop_older_than=None),
+            groups=BATCH.groups,
+            window=BATCH.groups,
+            max_lag=MAX_LAG,
+            max_refills=1,
+            stall_s=60.0,
+        )
+        self.intake.recover(version=0)
+
+    def collect(self, version: int) -> Collected:
+        """Wait for the groups of the step that trains `version`."""
+        while (collected := self.intake.poll(version, wait_s=1.0)) is None:
+            pass
+        return collected
+
+    def publish(self, version: int) -> None:
+        """Order the generator to adopt the weights, and allow it to sample for the steps that come."""
+        tensors = {name: tensor.tolist() for name, tensor in self._trainer.parameters()}
+        order = UpdateOrder(
+            version=version,
+            transport="memory",
+            deadline_s=10.0,
+            details={"tensors": tensors},
+            probe_ids=PROBE,
+            probe_logprobs=tuple(self._trainer.score(PROBE)),
+        )
+        self.control.send(order)
+        self.intake.open(version)
+
+    def report(self, step: Step) -> None:
+        """One line for each step."""
+        rollouts = [rollout for group in step.collected.groups for rollout in group.rollouts]
+        self.rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
+        self.lags.append(step.version - 1 - min(int(rollout.versions.min()) for rollout in rollouts))
+        print(f"step {step.version:2}   reward {self.rewards[-1]:.3f}   oldest token {self.lags[-1]} steps")
+
+    def checkpoint(self, version: int, *, last: bool) -> None:
+        """A real run saves, then lets the store forget what is saved."""
+        ledger = self.intake.settled
+        self.intake.commit(ledger.takes, ledger.chain, version)
+
+
+# --- the generator's side ----------------------------------------------------------------------------------------------
+
+
+class Control:
+    """A `GeneratorControl`: the learner's thread puts orders in, the generator's event loop takes them out."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._orders: asyncio.Queue[UpdateOrder | Stop] = asyncio.Queue()
+        self.refused: list[UpdateReport] = []
+
+    def send(self, order: UpdateOrder | Stop) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._orders.put_nowait, order)
+
+    async def join(self, hello: Hello) -> Welcome:
+        """Everybody is welcome."""
+        return Welcome(version=0)
+
+    async def next_order(self) -> UpdateOrder | Stop:
+        """Wait for an order."""
+        return await self._orders.get()
+
+    async def report(self, report: UpdateReport) -> None:
+        """Keep what was not applied."""
+        if not report.applied:
+            self.refused.append(report)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Nobody watches."""
+
+    async def leave(self) -> None:
+        """Nobody minds."""
+
+
+class NoStaging:
+    """A `Staging` for orders that carry the weights themselves."""
+
+    def stage(self, order: UpdateOrder) -> UpdateOrder:
+        """Nothing to fetch."""
+        return order
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class NoTracker:
+    """A `Tracker` for numbers that nobody asks for."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
+        """Drop them."""
+
+    def samples(self, records: Sequence[SampleRecord]) -> None:
+        """Drop them."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
+    """A generator with one lane of tickets."""
+    engine = FakeEngine(vocabulary=DIGITS, token_s=0.001, logits=[[0.0] * DIGITS] * DIGITS)
+    lane = Lane(
+        name="train",
+        buffer=buffer,
+        prompt=prompt,
+        spec=SamplingSpec(temperature=1.0, max_response_tokens=RESPONSE_TOKENS),
+        limits=LIMITS,
+        minimum_version=lambda ticket: ticket.minimum_version,
+    )
+    return Generator(
+        engine=engine,
+        lanes=[lane],
+        sampler=Sampler(engine, Counting(), lambda ids: "".join(map(str, ids)), "g0"),
+        staging=NoStaging(),
+        control=control,
+        tracker=NoTracker(),
+        settings=GeneratorSettings(max_running=256, lease_s=60.0, heartbeat_s=1.0, probe_limit=1e-4),
+    )
+
+
+# --- both together -----------------------------------------------------------------------------------------------------
+
+
+def make_algorithm() -> Algorithm:
+    """GRPO with the importance correction for tokens of older versions."""
+    settings = PlanSettings(
+        max_lag=MAX_LAG,
+        mask_stale=False,
+        mask_truncated=False,
+        minibatches=BATCH.minibatches,
+        tokens_per_microbatch=1024,
+        rank=0,
+        ranks=1,
+        device=torch.device("cpu"),
+    )
+    return Algorithm.build(AlgorithmConfig(), BATCH, CriticConfig(), settings, max_response_tokens=RESPONSE_TOKENS)
+
+
+async def train() -> Run:
+    """Generator on this event loop, learner in a thread: neither waits for the other."""
+    buffer = MemoryBuffer(BufferRules(groups=BATCH.groups))
+    control, trainer = Control(), TableTrainer()
+    run = Run(trainer, buffer, control)
+
+    def learn() -> None:
+        try:
+            run_learner(trainer, run, make_algorithm(), Hooks(), version=0, steps=STEPS)
+        finally:
+            control.send(Stop(reason="the last step is done"))
+
+    hello = Hello(generator_id="g0", incarnation="first", release="example", config_hash="none", version=0)
+    await asyncio.gather(asyncio.to_thread(learn), make_generator(buffer.peer(), control).run(hello))
+    return run
+
+
+if __name__ == "__main__":
+    asyncio.run(train())
