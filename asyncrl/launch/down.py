@@ -9,15 +9,26 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import find_run
+from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.environment import RUN_VARIABLE
 
 PATIENCE_S = 60.0
 
 
 def stop_run(run: Path | None) -> None:
-    """Ask the supervisor to stop, wait, and end what is left. Raises RunError when something survives."""
+    """Stop a run and say so. Raises RunError when something survives."""
     directory = find_run(run)
+    was_up, killed = end_run(directory)
+    what = "stopped" if was_up else "was not up"
+    by_force = f" ({killed} had to be killed)" if killed else ""
+    print(f"{directory.path}: {what}, no process is left{by_force}")  # noqa: T201 - the command's output
+
+
+def end_run(directory: RunDirectory) -> tuple[bool, int]:
+    """Ask the supervisor to stop, wait, and kill what is left.
+
+    Returns whether the run was up, and how many processes had to be killed. Raises RunError when something survives.
+    """
     was_up, supervisor = False, directory.supervisor()
     while True:
         members = processes_of(directory.path)
@@ -35,9 +46,7 @@ def stop_run(run: Path | None) -> None:
             process.kill()
     if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
         raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
-    killed = f" ({len(alive)} had to be killed)" if alive else ""
-    what = "stopped" if was_up or alive else "was not up"
-    print(f"{directory.path}: {what}, no process is left{killed}")  # noqa: T201 - the command's output
+    return was_up or bool(alive), len(alive)
 
 
 def _descendants(supervisor: psutil.Process) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ LAYER = {
     "learner": 4, "generator": 4, "evaluation": 4, "supervisor": 4,
     "launch": 5,
     "preflight": 6, "results": 6,
-    "cli": 7,
+    "cli": 7, "api": 7,
 }  # fmt: skip
 OWNERS = {
     "vllm": {"engine", "weights"},  # weights: the plugin that runs inside the engine's own processes

@@ -10,7 +10,7 @@ from asyncrl.errors import RunError
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.starts import read_starts, record_start
 from asyncrl.results.archive import read_archive
-from asyncrl.results.export import export_run, model_card
+from asyncrl.results.export import export_model, model_card
 
 CONFIG = {
     "run": {"name": "sums", "root": "/home/somebody/secret"},
@@ -85,4 +85,4 @@ def test_an_older_run_and_one_without_steps_have_a_card(tmp_path: Path) -> None:
 
 def test_an_export_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="exists"):
-        export_run(None, tmp_path)
+        export_model(RunDirectory(tmp_path), tmp_path)
