@@ -30,10 +30,11 @@ from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.launch.down import end_run
 from asyncrl.launch.inspect import is_up
 from asyncrl.preflight.validate import validated_config
-from asyncrl.results.archive import read_archive, read_samples
+from asyncrl.results.archive import learner_records, read_samples
 from asyncrl.results.export import export_model
 from asyncrl.results.samples import Wanted
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.history import History
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
 ConfigSource = Path | str | Mapping[str, Any] | Config
@@ -91,6 +92,8 @@ class Run:
 
     def stop(self) -> Result:
         """Save, stop all processes of the run, and wait until none is left."""
+        if self._process:
+            self._process.terminate()  # it may not have got as far as to be found in the run directory
         end_run(self._directory)
         return self.wait()
 
@@ -100,7 +103,10 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """All learner metrics by step. `pandas.DataFrame.from_dict(run.metrics(), orient="index")` makes a table of them."""
-        return dict(read_archive(self._directory).history.rows)
+        history = History()
+        for record in learner_records(self._directory):
+            history.add(record)
+        return dict(history.rows)
 
     def samples(
         self,
@@ -180,6 +186,9 @@ class _Process:
     @property
     def is_alive(self) -> bool:
         return self._popen.poll() is None
+
+    def terminate(self) -> None:
+        self._popen.terminate()
 
     def failure(self) -> str:
         """Its last words, where it neither finished nor was stopped; else empty."""

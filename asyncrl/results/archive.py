@@ -125,10 +125,15 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
                 yield sample_from(record)
 
 
+def learner_records(directory: RunDirectory) -> list[dict[str, Any]]:
+    """What the learner logged, a line for each time; a resume may log a step again. Empty before its first line."""
+    return Tail(directory.metrics / f"{LEARNER}.jsonl").read()
+
+
 def read_archive(directory: RunDirectory) -> Archive:
     """Raises RunError when the files cannot be of a run."""
     history, times = History(), []
-    for record in Tail(directory.metrics / f"{LEARNER}.jsonl").read():
+    for record in learner_records(directory):
         history.add(record)
         if isinstance(record.get("time"), (int, float)):
             times.append(float(record["time"]))
