@@ -23,6 +23,8 @@ INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 """Of an installed package, and of a clone."""
+MOST_VALUES = 100_000
+"""Of a document with its aliases written out: a few lines of aliases of aliases can stand for more than any memory holds."""
 SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 """YAML 1.2 core schema; the first that matches a plain scalar wins."""
 
@@ -103,7 +105,7 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
         line_numbers: False for one-line overrides.
 
     Raises:
-        ConfigError: no YAML at all; with the line.
+        ConfigError: no YAML at all, or more of it than a config needs; with the line.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -127,9 +129,14 @@ class _Build:
         self.line_numbers = line_numbers
         self.problems: list[Problem] = []
         self._open: set[int] = set()
+        self._values = 0
         self._construct = _Loader("")
 
     def node(self, node: Any, place: str, keys: Keys) -> Node:
+        """Raises ConfigError for a document beyond `MOST_VALUES`."""
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ConfigError(f"{place}  makes the config longer than {MOST_VALUES} values, with aliases written out; shorten it")
         if id(node) in self._open:
             self.problems.append(Problem(place, keys, "found an anchor that holds itself; write the value out"))
             return Node(None, place)

@@ -32,8 +32,17 @@ def file_problems(config: Config) -> Iterator[Finding]:
 def _data(config: Config) -> Iterator[Finding]:
     for key in ("train", "eval"):
         source = getattr(config.data, key)
-        if source and is_local(source) and not Path(source).exists():
-            yield f"data.{key}", f"{absent(source)}; give a JSONL or parquet file, a directory, or a Hugging Face dataset"
+        path, allowed = Path(source or "."), "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+        if source and is_local(source) and not path.exists():
+            yield f"data.{key}", f"{absent(source)}; {allowed}"
+        elif source and path.exists() and not path.is_file() and not path.is_dir():
+            yield f"data.{key}", f"found {source}, which is neither a file nor a directory; {allowed}"
+        elif source and path.is_dir() and not any(map(_is_data, (*path.glob("*"), *path.glob("*/*")))):
+            yield f"data.{key}", f"found no data in the directory {source}; {allowed}"
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix in DATA_SUFFIXES
 
 
 def is_local(source: str) -> bool:

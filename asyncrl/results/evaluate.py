@@ -33,6 +33,8 @@ from asyncrl.supervisor import USER_ERROR
 def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> int:
     """Print the metrics as JSON; the exit status. Raises RunError."""
     if config_path is None:
+        if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
+            raise RunError(f"{model} is a model, not a run; name the config with the held-out prompts: asyncrl eval {model} FILE")
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
     overrides = [*overrides, f"model.path={model}"]

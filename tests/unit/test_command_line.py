@@ -101,6 +101,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "audit nowhere": ("no run found at nowhere", "give the directory"),
     "export nowhere --to x": ("no run found at nowhere", "give the directory"),
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
+    "eval model": ("model is a model, not a run", "asyncrl eval model FILE"),
     "generator": ("no run found at runs", "give the directory"),
     # places that cannot be written
     "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "choose another run.root"),

@@ -238,6 +238,11 @@ def test_an_anchor_that_holds_itself_ends(tmp_path: Path) -> None:
     assert "found an anchor that holds itself" in complaint(write(tmp_path, GOOD + "batch: &a {groups: *a}\n"))
 
 
+def test_aliases_of_aliases_do_not_fill_the_memory(tmp_path):
+    levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 12))
+    assert "makes the config longer than 100000 values" in complaint(write(tmp_path, GOOD + "l0: &l0 [1]\n" + levels))
+
+
 words = st.text(min_size=1, max_size=12).filter(lambda text: max(text) < "\ud800" or min(text) > "\udfff")
 tricky = st.sampled_from(
     ["off", "1e-6", "null", "~", "0x1F", "12:30", "yes", "=", "<<", "- a", "#x", "a: b", "\x00\x1b[31m", "\x85", ""]

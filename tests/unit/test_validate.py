@@ -146,6 +146,15 @@ def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, 
     assert line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line
 
 
+@pytest.mark.parametrize(
+    ("place", "said"), [("/dev/null", "neither a file nor a directory"), ("./empty", "no data in the directory")]
+)
+def test_data_that_cannot_be_data_are_named(place: str, said: str):
+    Path("empty").mkdir()
+    (line,) = said_of(GOOD, f"data.eval={place}")
+    assert f"data.eval: found {said}" in line.replace(f"{place}, which is ", "") and "give a JSONL or parquet file" in line
+
+
 def test_all_twenty_are_told_at_once_each_with_its_line():
     text = GOOD
     for right, wrong, _, _ in MISTAKES:
