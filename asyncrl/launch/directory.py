@@ -96,6 +96,11 @@ class RunDirectory:
         return self.path / "weights"
 
     @property
+    def saved_mark(self) -> Path:
+        """There since the first checkpoint."""
+        return self.path / "saved"
+
+    @property
     def step_under_way(self) -> Path:
         """Which step the learner is in, and how many died in it."""
         return self.path / "step.json"
@@ -131,10 +136,10 @@ class RunDirectory:
                 f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or begin again with "
                 "--fresh"
             )
-        elif not self._saved and self._trained_steps:
+        elif self.saved_mark.exists() and not self._saved:
             raise RunError(
-                f"{self.path} is a run that has trained {self._trained_steps} steps and has lost what was in checkpoints/; "
-                "restore it from a copy, or begin again with --fresh"
+                f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; restore it from a copy, "
+                "or begin again with --fresh"
             )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
@@ -145,11 +150,10 @@ class RunDirectory:
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         return [name for name in names if not name.startswith(UNFINISHED)]
 
-    @property
-    def _trained_steps(self) -> int:
-        """As far as the learner that was here last has told."""
-        step = (read_record(self.status) or {}).get("step")
-        return step if isinstance(step, int) else 0
+    def mark_saved(self) -> None:
+        """From now on an empty `checkpoints/` is a loss. Before the first checkpoint a run that died begins again by itself."""
+        if not self.saved_mark.exists():
+            replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
     def forget_targets(self) -> None:
         """Remove what processes that were killed left for Prometheus."""

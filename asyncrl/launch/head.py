@@ -68,6 +68,7 @@ class Head:
         """`device` is the learner's kind: cpu or cuda."""
         self._config = config
         self._fixed = values_to_keep(config)
+        self._mark_saved = directory.mark_saved
         self._store = store
         self._device = device
         self.version = state.version
@@ -265,6 +266,8 @@ class Head:
 
     def saved(self, oldest: LearnerState, seconds: float) -> None:
         """A checkpoint is durable: let the store forget what the oldest kept one holds."""
+        with self._reports.guard("the mark that something was saved"):
+            self._mark_saved()
         self._reports.checkpoint(self.version, seconds)
         self._intake.commit(oldest.ledgers, self.version)
 

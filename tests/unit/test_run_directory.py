@@ -67,13 +67,13 @@ def test_a_run_without_its_checkpoints_does_not_begin_again(tmp_path: Path) -> N
     assert directory.checkpoints.is_dir() and not directory.config.exists()
 
 
-def test_a_run_that_has_trained_and_lost_every_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
+def test_a_run_that_has_saved_and_lost_every_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
     directory = begun(tmp_path)
-    directory.status.write_text('{"step": 0}')
-    directory.create(fresh=False)  # it died before its first checkpoint
     directory.status.write_text('{"step": 6}')
+    directory.create(fresh=False)  # it died before its first checkpoint
+    directory.mark_saved()
     (directory.checkpoints / ".writing-step-000001").mkdir()
-    with pytest.raises(RunError, match=r"trained 6 steps and has lost what was in checkpoints/; restore it .*--fresh"):
+    with pytest.raises(RunError, match=r"has saved checkpoints and has lost what was in checkpoints/; restore it .*--fresh"):
         directory.create(fresh=False)
     (directory.checkpoints / "step-000006").mkdir()
     directory.create(fresh=False)
