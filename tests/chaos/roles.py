@@ -246,7 +246,7 @@ class Learner:
         buffer = JudgedBuffer(connection, RUN, RULES)
         buffer.say = self._say
         self._intake = self._make_intake(buffer, state["ledger"])
-        self._watch = AuditWatch(buffer.audit)
+        self._watch = AuditWatch("training", buffer.audit)
         self._orders = OrdersOnly()
         self._hub = ControlHub(
             place.control,
