@@ -8,12 +8,14 @@ from typing import Any
 
 from tests.simulation import tables as simulation
 
-from . import designs, outcome, tables
+from . import attacks, designs, outcome, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results"
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
+    "attacks": attacks.attacks,
+    "hardening": attacks.hardening,
     "volume": lambda found: outcome.table(found["runs"]),
     "designs": lambda found: designs.table(found["runs"]),
     "real": tables.real,
@@ -30,10 +32,11 @@ TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
 
 
 def results() -> dict[str, Any]:
-    """By name of a table: the parts of faults.json; faults_NAME.json, and what was simulated, as a whole."""
+    """By name of a table: the parts of faults.json; faults_NAME.json, and what was simulated, as a whole; `attacks`: all."""
     parts: dict[str, Any] = json.loads((RESULTS / "faults.json").read_text())
     whole = [*RESULTS.glob("faults_*.json"), RESULTS / "simulation.json", RESULTS / "mutants.json"]
-    return parts | {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in whole}
+    parts |= {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in whole}
+    return parts | {"attacks": parts}
 
 
 def rewritten(page: str, found: Mapping[str, Any]) -> str:
