@@ -10,8 +10,9 @@ from typing import Any
 
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
-from asyncrl.buffer.base import LearnerBuffer, Take
-from asyncrl.buffer.gate import Gate
+from asyncrl.algo.trainable import UNTRAINABLE
+from asyncrl.buffer.base import DEADLY, LearnerBuffer, Take
+from asyncrl.buffer.gate import DEAD, Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError
 from asyncrl.types import INITIAL, Group, History, time_of_day
@@ -23,6 +24,9 @@ DISCARDED_LINEAGE = "discarded_lineage"
 
 MEND_S = 60.0
 """Silence after which the store is made to agree with the ledger: what somebody wrote into it may keep tickets from everybody."""
+FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
+"""Kinds of reasons that something is wrong with; others are those of filters, or of settings that have changed."""
+
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
 
@@ -167,7 +171,7 @@ class Intake:
                 self.ledger.count_rejected(reason.split(":")[0])
                 # The filters and settings of today are not to blame for what was issued before them; it is bounded, too.
                 if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
-                    self._unfit[reason] += 1
+                    self._unfit[reason.split(":")[0]] += 1
         if self._rejected:
             self.open(version)
         self._check_refills()
@@ -185,10 +189,16 @@ class Intake:
     def _check_refills(self) -> None:
         most = self.max_refills * self.groups
         if (unfit := self._unfit.total()) > most:
+            [(commonest, _)] = self._unfit.most_common(1)
+            example = next(reason for _, reason in reversed(self._rejected) if reason.split(":")[0] == commonest)
+            cure = (
+                f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
+                if commonest in FAULTS
+                else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
+            )
             raise RunError(
                 f"one optimizer step: {unfit} groups were rejected in {self._takes} takes ({dict(self._unfit)}), only "
-                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {most} rejections. "
-                "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
+                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {most} rejections. {cure}"
             )
 
     def _check_stall(self, version: int) -> None:

@@ -1,5 +1,6 @@
 """One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is healed."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -196,6 +197,15 @@ def test_a_group_without_the_greedy_reward_that_the_advantage_needs_is_not_train
 def test_endless_rejection_stops_with_an_explanation(buffer):
     one = intake(buffer, judge=lambda group, version: "zero_variance", max_refills=2)
     with pytest.raises(RunError, match=r"'zero_variance': \d+.*only 0 of 4 accepted"):
+        for _ in range(20):
+            generate(buffer.peer(), 100)
+            one.poll(0, wait_s=0)
+
+
+def test_endless_faults_are_not_blamed_on_the_prompts(buffer):
+    reasons = itertools.cycle(["zero_variance", "filter_failed: KeyError: 'a'", "filter_failed: KeyError: 'b'"])
+    one = intake(buffer, judge=lambda group, version: next(reasons), max_refills=2)
+    with pytest.raises(RunError, match=r"\{'zero_variance': 4, 'filter_failed': 8\}.*mend.*`filter_failed: KeyError: 'b'`"):
         for _ in range(20):
             generate(buffer.peer(), 100)
             one.poll(0, wait_s=0)
