@@ -303,7 +303,9 @@ def make_algorithm() -> Algorithm:
         ranks=1,
         device=torch.device("cpu"),
     )
-    return Algorithm.build(AlgorithmConfig(), BATCH, CriticConfig(), settings, max_response_tokens=RESPONSE_TOKENS)
+    return Algorithm.build(
+        AlgorithmConfig(), BATCH, CriticConfig(), settings, reward_parts=["right"], max_response_tokens=RESPONSE_TOKENS
+    )
 
 
 async def train() -> Run:

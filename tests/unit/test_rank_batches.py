@@ -28,7 +28,7 @@ def head_on(buffer: MemoryBuffer) -> Head:
     """Rank 0's, with nothing but the intake."""
     head: Any = Head.__new__(Head)
     head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
-    head._watch = mock.Mock(is_recovery_due=lambda: False)
+    head._watch = head._eval_watch = mock.Mock(is_recovery_due=lambda: False)
     head._evaluation.poll.return_value = []
     head._decoder, head._rounds, head._deaths = SimpleNamespace(decode=decode_group), 0, mock.Mock()
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)

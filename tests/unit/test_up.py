@@ -65,7 +65,8 @@ def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path):
+def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(up.signal, "getsignal", lambda number: signal.SIG_DFL)  # also where the tests run under nohup
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     spec = ProcessSpec(name="learner", argv=sleeper, env=dict(os.environ), log_path=tmp_path / "out", ends_run=True, grace_s=2.0)
     with Supervisor([spec], max_restarts=0) as supervisor, up.stop_on_signals(supervisor) as stopped:
