@@ -1,14 +1,14 @@
 """Learners that died in one step, counted on disk: what kills every learner that trains on it must not end the run for good.
 
 A step is begun and ended. A start that finds one begun and not ended counts a death for it, and for nothing else: not while
-the learner waits for groups, nor while it saves. Steps are told apart by the bytes that they train on, so that a
-replay counts for the same step, and groups that were sampled anew do not answer for the old ones.
+the learner waits for groups, nor while it saves. Every group of the step has a count of its own, by its bytes: a replay counts
+on, groups that were sampled anew do not answer for the old ones, and what kills is found although the groups beside it change,
+such as those that are lost with the weights of the learner that died.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -17,11 +17,6 @@ from asyncrl.files import read_record, replace_text
 
 MAX_DEATHS = 3
 """In a row, in one step. Fewer than `control.max_restarts` allows by default; over several `asyncrl up` it counts on."""
-
-
-class _Step(NamedTuple):
-    digests: list[str]
-    deaths: int
 
 
 def digest_of(frame: bytes) -> str:
@@ -37,24 +32,23 @@ class StepDeaths:
         self._path, self._may_fail = path, BestEffort()
         self._steps, begun = _read(path)
         if begun in self._steps:
-            self._steps[begun] = self._steps[begun]._replace(deaths=self._steps[begun].deaths + 1)
+            self._steps[begun] = {digest: deaths + 1 for digest, deaths in self._steps[begun].items()}
         self._write(None)
 
     def reason(self, frame: bytes) -> str | None:
         """Why it is to be set aside; None for a frame that has no such history."""
-        deadly = [(version, step) for version, step in self._steps.items() if step.deaths >= MAX_DEATHS]
-        digest = digest_of(frame) if deadly else ""
-        for version, step in deadly:
-            if digest in step.digests:
-                return f"{step.deaths} learners died as they trained on the {len(step.digests)} groups of step {version + 1}"
+        digest = digest_of(frame) if self._steps else ""
+        for version, step in self._steps.items():
+            if step.get(digest, 0) >= MAX_DEATHS:
+                groups = sum(deaths >= MAX_DEATHS for deaths in step.values())
+                return f"{step[digest]} learners died as they trained on the {groups} groups of step {version + 1}"
         return None
 
     def begin(self, version: int, frames: Sequence[bytes]) -> None:
         """The learner has the frames of the step from `version`."""
-        digests = [digest_of(frame) for frame in frames]
-        known = self._steps.get(version)
-        if known is None or known.digests != digests:
-            self._steps[version] = _Step(digests, 0)
+        known = self._steps.get(version, {})
+        # A group that is not there any more did not kill whom this step kills.
+        self._steps[version] = {digest: known.get(digest, 0) for digest in map(digest_of, frames)}
         self._write(version)
 
     def end(self, version: int) -> None:
@@ -68,11 +62,13 @@ class StepDeaths:
             replace_text(self._path, text)
 
 
-def _read(path: Path) -> tuple[dict[int, _Step], int | None]:
-    """The steps by version, and the one that was begun and not ended."""
+def _read(path: Path) -> tuple[dict[int, dict[str, int]], int | None]:
+    """By version how many have died with each group of the step, and the step that was begun and not ended."""
     record = read_record(path) or {}
     try:
-        steps = {int(version): _Step(list(digests), int(deaths)) for version, (digests, deaths) in record["steps"].items()}
+        steps = {
+            int(version): {digest: int(deaths) for digest, deaths in step.items()} for version, step in record["steps"].items()
+        }
         return steps, None if record["begun"] is None else int(record["begun"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}, None

@@ -34,7 +34,7 @@ def test_only_deaths_in_a_row_in_one_step_count(tmp_path, between):
     path = tmp_path / "step.json"
     die_in(path, 7, BAD, MAX_DEATHS - 1)
     if between == "other bytes":
-        die_in(path, 7, [b"a", b"c"], 1)
+        die_in(path, 7, [b"c"], 1)
     elif between == "an earlier step is made again":
         die_in(path, 6, [b"x"], 1)
     else:
@@ -45,6 +45,26 @@ def test_only_deaths_in_a_row_in_one_step_count(tmp_path, between):
     die_in(path, 7, BAD, 1)
     is_in_a_row = between in ("another step ends", "an earlier step is made again")
     assert bool(StepDeaths(path).reason(b"a")) is is_in_a_row
+
+
+def test_what_kills_is_found_although_the_groups_beside_it_change(tmp_path):
+    """Those that the weights of a dead learner have sampled are lost with it, and sampled anew."""
+    path = tmp_path / "step.json"
+    for life in range(MAX_DEATHS):
+        assert StepDeaths(path).reason(b"a") is None
+        die_in(path, 7, [b"a", b"beside it, life %d" % life], 1)
+    deaths = StepDeaths(path)
+    assert deaths.reason(b"a") == "3 learners died as they trained on the 1 groups of step 8"
+    assert not any(deaths.reason(b"beside it, life %d" % life) for life in range(MAX_DEATHS))
+
+
+def test_a_group_that_a_deadly_step_was_without_begins_again(tmp_path):
+    path = tmp_path / "step.json"
+    die_in(path, 7, BAD, MAX_DEATHS - 1)
+    die_in(path, 7, [b"a", b"c"], 1)
+    die_in(path, 7, BAD, 1)
+    deaths = StepDeaths(path)
+    assert deaths.reason(b"a") and not deaths.reason(b"b") and not deaths.reason(b"c")
 
 
 def test_who_waits_or_saves_dies_of_no_step(tmp_path):
@@ -63,9 +83,11 @@ def test_who_waits_or_saves_dies_of_no_step(tmp_path):
         "{",
         "[]",
         "{}",
-        '{"begun": [1], "steps": {"7": [["a"], 9]}}',
+        '{"begun": [1], "steps": {"7": {"a": 9}}}',
         '{"begun": 7, "steps": {"x": 1}}',
         '{"begun": 7, "steps": 1}',
+        '{"begun": 7, "steps": {"7": [["a"], 9]}}',
+        '{"begun": 7, "steps": {"7": {"a": "x"}}}',
     ],
 )
 def test_a_damaged_record_counts_as_none(tmp_path, text):
