@@ -67,7 +67,7 @@ def damage_file(name: str, world: World, draw: random.Random) -> None:
         if life == "dies after":
             _kill(world, process)
         if process == "store" and not world.server.is_running:
-            world.start_store()
+            world.revive_store()
 
 
 def _kill(world: World, process: str) -> None:

@@ -42,14 +42,14 @@ def kill_store(world: World, draw: random.Random) -> None:
     world.disk.slow(draw.random() < 0.3)
     world.server.kill()
     note(world, "kill_store")
-    world.start_store()
+    world.revive_store()
 
 
 def lose_power(world: World, draw: random.Random) -> None:
     world.server.kill()
     world.disk.lose_power()
     note(world, "power_loss")
-    world.start_store()
+    world.revive_store()
 
 
 def wipe(world: World, draw: random.Random) -> None:
@@ -63,7 +63,7 @@ def wipe(world: World, draw: random.Random) -> None:
         world.server.kill()
         world.disk.lose_everything()
     note(world, "wipe")
-    world.start_store()
+    world.revive_store()
 
 
 def rewrite_log(world: World, draw: random.Random) -> None:

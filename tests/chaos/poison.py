@@ -4,16 +4,19 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zmq
+from redis.exceptions import RedisError
 
 from asyncrl.algo.trainable import UNTRAINABLE
 from asyncrl.buffer.base import DEADLY, PutOutcome
 from asyncrl.buffer.gate import DEAD
 from asyncrl.buffer.intake import DISCARDED_LINEAGE
+from asyncrl.errors import StoreError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import encode_frame
 from asyncrl.wire.messages import MESSAGE_LIMITS
@@ -86,14 +89,16 @@ def put_frame(kind: str, world: World, draw: random.Random) -> None:
     """In the place of a ticket that somebody is sampling: whoever puts first, counts."""
     with client_of(world) as client, world.buffer() as buffer:
         for _ in range(500):
-            ids = {int(field) for field in client.hkeys(key_of("holders")) if field.isdigit()}
-            if ids := ids - marked(world.directory, "ticket"):
-                ticket_id = draw.choice(sorted(ids))
-                frame = _frame(kind, ticket_id, world.version, draw)
-                if buffer.put("rogue", ticket_id, frame) is PutOutcome.STORED:
-                    world.poisons.append({"kind": kind, "id": ticket_id, "content": digest(frame)})
-                    note(world, f"poison: {kind}")
-                    return
+            # The store may be of wrong types, by another fault.
+            with suppress(RedisError, StoreError):
+                ids = {int(field) for field in client.hkeys(key_of("holders")) if field.isdigit()}
+                if ids := ids - marked(world.directory, "ticket"):
+                    ticket_id = draw.choice(sorted(ids))
+                    frame = _frame(kind, ticket_id, world.version, draw)
+                    if buffer.put("rogue", ticket_id, frame) is PutOutcome.STORED:
+                        world.poisons.append({"kind": kind, "id": ticket_id, "content": digest(frame)})
+                        note(world, f"poison: {kind}")
+                        return
             world.run_for(0.02)  # nobody may be alive who samples
 
 
@@ -113,7 +118,7 @@ def plant(what: str, world: World, draw: random.Random) -> None:
 
 def write_values(world: World, draw: random.Random) -> None:
     """What the store lets a generator's user do, past all functions."""
-    with client_of(world) as client:
+    with client_of(world) as client, suppress(RedisError):  # the run makes a key anew in the middle of it
         damage(client, key_of, draw, first=max(1, world.furthest - B))
     note(world, "hostile store values")
 

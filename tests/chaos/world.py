@@ -198,6 +198,11 @@ class World:
                 stack.enter_context(inside(self.hosts.store.namespace))
             self.server.start()
 
+    def revive_store(self) -> None:
+        """Start it again; what does not come up now (on a full disk, say) is tried again with the next look."""
+        with suppress(StoreError):
+            self.start_store()
+
     def start(self) -> None:
         """Start everybody and wait for the first steps."""
         self.tend()
@@ -211,8 +216,7 @@ class World:
         if not self.server.is_running:
             self.exits["store"] += 1
             self.server.stop()
-            with suppress(StoreError):  # on a full disk; again at the next look
-                self.start_store()
+            self.revive_store()
         for member in self.members.values():
             if 0.0 < member.stopped_until_s <= now_s:
                 member.stopped_until_s = 0.0
@@ -225,7 +229,7 @@ class World:
         now_s = self._attention.look()
         if self.server.is_running and self._kept.is_silent():
             self.server.kill()
-            self.start_store()
+            self.revive_store()
             self._kept = KeptStore(self.server, silent_s=self.hang_s)
         for member in self.members.values():
             if member.is_alive and member.watch is not None and member.watch.look(now_s):
