@@ -26,8 +26,9 @@ from .faults import SCENARIOS, Scenario, strike
 from .hardening import HARDENING
 from .hosts import obstacle
 from .lineage import Verdict
+from .members import Stuck
 from .outcome import outcome, table
-from .world import Stuck, World
+from .world import World
 
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:

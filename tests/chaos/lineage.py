@@ -8,7 +8,7 @@ was trained and lost again on the way, and can compute the weights anew.
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,16 @@ def lineage(manifests: Path, newest: str) -> list[dict[str, Any]]:
         found.append(json.loads(text))
         newest = found[-1]["parent"]
     return found[::-1]
+
+
+def handed_over(directory: Path) -> dict[int, set[str]]:
+    """Digests of what the generators of a world offered, by id."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for path in directory.glob("put-*.txt"):
+        for line in path.read_text().splitlines():
+            ticket_id, content, _ = line.split(" ")
+            found[int(ticket_id)].add(content)
+    return found
 
 
 def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]) -> Verdict:

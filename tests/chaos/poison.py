@@ -25,7 +25,7 @@ from tests.helpers_hostile import damage
 
 from .faults import client_of, key_of, note
 from .helpers import mark, marked
-from .lineage import Verdict, digest
+from .lineage import Verdict, digest, handed_over
 from .roles import KEY, B
 from .world import World
 
@@ -176,7 +176,7 @@ def fates(world: World, verdict: Verdict) -> tuple[dict[str, dict[str, int]], li
         reason = refused.get((one["id"], one["content"])) or verdict.reasons.get(one["id"], "")
         is_ours = reason.split(":")[0] in (UNTRAINABLE, DEAD, DISCARDED_LINEAGE)
         found[one["kind"]][reason.split(":")[0] if is_ours else "gone with the store, sampled anew"] += 1
-    wrong, sampled, end = [], world.handed_over(), verdict.groups
+    wrong, sampled, end = [], handed_over(world.directory), verdict.groups
     for what in ("ticket", "step"):
         for ticket_id in marked(world.directory, what):
             reason = verdict.reasons.get(ticket_id, "" if ticket_id <= end else "not reached").split(":")[0]

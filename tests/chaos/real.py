@@ -30,7 +30,7 @@ import yaml
 from asyncrl.launch.down import processes_of
 from tests.helpers_models import tiny_qwen2
 
-from .world import Stuck
+from .members import Stuck
 
 B, EVERY = 4, 5
 PACE_EVERY = 40

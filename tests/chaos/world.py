@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from . import roles
 from .disk import Disk
 from .helpers import DOOMED
 from .hosts import Cable, Hosts, inside
-from .lineage import Verdict, judge
+from .lineage import Verdict, handed_over, judge
+from .members import Member, Stuck, send
 from .proxy import LATE_S, Proxy
 from .roles import KEYS, RULES, RUN, Place
 
@@ -42,33 +42,6 @@ USERS = [
     StoreUser(name, KEYS.store_password(name), rules(RUN))
     for name, rules in ((LEARNER, learner_rules), (GENERATOR, generator_rules))
 ]
-
-
-class Stuck(AssertionError):
-    """The run did not go on, or not in time."""
-
-
-@dataclass(slots=True)
-class Member:
-    """A process that is started again when it dies."""
-
-    name: str
-    role: Callable[..., None]
-    place: Place
-    arguments: tuple[Any, ...]
-    process: ForkServerProcess | None = None
-    stopped_until_s: float = 0.0
-    starts: int = 0
-    watch: Watch | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None and self.process.pid is not None
-        return self.process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process is not None and self.process.is_alive()
 
 
 @dataclass(slots=True)
@@ -419,17 +392,8 @@ class World:
 
     def _judge(self) -> Verdict:
         last = max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        verdict = judge(last, self.directory / "manifests", self.handed_over())
+        verdict = judge(last, self.directory / "manifests", handed_over(self.directory))
         return replace(verdict, wrong=(*verdict.wrong, *self._imbalance(verdict.groups), *self._given_up()))
-
-    def handed_over(self) -> dict[int, set[str]]:
-        """Digests of what generators offered, by id."""
-        found: dict[int, set[str]] = defaultdict(set)
-        for path in self.directory.glob("put-*.txt"):
-            for line in path.read_text().splitlines():
-                ticket_id, content, _ = line.split(" ")
-                found[int(ticket_id)].add(content)
-        return found
 
     def _given_up(self) -> list[str]:
         """Ends after which no supervisor starts a process again: a person would have to."""
@@ -446,9 +410,3 @@ class World:
         if audit.taken + audit.done != consumed:
             wrong.append(f"audit: the store counts {audit.taken} taken and {audit.done} done, the ledger {consumed}")
         return wrong
-
-
-def send(member: Member, number: signal.Signals) -> None:
-    """A signal, unless it has died by itself."""
-    if member.is_alive:
-        os.kill(member.pid, number)
