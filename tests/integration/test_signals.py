@@ -91,8 +91,9 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def heed() -> None:
-    """Tests may run in the background of a script, where Ctrl-C is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Tests may run in the background of a script or under nohup, where these are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def started(project: Path, line: str) -> Command:
@@ -192,6 +193,7 @@ def test_ctrl_c_within_an_import_is_not_left_to_the_library(where, tmp_path):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
+    time.sleep(0.3)  # until the library waits
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (130, "")
