@@ -82,7 +82,8 @@ GROUPS: Mapping[str, Wrong] = {
 
 def _undecodable(frame: bytes, draw: random.Random) -> bytes:
     place = draw.randrange(len(frame))
-    return draw.choice([frame[:place], frame[:place] + b"\xff" + frame[place + 1 :], b"", draw.randbytes(200)])
+    changed = bytes([frame[place] ^ 0xFF])
+    return draw.choice([frame[:place], frame[:place] + changed + frame[place + 1 :], b"", draw.randbytes(200)])
 
 
 def put_frame(kind: str, world: World, draw: random.Random) -> None:
