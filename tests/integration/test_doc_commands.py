@@ -31,6 +31,7 @@ NOT_TYPED = {
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
     "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",
+    "asyncrl samples --dropped": "the run here drops no group: tests/unit/test_samples.py shows such samples",
     "asyncrl scale": "needs a run that is up: tests/integration/test_scale.py",
     "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",
     "asyncrl up --config gpu-task.yaml": "GPU, and a model of the hub",

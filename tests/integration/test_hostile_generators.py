@@ -282,9 +282,9 @@ def test_a_flood_costs_its_sender_only(stage):
     stage.check_alive()
     stranger = stage.caller("s")
     hello = CODEC.encode(stranger.hello(release="0.1"), WIRE)
+    before = stage.rejected()
     for _ in range(int(STRANGERS_BURST) + 2_000):
         stranger.socket.send(hello)
-    before = stage.rejected()
     member.say(member.beat(state="sampling"))
     stage.wait_for(lambda: stage.members()["m"].state == "sampling")
     stage.wait_for(lambda: stage.rejected() > before)

@@ -190,8 +190,8 @@ def test_a_refused_request_is_an_engine_error(stories):
 def test_an_engine_whose_core_is_stopped_makes_no_progress(stories):
     """Idle and while it samples; under an event loop that goes on."""
     runner, engine, _ = stories
-    me = psutil.Process()
-    (core,) = [child for child in me.children(recursive=True) if "VLLM::EngineCore" in " ".join(child.cmdline())]
+    alive = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    (core,) = [child for child in alive if "VLLM::EngineCore" in " ".join(child.cmdline())]
 
     async def is_silent():
         for _ in range(5):  # what was under way when it was stopped may still arrive

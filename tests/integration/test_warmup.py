@@ -117,11 +117,11 @@ def test_same_seed_same_bytes_and_a_second_call_finds_the_first(tmp_path):
 def test_other_settings_build_anew_and_a_torn_build_is_no_obstacle(tmp_path):
     build(tmp_path / "a", TINY, silent)
     old = (tmp_path / "a" / "model" / "model.safetensors").read_bytes()
-    (tmp_path / "a.part").mkdir()
-    (tmp_path / "a.part" / "train.jsonl").write_text("torn")
+    (tmp_path / ".writing-a").mkdir()
+    (tmp_path / ".writing-a" / "train.jsonl").write_text("torn")
     build(tmp_path / "a", replace(TINY, seed=1), silent)
     assert (tmp_path / "a" / "model" / "model.safetensors").read_bytes() != old
-    assert not (tmp_path / "a.part").exists()
+    assert not (tmp_path / ".writing-a").exists()
 
 
 def test_a_directory_with_something_else_is_left_alone(tmp_path):
