@@ -80,7 +80,7 @@ class RewardFunctionConfig(Part):
 
     function: str
     """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
-    weight: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
+    weight: float = 1.0
     """Factor of the part in the sum that is trained on."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
     """Name of the part in metrics; default: the function's."""

@@ -85,10 +85,10 @@ class WeighedEngine(FakeEngine):
         self.mixed = 0
         self._told, self._rng, self._options = told, rng, options
 
-    def _draw(self, temperature: float) -> tuple[int, float]:
+    def _draw(self, last: int, temperature: float) -> tuple[int, float]:
         seen = {int(value) for tensor in self.tensors for value in (tensor[0, 0], tensor[-1, -1])}
         self.mixed += seen != {self._weights.version}
-        return super()._draw(temperature)
+        return super()._draw(last, temperature)
 
     async def begin_update(self) -> None:
         await super().begin_update()

@@ -49,6 +49,7 @@ NOT_TYPED = {
     "python -m pytest": "is what runs this",
     "python -m tests.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
     "python -m tests.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
+    "python -m tests.chaos.page": "rewrites a page: tests/chaos/test_chaos.py holds it to what it writes",
     "python -m tests.chaos.weights": "minutes: tests/chaos/test_weights.py has a few of each fault",
     "python -m tests.crash": "minutes: tests/integration/test_crash_points.py has one save",
     "python -m tests.crash.whole_run": "minutes: tests/integration/test_power_loss.py starts two",
