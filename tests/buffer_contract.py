@@ -505,6 +505,15 @@ class BufferContract:
         lease = newer.lease("g", 9)
         assert (ids(lease), lease.closed) == ([5, 6, 7, 8], False)
 
+    def test_a_learner_that_another_has_followed_takes_nothing_back(self, lane, buffer, ledger):
+        """As when its call to recover was held up on the way, or in a store that hung, and it has died since."""
+        newer = lane.handle()
+        newer.recover(ledger, version=3, limit=8)
+        with pytest.raises(BufferFenced):
+            buffer.recover(ledger, version=0, limit=99)
+        newer.set_version(4, limit=8)
+        assert ids(newer.lease("g", 99)) == list(range(1, 9))
+
     def test_a_resumed_learner_gets_the_same_takes_again(self, lane, buffer, ledger):
         fill(buffer, 8)
         saved = ledger.to_dict()

@@ -185,6 +185,7 @@ class Walk:
                     lambda buffer: buffer.reject_frame(taken, 1, b"frame", "reason"),
                     lambda buffer: buffer.set_version(99, limit=99),
                     lambda buffer: buffer.close(),
+                    lambda buffer: buffer.recover(ledger, version=99, limit=99),
                 ]
             )
         )

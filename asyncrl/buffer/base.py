@@ -155,7 +155,7 @@ class LearnerBuffer(Protocol):
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Fence older learners and make the store agree with `ledger`, which wins; reopens a closed lane.
 
-        From now on tickets carry `history`.
+        From now on tickets carry `history`. A learner that recovered before, and that another has followed, gets BufferFenced.
 
         After BufferGap a live learner may recover with the ledger it holds in memory: if it dies before the next
         checkpoint, the ids that only this ledger had are issued again by the recovery from the checkpoint.

@@ -584,27 +584,32 @@ local function sound_counters(k)
   for i, name in ipairs(COUNTERS) do count(k, name, whole(counted[i])) end
 end
 
--- recover known_epoch owner takes chain version limit watermark "id id ..." history lease_ms -> OK epoch
+-- recover known_epoch owner is_first takes chain version limit watermark "id id ..." history lease_ms -> OK epoch | NEWER epoch
+-- A learner's first recovery follows the one that it knows of, and later ones its own: a call that was held up, of a learner
+-- that has died since, takes the lane from nobody.
 register_privileged('recover', function(k, args)
-  local epoch, watermark = meta(k, 'epoch'), tonumber(args[7])
-  if call('HGET', k.meta, 'owner') ~= args[2] then epoch = math.max(epoch, tonumber(args[1])) + 1 end
+  local epoch, known, watermark = meta(k, 'epoch'), tonumber(args[1]), tonumber(args[8])
+  if call('HGET', k.meta, 'owner') ~= args[2] then
+    if known < epoch or (known == epoch and args[3] == '0') then return {'NEWER', epoch} end
+    epoch = known + 1
+  end
   for _, place in ipairs(wrong_types(k)) do call('DEL', k[place]) end
-  local above, limit = ids_in(args[8]), tonumber(args[6])
+  local above, limit = ids_in(args[9]), tonumber(args[7])
   local most = math.max(meta(k, 'most'), limit, watermark)
   for _, id in ipairs(above) do most = math.max(most, tonumber(id)) end
-  call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[5], 'limit', args[6], 'closed', 0, 'starving', 0,
-       'history', args[9], 'watermark', watermark, 'committed', args[3], 'most', most)
+  call('HSET', k.meta, 'epoch', epoch, 'owner', args[2], 'version', args[6], 'limit', args[7], 'closed', 0, 'starving', 0,
+       'history', args[10], 'watermark', watermark, 'committed', args[4], 'most', most)
   call('DEL', k.done)
   local issued = issued_so_far(k)
   for _, id in ipairs(above) do
     call('SADD', k.done, id)
     issued = math.max(issued, tonumber(id))
   end
-  local kept, last, chain = keep_takes(k, tonumber(args[3]), args[4])
+  local kept, last, chain = keep_takes(k, tonumber(args[4]), args[5])
   for id in pairs(kept) do issued = math.max(issued, tonumber(id)) end
   call('HSET', k.meta, 'last', last, 'chain', chain)
   sound_counters(k)
-  rebuild(k, kept, watermark, issued, tonumber(args[10]))
+  rebuild(k, kept, watermark, issued, tonumber(args[11]))
   return {'OK', epoch}
 end)
 

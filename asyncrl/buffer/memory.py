@@ -230,6 +230,8 @@ class MemoryBuffer:
         store = self._store
         with store.lock:
             if store.owner is not self:
+                if 0 < self._epoch <= store.epoch:
+                    raise self._fenced()
                 store.epoch, store.owner = max(store.epoch, self._epoch) + 1, self
             self._epoch = store.epoch
             store.issued = max(store.issued, ledger.watermark, *ledger.above, 0)
@@ -393,8 +395,13 @@ class MemoryBuffer:
             )
 
     def _check_epoch(self) -> None:
-        found = f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}"
         if self._store.epoch < self._epoch:
-            raise BufferGap(f"{found}: it was rolled back or wiped; recover from the ledger")
+            raise BufferGap(f"{self._epochs()}: it was rolled back or wiped; recover from the ledger")
         if self._store.owner is not self:
-            raise BufferFenced(f"{found}: another learner has the run, this one must stop")
+            raise self._fenced()
+
+    def _fenced(self) -> BufferFenced:
+        return BufferFenced(f"{self._epochs()}: another learner has the run, this one must stop")
+
+    def _epochs(self) -> str:
+        return f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}"

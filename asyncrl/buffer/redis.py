@@ -26,6 +26,8 @@ PLACES = (
 """Keys of a lane, in the order of functions.lua."""
 MAX_COUNT = 1 << 40
 """Larger windows and counts mean the same."""
+MOST_RIVALS = 10
+"""A learner that starts asks so often: calls of dead ones that arrive in between recover as well."""
 
 
 def hash_tag(run: str, lane: str) -> str:
@@ -104,8 +106,17 @@ class RedisBuffer:
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Become the lane's learner and make it agree with `ledger`."""
         above = _text(sorted(ledger.above))
-        arguments = (self._owner, ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
-        self._epoch = self._checked("recover", self._epoch, *arguments, self._lease_ms)[0]
+        state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
+        known, is_first = self._epoch, not self._epoch
+        for _ in range(MOST_RIVALS):
+            status, epoch = self._call("recover", known, self._owner, int(is_first), *state, self._lease_ms)
+            if status == b"OK":
+                self._epoch = epoch
+                return
+            if not is_first:
+                break
+            known = epoch
+        raise self._fenced(f"this learner knew of epoch {known}, the store is at {epoch}")
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """Assign the lowest `count` ready ids, if the window allows it."""
@@ -177,12 +188,13 @@ class RedisBuffer:
         reply: list[Any] = self._call(function, *arguments)
         status, *reply = reply
         if status == b"FENCED":
-            raise BufferFenced(
-                f"store {self._connection.url}: {reply[0].decode()}; another learner has the run, this one must stop"
-            )
+            raise self._fenced(reply[0].decode())
         if status == b"GAP":
             raise BufferGap(f"store {self._connection.url}: {reply[0].decode()}; recover from the ledger")
         return reply
+
+    def _fenced(self, found: str) -> BufferFenced:
+        return BufferFenced(f"store {self._connection.url}: {found}; another learner has the run, this one must stop")
 
     def _call(self, function: str, *arguments: object) -> Any:
         return self._connection.call(lambda client: self._fcall(client, function, arguments), tag=self._tag)
