@@ -107,16 +107,14 @@ class RedisBuffer:
         """Become the lane's learner and make it agree with `ledger`."""
         above = _text(sorted(ledger.above))
         state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
-        known, is_first = self._epoch, not self._epoch
+        known, is_first = self._epoch, int(not self._epoch)
         for _ in range(MOST_RIVALS):
-            status, epoch = self._call("recover", known, self._owner, int(is_first), *state, self._lease_ms)
+            status, epoch = self._call("recover", known, self._owner, is_first, *state, self._lease_ms)
             if status == b"OK":
                 self._epoch = epoch
                 return
-            if not is_first:
-                break
             known = epoch
-        raise self._fenced(f"this learner knew of epoch {known}, the store is at {epoch}")
+        raise self._fenced(f"this learner recovered as epoch {self._epoch}, the store is at {epoch}")
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """Assign the lowest `count` ready ids, if the window allows it."""
