@@ -129,8 +129,9 @@ class Run:
         return metrics
 
     def export(self, to: Path | str) -> Path:
-        """Copy the newest checkpoint as a Hugging Face model directory with a model card. Raises RunError."""
-        return export_model(self._directory, Path(to))
+        """Copy the newest checkpoint as a Hugging Face model directory with a model card; returns that. Raises RunError."""
+        export_model(self._directory, Path(to))
+        return Path(to)
 
 
 _ASYNCRL = (sys.executable, "-m", "asyncrl.cli.main")

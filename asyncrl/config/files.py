@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,21 @@ def file_problems(config: Config) -> Iterator[Finding]:
 
 def _data(config: Config) -> Iterator[Finding]:
     for key in ("train", "eval"):
-        source = getattr(config.data, key)
-        path, allowed = Path(source or "."), "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
-        if source and is_local(source) and not path.exists():
-            yield f"data.{key}", f"{absent(source)}; {allowed}"
-        elif source and path.exists() and not path.is_file() and not path.is_dir():
-            yield f"data.{key}", f"found {source}, which is neither a file nor a directory; {allowed}"
-        elif source and path.is_dir() and not any(map(_is_data, (*path.glob("*"), *path.glob("*/*")))):
-            yield f"data.{key}", f"found no data in the directory {source}; {allowed}"
+        if found := _no_data(getattr(config.data, key)):
+            yield f"data.{key}", f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
 
 
-def _is_data(path: Path) -> bool:
-    return path.suffix in DATA_SUFFIXES
+def _no_data(source: str | None) -> str:
+    """Why no rows can come from there; empty if they may."""
+    if not source:
+        return ""
+    path = Path(source)
+    if not path.exists():
+        return absent(source) if is_local(source) else ""
+    if path.is_dir():
+        entries = chain(path.glob("*"), path.glob("*/*"))
+        return "" if any(entry.suffix in DATA_SUFFIXES for entry in entries) else f"found no data in the directory {source}"
+    return "" if path.is_file() else f"found {source}, which is neither a file nor a directory"
 
 
 def is_local(source: str) -> bool:

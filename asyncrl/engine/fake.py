@@ -8,6 +8,7 @@ follow from v, so that tests can compute every log-probability themselves. In a 
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,7 @@ class FakeEngine:
         while len(tokens) < spec.max_response_tokens and (is_table or EOS not in tokens[-1:]):
             await asyncio.sleep(self._token_s)
             await self._resumed.wait()
-            token, logprob = self._draw([*prompt_ids, *tokens][-1], spec.temperature)
+            token, logprob = self._draw((tokens or prompt_ids)[-1], spec.temperature)
             tokens.append(token)
             logprobs.append(logprob)
             sampled_by.append(self._weights)
@@ -99,7 +100,7 @@ class FakeEngine:
         )
 
     def _draw(self, last: int, temperature: float) -> tuple[int, float]:
-        logits = self._logits[last] if self._logits.ndim == 2 else self._logits
+        logits = self._row(last)
         if temperature == 0:
             token = int(logits.argmax())
             return token, float(logprobs_of(logits)[token])
@@ -112,8 +113,11 @@ class FakeEngine:
         self._require_alive()
         if not self._resumed.is_set():
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        rows = self._logits[list(token_ids[:-1])] if self._logits.ndim == 2 else [self._logits] * (len(token_ids) - 1)
-        return np.array([logprobs_of(row)[token] for row, token in zip(rows, token_ids[1:], strict=True)], dtype=np.float32)
+        return np.array([logprobs_of(self._row(last))[token] for last, token in pairwise(token_ids)], dtype=np.float32)
+
+    def _row(self, last: int) -> NDArray[np.float32]:
+        """Logits after the token `last`."""
+        return self._logits[last] if self._logits.ndim == 2 else self._logits
 
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests."""

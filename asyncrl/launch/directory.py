@@ -308,7 +308,7 @@ def write_directory(path: Path) -> Iterator[Path]:
 
     What was there before goes then. An attempt that fails leaves nothing, the rest of one that was killed goes with the next.
     """
-    writing = path.with_name(f".writing-{path.name}")
+    writing = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         if os.path.lexists(writing):
             _remove(writing)

@@ -22,12 +22,15 @@ TRAINING_PARTS = ("model", "data", "reward", "batch", "sampling", "staleness", "
 def export_run(run: Path | None, to: Path) -> None:
     """Export, and say how to serve it."""
     directory = find_run(run)
-    export_model(directory, to)
-    print(f"{newest_export(directory)} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
+    source = export_model(directory, to)
+    print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
 
 
 def export_model(directory: RunDirectory, to: Path) -> Path:
-    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model card."""
+    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model card.
+
+    Returns the directory that was copied.
+    """
     if to.exists():
         raise RunError(f"{to} exists; give --to a new directory")
     source = newest_export(directory)
@@ -36,7 +39,7 @@ def export_model(directory: RunDirectory, to: Path) -> Path:
     with write_directory(to) as writing:
         shutil.copytree(source, writing, dirs_exist_ok=True)
         (writing / CARD).write_text(card, encoding="utf-8")
-    return to
+    return source
 
 
 def newest_export(directory: RunDirectory) -> Path:
