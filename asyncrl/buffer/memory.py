@@ -24,6 +24,8 @@ from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.types import INITIAL, History, Ticket
 
+FOLLOWED = "another learner has the run, this one must stop"
+
 
 @dataclass(slots=True)
 class _Lease:
@@ -144,10 +146,8 @@ class MemoryBuffer:
         store = self._store
         with store.lock:
             self._expire()
-            ids: list[int] = []
-            if not store.closed:
-                ids = self._leasable(holder, count)
-                store.issued = max(store.issued, *ids, 0)
+            ids = [] if store.closed else self._leasable(holder, count)
+            store.issued = max(store.issued, *ids, 0)
             for ticket_id in ids:
                 store.reissue.discard(ticket_id)
                 store.leases[ticket_id] = _Lease(holder, self._clock() + self._rules.lease_s)
@@ -201,9 +201,7 @@ class MemoryBuffer:
         # So would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
         self._expire()
         is_awaited = ticket_id == store.anchor or store.anchor in store.reissue
-        if not (store.starving and is_awaited):
-            return PutOutcome.FULL
-        return PutOutcome.STORED
+        return PutOutcome.STORED if store.starving and is_awaited else PutOutcome.FULL
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
         """Issue again what `holder` returns unused."""
@@ -231,7 +229,7 @@ class MemoryBuffer:
         with store.lock:
             if store.owner is not self:
                 if 0 < self._epoch <= store.epoch:
-                    raise self._fenced()
+                    raise BufferFenced(FOLLOWED)
                 store.epoch, store.owner = max(store.epoch, self._epoch) + 1, self
             self._epoch = store.epoch
             store.issued = max(store.issued, ledger.watermark, *ledger.above, 0)
@@ -396,12 +394,6 @@ class MemoryBuffer:
 
     def _check_epoch(self) -> None:
         if self._store.epoch < self._epoch:
-            raise BufferGap(f"{self._epochs()}: it was rolled back or wiped; recover from the ledger")
+            raise BufferGap(f"the store is behind epoch {self._epoch}: it was rolled back or wiped; recover from the ledger")
         if self._store.owner is not self:
-            raise self._fenced()
-
-    def _fenced(self) -> BufferFenced:
-        return BufferFenced(f"{self._epochs()}: another learner has the run, this one must stop")
-
-    def _epochs(self) -> str:
-        return f"this learner recovered as epoch {self._epoch}, the store is at {self._store.epoch}"
+            raise BufferFenced(FOLLOWED)
