@@ -6,7 +6,8 @@
                  '-----> died           silent for `timeout_s`, or replaced by its own restarted self
 
 A restarted generator comes with a new incarnation: it is a new member, and the old one is dead. That it is no
-duplicate shows when the old owner stays silent for a while after the newcomer's first hello.
+duplicate shows when the old owner stays silent for a while after the newcomer's first hello. The first third of that time tells
+nothing: after a pause of the learner, what the dead said before is read in turn with what the newcomer says.
 """
 
 from collections.abc import Mapping
@@ -159,14 +160,14 @@ class Membership:
         if incarnation != hello.incarnation:
             self._challenges[hello.generator_id] = (hello.incarnation, now_s)
             return Deferred()
-        if old.heard_at_s > since_s:
+        if now_s - since_s < self._challenge_s:
+            return Deferred()
+        if old.heard_at_s > since_s + self._challenge_s / 3:
             del self._challenges[hello.generator_id]
             return Refused(
                 reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host {old.hello.host!r}); "
                 "give this one another id or stop the other"
             )
-        if now_s - since_s < self._challenge_s:
-            return Deferred()
         self.died += 1
         return self._join(hello, now_s, replaced=old.holder)
 

@@ -154,13 +154,21 @@ async def _endpoint_now(record: RunRecord) -> str:
 
 
 async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
-    """Where the learner listens; it may still be starting."""
-    until_s = time.monotonic() + LEARNER_START_S
-    while not (endpoint := (await asyncio.to_thread(record.read)).control_endpoint):
+    """Where the learner listens. It may still be loading its model: until then there may be no record, or a wrong one."""
+    until_s, told = time.monotonic() + LEARNER_START_S, ""
+    while True:
+        found = "no learner has said where it listens"
+        try:
+            if endpoint := (await asyncio.to_thread(record.read)).control_endpoint:
+                return endpoint
+        except StoreError as error:
+            found = str(error)
         if time.monotonic() > until_s:
-            raise ControlError(f"store {store.url}: no learner said where it listens within {LEARNER_START_S:.0f} s; start it")
+            raise ControlError(f"store {store.url}: {LEARNER_START_S:.0f} s without a learner; start it. Last: {found}")
+        if found != told:
+            told = found
+            log.info("waiting for the learner: %s", found)
         await asyncio.sleep(0.2)
-    return endpoint
 
 
 def resolve_device(config: Config) -> Device:

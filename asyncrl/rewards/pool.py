@@ -14,7 +14,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,17 @@ log = logging.getLogger(__name__)
 START_S = 60.0
 """For a worker to start, import the reward functions, and to begin a call."""
 BEGINNINGS = 3
-"""Workers that are asked to begin one call."""
+"""Workers that are asked to begin one call, or to load the functions."""
 AGAIN_S = 1.0
 END_S = 5.0
 """For killed workers to end when the pool closes."""
 MAX_REPLY_BYTES = 64 * 1024
 OUTPUT_TAIL_BYTES = 4096
 """Of what user code prints: the end is kept for the error message, the rest is read, counted and thrown away."""
+
+
+class _Lost(RewardError):
+    """The worker died or hung, for which the functions need not be to blame."""
 
 
 class RewardPool:
@@ -59,7 +63,7 @@ class RewardPool:
         """Start all workers, so that a function that cannot be loaded stops the run and not the first tickets."""
         if self._sandbox and (problem := self._sandbox.problem()):
             raise RewardError(problem)
-        await asyncio.gather(*(worker.start() for worker in self._workers))
+        await asyncio.gather(*(worker.load() for worker in self._workers))
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """One score per input; the first failure ends the call with RewardError and gives up the others."""
@@ -128,18 +132,29 @@ class _Worker:
             if not in_step:
                 self.kill()
 
+    async def load(self) -> None:
+        """`start`, again with a fresh process where this one dies or hangs. What it says of the functions is believed at once."""
+        await self._insist(self.start, (_Lost, OSError), "load the functions")
+
     async def _begin(self, request: bytes) -> None:
         """Hand over a call, to a fresh process where this one does not begin."""
+
+        async def begin() -> None:
+            await self.start()
+            await self._send(request)
+            await self._receive("started", bool, START_S, "the beginning of a call")
+
+        await self._insist(begin, (RewardError, OSError), "begin a call")
+
+    async def _insist(self, attempt: Callable[[], Awaitable[None]], may_pass: tuple[type[Exception], ...], what: str) -> None:
         for left in reversed(range(BEGINNINGS)):
             try:
-                await self.start()
-                await self._send(request)
-                await self._receive("started", bool, START_S, "the beginning of a call")
-            except (RewardError, OSError) as error:  # such as no memory for one more process
+                await attempt()
+            except may_pass as error:  # such as no memory for one more process
                 self.kill()
                 if not left:
-                    raise RewardError(f"{BEGINNINGS} reward workers in a row did not begin a call; the last: {error}") from error
-                log.warning("a reward worker did not begin a call, which is made again with another one: %s", error)
+                    raise RewardError(f"{BEGINNINGS} reward workers in a row did not {what}; the last: {error}") from error
+                log.warning("a reward worker did not %s, which another one is asked to do: %s", what, error)
                 await asyncio.sleep(AGAIN_S)
             else:
                 return
@@ -223,7 +238,7 @@ class _Worker:
             async with asyncio.timeout(START_S):
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
-            raise RewardError(f"the reward worker takes no calls ({type(error).__name__}){self._output()}") from error
+            raise _Lost(f"the reward worker takes no calls ({type(error).__name__}){self._output()}") from error
 
     async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
         """The next reply, which has `key` with a value of `kind`, or `error`."""
@@ -235,9 +250,9 @@ class _Worker:
                     raise RewardError(f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}")
                 reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
-            raise RewardError(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
+            raise _Lost(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
-            raise RewardError(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
+            raise _Lost(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
         if not isinstance(reply, dict) or not (
             "error" in reply or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
         ):

@@ -289,6 +289,27 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functio
     run(config(functions, "good"), scenario)
 
 
+def test_a_worker_that_dies_as_it_starts_is_replaced_before_the_functions_are_blamed(functions, monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "AGAIN_S", 0.01)
+    start, killed = asyncio.create_subprocess_exec, []
+
+    async def start_and_kill(*command, **options):
+        process = await start(*command, **options)
+        if len(killed) < pool_module.BEGINNINGS - 1:
+            process.kill()
+            killed.append(process)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_kill)
+
+    async def scenario(pool):
+        await pool.start()
+        assert caplog.text.count("did not load the functions") == len(killed)
+        assert (await pool.score([ask("abc")]))[0].total == 3.0
+
+    run(config(functions, "good"), scenario)
+
+
 def test_the_event_loop_never_stands_still(functions):
     async def scenario(pool):
         await pool.start()

@@ -67,12 +67,27 @@ def test_a_restarted_generator_replaces_its_dead_self_after_a_short_silence():
 def test_a_duplicate_of_a_living_generator_is_refused():
     members = make()
     members.hello(hello(pid=42), 0.0)
-    members.hello(hello(incarnation="b"), 1.0)
-    members.heartbeat(beat(), 1.5)
-    answer = members.hello(hello(incarnation="b"), 2.0)
+    for second in range(1, 4):  # both speak once a second
+        assert isinstance(members.hello(hello(incarnation="b"), second), Deferred)
+        members.heartbeat(beat(), second + 0.5)
+    answer = members.hello(hello(incarnation="b"), 4.0)
     assert isinstance(answer, Refused)
     assert "42" in answer.reason
-    assert isinstance(members.hello(hello(), 2.0), AlreadyMember)
+    assert isinstance(members.hello(hello(), 4.0), AlreadyMember)
+
+
+def test_what_the_dead_said_before_a_pause_of_the_learner_is_no_sign_of_life():
+    members = make()
+    members.hello(hello(), 0.0)
+    members.heartbeat(beat(), 1.0)
+    # The learner stands still; the generator beats on, is killed and started again. Then all is read within a moment.
+    assert isinstance(members.hello(hello(incarnation="b"), 40.0), Deferred)
+    assert members.heartbeat(beat(), 40.01)
+    assert isinstance(members.hello(hello(), 40.02), AlreadyMember)
+    assert isinstance(members.hello(hello(incarnation="b"), 40.03), Deferred)
+    assert isinstance(members.hello(hello(incarnation="b"), 41.0), Deferred)
+    answer = members.hello(hello(incarnation="b"), 43.1)
+    assert isinstance(answer, Joined) and answer.replaced == "g:a"
 
 
 def test_statuses_show_the_last_heartbeat_and_the_silence_since():
