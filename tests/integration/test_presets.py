@@ -319,4 +319,6 @@ def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
     assert ledger["trained"] == 3 * B
     assert ledger["rejected"].get("zero_variance") == rejected
     assert max(row["groups/takes"] for row in steps) > 1
-    assert all(row["group/zero_variance"] == 0 for row in steps)
+    # Not group/zero_variance: that is of shaped rewards, and a penalty may make two of them equal.
+    flat = sum(value for row in steps for name, value in row.items() if name.startswith("groups/collapsed_"))
+    assert flat == rejected
