@@ -60,6 +60,11 @@ def one_line(reason: str) -> str:
     return " ".join(reason.split())[:REASON_CHARACTERS]
 
 
+def kind_of(reason: str) -> str:
+    """What a reason is counted as: the text before its first colon."""
+    return reason.partition(":")[0]
+
+
 ALONE_DEATHS = 2
 DEAD_LETTERS = 100
 """So many are kept, the newest."""

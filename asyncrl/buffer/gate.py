@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
-from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take
+from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take, kind_of
 from asyncrl.errors import WireError
 from asyncrl.progress import beat
 from asyncrl.types import Group
@@ -74,7 +74,7 @@ class Gate:
 
 def _known(reason: str) -> str:
     """Whoever may store frames may write this one, and what it is counted as becomes the name of a metric."""
-    return reason if reason.split(":")[0] in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {reason}"
+    return reason if kind_of(reason) in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {reason}"
 
 
 class _SetAside(Exception):  # not an error: what is not digested, and why

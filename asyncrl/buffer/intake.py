@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.base import DEADLY, LearnerBuffer, Take
+from asyncrl.buffer.base import DEADLY, LearnerBuffer, Take, kind_of, one_line
 from asyncrl.buffer.gate import DEAD, Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError
@@ -26,6 +27,11 @@ MEND_S = 60.0
 """Silence after which the store is made to agree with the ledger: what somebody wrote into it may keep tickets from everybody."""
 FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 """Kinds of reasons that something is wrong with; others are those of filters, or of settings that have changed."""
+
+MOST_KINDS = 20
+"""Once groups were rejected for so many, a kind that is new counts as `OTHER`."""
+KIND_CHARACTERS = 40
+OTHER = "other"
 
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
@@ -168,10 +174,10 @@ class Intake:
                 self._accepted.append(group)
             else:
                 self._rejected.append((group, reason))
-                self.ledger.count_rejected(reason.split(":")[0])
+                self.ledger.count_rejected(kind := kind_of(reason))
                 # The filters and settings of today are not to blame for what was issued before them; it is bounded, too.
                 if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
-                    self._unfit[reason.split(":")[0]] += 1
+                    self._unfit[kind] += 1
         if self._rejected:
             self.open(version)
         self._check_refills()
@@ -181,16 +187,32 @@ class Intake:
         if group.dead_reason is not None:
             return group.dead_reason
         try:
-            return self.judge(group, version)
+            reason = self.judge(group, version)
+            return None if reason is None else self._bounded(reason)
         except Exception as error:
             log.exception("group %d cannot be judged and is not trained", group.ticket_id, extra={"ticket_id": group.ticket_id})
-            return f"filter_failed: {type(error).__name__}: {error}"
+            return one_line(f"filter_failed: {type(error).__name__}: {error}")
+
+    def _bounded(self, reason: str) -> str:
+        """A filter's reason as it is kept: its kind is part of a metric's name and a key of the ledger in every checkpoint."""
+        if not isinstance(reason, str):
+            raise TypeError(f"a filter returned {reason!r:.100}; it must return a reason, as text, or None")
+        kind = re.sub(r"[^A-Za-z0-9_.-]", "_", kind_of(reason).strip())[:KIND_CHARACTERS] or "unnamed"
+        if kind not in self.ledger.rejected and len(self.ledger.rejected) >= MOST_KINDS:
+            if OTHER not in self.ledger.rejected:
+                log.warning(
+                    "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, the first is `%s`. "
+                    "Write what differs from group to group behind a colon: the text before it is the kind, the name of a metric",
+                    *(MOST_KINDS, OTHER, one_line(reason)[:200]),
+                )
+            kind = OTHER
+        return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
 
     def _check_refills(self) -> None:
         most = self.max_refills * self.groups
         if (unfit := self._unfit.total()) > most:
             [(commonest, _)] = self._unfit.most_common(1)
-            example = next(reason for _, reason in reversed(self._rejected) if reason.split(":")[0] == commonest)
+            example = next(reason for _, reason in reversed(self._rejected) if kind_of(reason) == commonest)
             cure = (
                 f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
                 if commonest in FAULTS

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from asyncrl.buffer.base import kind_of
 from asyncrl.learner import Step
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.types import Group, Rollout
@@ -33,7 +34,7 @@ def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord
     """
     by_reason: dict[str, list[tuple[Group, str]]] = {}
     for group, reason in step.collected.rejected:
-        by_reason.setdefault(reason.split(":")[0], []).append((group, reason))
+        by_reason.setdefault(kind_of(reason), []).append((group, reason))
     # One of each reason, then the second of each, and so on: the most frequent reason must not hide the others.
     turns = sorted(
         ((turn, group, reason) for found in by_reason.values() for turn, (group, reason) in enumerate(found)),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.base import DEADLY
+from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.launch.algorithm_metrics import algorithm_metrics
 from asyncrl.learner import Step
@@ -80,7 +80,7 @@ def _intake_metrics(step: Step) -> dict[str, float]:
     collected = step.collected
     rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # 0 is said too: an alarm rings by them
     for group, reason in collected.rejected:
-        rejected.setdefault(reason.split(":")[0], []).append(group)
+        rejected.setdefault(kind_of(reason), []).append(group)
     lengths = {
         reason: [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
         for reason, groups in rejected.items()

@@ -13,7 +13,7 @@ import zmq
 from redis.exceptions import RedisError
 
 from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.base import DEADLY, PutOutcome
+from asyncrl.buffer.base import DEADLY, PutOutcome, kind_of
 from asyncrl.buffer.gate import DEAD
 from asyncrl.buffer.intake import DISCARDED_LINEAGE
 from asyncrl.errors import StoreError
@@ -175,12 +175,12 @@ def fates(world: World, verdict: Verdict) -> tuple[dict[str, dict[str, int]], li
     refused = {(e["id"], e["content"]): e["reason"] for e in world.events() if e["event"] == "refused"}
     for one in world.poisons:
         reason = refused.get((one["id"], one["content"])) or verdict.reasons.get(one["id"], "")
-        is_ours = reason.split(":")[0] in (UNTRAINABLE, DEAD, DISCARDED_LINEAGE)
-        found[one["kind"]][reason.split(":")[0] if is_ours else "gone with the store, sampled anew"] += 1
+        is_ours = kind_of(reason) in (UNTRAINABLE, DEAD, DISCARDED_LINEAGE)
+        found[one["kind"]][kind_of(reason) if is_ours else "gone with the store, sampled anew"] += 1
     wrong, sampled, end = [], handed_over(world.directory), verdict.groups
     for what in ("ticket", "step"):
         for ticket_id in marked(world.directory, what):
-            reason = verdict.reasons.get(ticket_id, "" if ticket_id <= end else "not reached").split(":")[0]
+            reason = kind_of(verdict.reasons.get(ticket_id, "" if ticket_id <= end else "not reached"))
             found[f"deadly {what}"][reason or "trained"] += 1
             if not reason or (what == "ticket" and reason not in (DEADLY, "not reached") and ticket_id not in sampled):
                 wrong.append(f"deadly {what} {ticket_id}: {reason or 'trained'}")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.buffer.base import kind_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.server import StoreServer
@@ -160,7 +161,7 @@ class History:
 
     def train(self, version: int, collected: Collected) -> None:
         ids = [group.ticket_id for group in collected.groups]
-        gone = [(group.ticket_id, reason.split(":")[0]) for group, reason in collected.rejected]
+        gone = [(group.ticket_id, kind_of(reason)) for group, reason in collected.rejected]
         oldest = min(s.version for group in collected.groups for rollout in group.rollouts for s in rollout.version_spans)
         self.steps.append({"version": version, "trained": ids, "rejected": gone, "lag": version - oldest})
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from asyncrl.algo.trainable import GroupLimits
-from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.base import BufferRules, kind_of
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Intake, make_judge
+from asyncrl.buffer.intake import MOST_KINDS, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
@@ -209,6 +209,37 @@ def test_endless_faults_are_not_blamed_on_the_prompts(buffer):
         for _ in range(20):
             generate(buffer.peer(), 100)
             one.poll(0, wait_s=0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kept"),
+    [
+        ("short: 3 tokens", "short: 3 tokens"),
+        ("mean reward 0.35", "mean_reward_0.35: mean reward 0.35"),
+        ("a/b\n:c", "a_b: a/b :c"),
+        ("", "unnamed:"),
+        ("ä" * 100, "_" * 40 + ": " + "ä" * 100),
+        ("x: " + "y" * 5000, "x: " + "y" * 997),
+        (True, "filter_failed: TypeError: a filter returned True; it must return a reason, as text, or None"),
+    ],
+)
+def test_the_kind_of_a_filters_reason_is_a_legal_name(buffer, reason, kept):
+    one = intake(buffer, judge=lambda group, version: reason if group.ticket_id == 1 else None)
+    generate(buffer.peer(), 100)
+    [(_, said)] = one.poll(0, wait_s=0).rejected
+    assert said == kept
+    assert one.ledger.rejected == {kind_of(kept): 1}
+
+
+def test_reasons_that_all_differ_count_as_a_bounded_number_of_kinds(buffer, caplog):
+    one = intake(
+        buffer, judge=lambda group, version: f"mean {group.ticket_id}" if group.ticket_id <= 50 else None, max_refills=20
+    )
+    while one.poll(0, wait_s=0) is None:
+        generate(buffer.peer(), 100)
+    assert one.ledger.rejected == {f"mean_{ticket_id}": 1 for ticket_id in range(1, MOST_KINDS + 1)} | {"other": 50 - MOST_KINDS}
+    [message] = [record.getMessage() for record in caplog.records if "kinds of reasons" in record.getMessage()]
+    assert "`mean 21`" in message
 
 
 def test_what_was_issued_before_the_learner_came_is_not_held_against_its_filters(buffer):
