@@ -1,12 +1,27 @@
 """From a row to what its prompt is made of, without a tokenizer: every row can be checked before anything is loaded."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.dataset import Row
 from asyncrl.errors import DataError
+
+MOST_WIDTH = 1000
+"""Largest width or precision in a template: a larger one makes a prompt that is far longer than its row."""
+
+
+class _Template(Formatter):
+    """`str.format`, with bounds."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """What stands for one field. The row may give the width, as in {column:>{width}}."""
+        if wide := [number for number in re.findall(r"\d+", format_spec) if len(number) > 9 or int(number) > MOST_WIDTH]:
+            raise ValueError(f"found the width or precision {wide[0]:.40}, at most {MOST_WIDTH} is allowed")
+        return str(super().format_field(value, format_spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,7 @@ class PromptReader:
 
     def _value(self, row: Row, where: str) -> Any:
         try:
-            return row[self.data.prompt_field] if self.data.template is None else self.data.template.format_map(row)
+            return row[self.data.prompt_field] if self.data.template is None else _Template().vformat(self.data.template, (), row)
         except KeyError as error:
             wanted = "data.prompt_field" if self.data.template is None else "data.template"
             raise DataError(f"{where}: {wanted} wants column `{error.args[0]}`; the row has {sorted(row)}") from error

@@ -76,16 +76,16 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
 def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Finding]:
     """Rows that have the column of the prompt, but no prompt in it."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
-    found = []
+    found: dict[str, None] = {}  # a mistake in the template is the same in every row
     for index, row in enumerate(rows):
         if all(column in row for column in columns):
             try:
                 reader.read(row, rows.place(index))
             except DataError as error:
-                found.append(str(error))
+                found[str(error)] = None
     if found:
         more = f" (and {len(found) - SHOWN} more rows of it)" if len(found) > SHOWN else ""
-        yield key, f"{'; '.join(found[:SHOWN])}{more}"
+        yield key, f"{'; '.join([*found][:SHOWN])}{more}"
 
 
 def _amount(indices: list[int], rows: Rows) -> str:

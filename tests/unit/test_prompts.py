@@ -79,6 +79,13 @@ def test_a_template_fills_in_columns(tmp_path, jsonl):
     assert prompts.prompt(1).text == "Q3: 1+2\n{A}:"
 
 
+def test_a_row_may_give_the_width_of_a_field_within_bounds(tmp_path, jsonl):
+    model, template = character_tokenizer(tmp_path / "m"), "{q:>{n}}:"
+    assert source(model, jsonl("t", {"q": "a", "n": 3}), template=template).prompt(1).text == "  a:"
+    with pytest.raises(DataError, match="found the width or precision 99999, at most 1000 is allowed"):
+        source(model, jsonl("t", {"q": "a", "n": 3}, {"q": "a", "n": 99999}), template=template)
+
+
 def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
     rows = jsonl(
@@ -155,6 +162,7 @@ def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, json
         ({"question": "q"}, {}, False, r"t.jsonl:2: data.prompt_field wants column `prompt`; the row has \['question'\]"),
         ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"t.jsonl:1: data.template wants column `level`"),
         ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is no valid template"),
+        ({"prompt": "q"}, {"template": "{prompt:>999999999999}"}, False, r"width or precision 999999999999, at most 1000 is"),
         ({"prompt": 7}, {}, False, r"t.jsonl:2: column `prompt` holds a int; allowed is text; write it as text"),
         ({"prompt": None}, {}, False, r"t.jsonl:2: column `prompt` holds nothing; allowed is text; write it as text"),
         (

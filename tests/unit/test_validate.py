@@ -332,6 +332,12 @@ def test_columns_of_a_template_are_looked_for():
     assert "run.yaml:8  data.template: wants column `context`" in line
 
 
+def test_a_width_in_a_template_that_makes_endless_prompts_is_told_of_once():
+    lines = said_of(GOOD.replace("  prompt_field: question", "  template: '{question:>999999999999}'"))
+    assert ["width or precision 999999999999, at most 1000 is allowed" in line for line in lines] == [True, True], "train, eval"
+    assert [line.count("999999999999") for line in lines] == [1, 1]
+
+
 def test_held_out_rows_are_looked_at_too():
     Path("data/test.json").write_text('[{"question": "1+1?"}]')
     (line,) = said_of(GOOD, "data.eval=data/test.json")
