@@ -48,11 +48,13 @@ class Hello:
     """What its engine can receive, best first: `weights.base.receivable`."""
     host_digest: str = ""
     """Of a config that came from the run's record; empty for a config of the host's own."""
+    rows: str = ""
+    """What it read from the data files: `data.dataset.fingerprints`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
         _check_names(self.generator_id, self.incarnation)
-        _check_texts(self.release, self.config_hash, self.host, self.host_digest, *self.transports)
+        _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports")
 

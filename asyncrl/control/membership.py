@@ -58,9 +58,12 @@ class Deferred:
 class Membership:
     """The members by generator id."""
 
-    def __init__(self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "") -> None:
+    def __init__(
+        self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "", rows: str = ""
+    ) -> None:
         """`timeout_s`: silence that counts as death; `challenge_s`: shorter, for a name that somebody else asks for."""
         self._host_digest = host_digest
+        self._rows = rows
         self._release = release
         self._config_hash = config_hash
         self._timeout_s = timeout_s
@@ -145,6 +148,12 @@ class Membership:
                 "generator took its config from a record of this run that is out of date: the run was resumed with other keys of "
                 "reward, model or run.environment, or the store gave it an old record; start the generator again, and if that "
                 "is of no use, find out who else writes into the store"
+            )
+        if hello.rows != self._rows:
+            return (
+                f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; "
+                "another file lies there under the same path, or it has changed since; give the generator's host the learner's "
+                "file, and start the generator again"
             )
         return ""
 

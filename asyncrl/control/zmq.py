@@ -69,6 +69,7 @@ class ControlHub:
         release: str,
         config_hash: str,
         host_digest: str = "",
+        rows: str = "",
         wire_key: bytes = b"",
         keys: LearnerKeys | None = None,
         on_dead: Callable[[str], None] = lambda holder: None,
@@ -83,7 +84,7 @@ class ControlHub:
         self._on_dead = on_dead
         self._on_report = on_report
         patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
-        self._membership = Membership(release=release, config_hash=config_hash, host_digest=host_digest, **patience)
+        self._membership = Membership(release=release, config_hash=config_hash, host_digest=host_digest, rows=rows, **patience)
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )

@@ -57,6 +57,11 @@ class Rows(Sequence[Row]):
         return iter(self._rows)
 
 
+def fingerprints(train: str, held_out: Rows | None) -> str:
+    """What was read from data.train, by its fingerprint, and from data.eval, in one text."""
+    return train if held_out is None else f"{train}, and held out {held_out.fingerprint}"
+
+
 def load_rows(source: str, split: str = "train") -> Rows:
     """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset (directory or hub name)."""
     path = Path(source)

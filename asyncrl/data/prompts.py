@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
-from asyncrl.data.dataset import Row, Rows, load_rows
+from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.plan import SamplePlan
 from asyncrl.data.reader import PromptReader
 from asyncrl.errors import DataError
@@ -63,6 +63,8 @@ class PromptSource:
         render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
+        self.fingerprint = fingerprints(self.rows.fingerprint, held_out)
+        """Of the data files, for those who must have read the same."""
         self._train = _render_all(render, self.rows)
         self._eval = _render_all(render, held_out) if held_out else []
         too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]

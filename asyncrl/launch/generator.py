@@ -126,7 +126,13 @@ async def _generate(config: Config, hello: Hello, store: StoreConnection, direct
                 wire_key=wire_key(),
             ),
             on_version=context.follow,
-        ).run(replace(hello, transports=receivable(choose_transport(config.weights.transport, device=device))))
+        ).run(
+            replace(
+                hello,
+                transports=receivable(choose_transport(config.weights.transport, device=device)),
+                rows=prompts.fingerprint,
+            )
+        )
     finally:
         await scorer.close()
         await engine.close()

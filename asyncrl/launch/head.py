@@ -22,9 +22,10 @@ from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.resolved import config_hash, config_json, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
+from asyncrl.data.dataset import fingerprints
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
 from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.intake import open_evaluation, open_intake
+from asyncrl.launch.intake import held_out_rows, open_evaluation, open_intake
 from asyncrl.launch.keys import join_keys, run_keys
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.reports import Reports
@@ -68,6 +69,8 @@ class Head:
         """`device` is the learner's kind: cpu or cuda."""
         self._config = config
         self._fixed = values_to_keep(config)
+        held_out = held_out_rows(config)
+        self._rows = fingerprints(self._fixed["data.train"], held_out)
         self._mark_saved = directory.mark_saved
         self._store = store
         self._device = device
@@ -151,6 +154,7 @@ class Head:
             release=__version__,
             config_hash=hash_,
             host_digest=host_digest(config),
+            rows=self._rows,
             wire_key=wire_key(),
             keys=run_keys().control,
             on_dead=self._revoke,

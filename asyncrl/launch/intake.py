@@ -9,7 +9,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake, make_judge
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, train_limits
@@ -58,10 +58,14 @@ def open_intake(
     )
 
 
+def held_out_rows(config: Config) -> Rows | None:
+    """Those of data.eval."""
+    return load_rows(config.data.eval, config.data.eval_split) if config.data.eval else None
+
+
 def eval_prompts(config: Config) -> int:
     """Held-out prompts of one round; 0 without held-out data. Raises DataError."""
-    held_out = len(load_rows(config.data.eval, config.data.eval_split)) if config.data.eval else 0
-    return min(config.eval.prompts, held_out)
+    return min(config.eval.prompts, len(held_out_rows(config) or ()))
 
 
 def open_evaluation(

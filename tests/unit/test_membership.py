@@ -38,6 +38,14 @@ def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
     assert isinstance(members.hello(hello("h", host_digest=""), 0.0), Joined)
 
 
+def test_a_host_with_other_data_under_the_same_path_is_refused():
+    members = Membership(release="1.0", config_hash="abc", rows="2 rows with digest a", timeout_s=1.0, challenge_s=1.0)
+    for rows in ("2 rows with digest b", ""):
+        answer = members.hello(hello(rows=rows), 0.0)
+        assert isinstance(answer, Refused) and f"read {rows} from" in answer.reason and "the learner 2 rows" in answer.reason
+    assert isinstance(members.hello(hello(rows="2 rows with digest a"), 0.0), Joined)
+
+
 def test_silence_is_death_and_a_heartbeat_from_the_dead_asks_for_a_hello():
     members = make()
     members.hello(hello(), 0.0)
