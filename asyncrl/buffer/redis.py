@@ -1,8 +1,10 @@
 """The buffer in a Redis-compatible store: each operation is one function of functions.lua."""
 
 import hashlib
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +17,8 @@ from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
 from asyncrl.types import INITIAL, History, Ticket
+
+log = logging.getLogger(__name__)
 
 _SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
 _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
@@ -109,7 +113,8 @@ class RedisBuffer:
         state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
         known, is_first = self._epoch, int(not self._epoch)
         for _ in range(MOST_RIVALS):
-            status, epoch = self._call("recover", known, self._owner, is_first, *state, self._lease_ms)
+            call = partial(self._fcall_anew, function="recover", arguments=(known, self._owner, is_first, *state, self._lease_ms))
+            status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":
                 self._epoch = epoch
                 return
@@ -200,6 +205,14 @@ class RedisBuffer:
     def _fcall(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return self._loaded(client, lambda: self._request(client, function, arguments))
 
+    def _fcall_anew(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
+        """A bit flip in the server's log can change the code that it has under our names, so it gets it again."""
+        try:
+            _load(client)
+        except ResponseError as error:  # such as a lack of memory, which a recovery mends
+            log.warning("store %s keeps the functions that it has: %s", self._connection.url, error)
+        return self._fcall(client, function, arguments)
+
     def _put(self, client: redis.Redis, ticket_id: int, frame: bytes) -> Any:
         """One transaction, so that no frame is left that no function has judged."""
         with client.pipeline(transaction=True) as transaction:
@@ -234,7 +247,7 @@ class RedisBuffer:
             if "Function not found" not in str(error):
                 raise
         try:
-            client.function_load(LIBRARY, replace=True)
+            _load(client)
         except NoPermissionError as error:  # a generator's user; the learner calls every second
             raise BusyLoadingError("the learner has not loaded its functions into this store yet") from error
         return request()
@@ -242,6 +255,10 @@ class RedisBuffer:
 
 class StoreFullError(StoreError):
     """The server's own memory limit is reached, or a key is of a wrong type: PUT and LEASE wait until that is mended."""
+
+
+def _load(client: redis.Redis) -> None:
+    client.function_load(LIBRARY, replace=True)
 
 
 def _take(number: int, reply: list[Any]) -> Take:

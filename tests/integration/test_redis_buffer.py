@@ -23,7 +23,7 @@ from shard_contract import SHARDS, Run, ShardContract
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.redis import PLACES, RedisBuffer, hash_tag
+from asyncrl.buffer.redis import LIBRARY, PLACES, RedisBuffer, hash_tag
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
@@ -195,6 +195,29 @@ def test_functions_are_loaded_again_after_the_server_lost_them(connection, lane,
     connection.client.function_flush()
     with pytest.raises(BufferGap):
         buffer.close()
+
+
+def code_of(connection):
+    """Of our functions, as the server has it."""
+    [library] = [dict(zip(found[::2], found[1::2], strict=True)) for found in connection.client.function_list(withcode=True)]
+    return library[b"library_code"].decode()
+
+
+def test_a_recovery_loads_the_functions_anew(connection, lane, buffer, caplog):
+    """A damaged log can change the code under our names."""
+    wrong = LIBRARY.replace("local ALONE = 2", "local ALONE = 9")
+    assert wrong != LIBRARY
+    connection.client.function_load(wrong, replace=True)
+    assert code_of(connection) == wrong
+    buffer.recover(Ledger(), version=0, limit=8)
+    assert code_of(connection) == LIBRARY
+    try:
+        connection.client.config_set("maxmemory", 1)
+        buffer.recover(Ledger(), version=0, limit=8)  # frees memory, so it must not want any
+    finally:
+        connection.client.config_set("maxmemory", 0)
+    assert "keeps the functions that it has" in caplog.text
+    assert ids(buffer.lease("g", 8)) == list(range(1, 9))
 
 
 def frames_sent(connection):
