@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from asyncrl import __version__
+from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
@@ -68,8 +69,14 @@ def run_generators(
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
+    may_fail = BestEffort()
     with family() as members, supervisor, stop_on_signals(supervisor) as stopped:
-        supervisor.run(members.tend)
+
+        def on_tick() -> None:
+            with may_fail("the reaper"):
+                members.tend()
+
+        supervisor.run(on_tick)
     return stopped.status
 
 

@@ -43,7 +43,7 @@ class KeptStore:
             self.is_up = self._is_begun = False
         try:
             self._bring_up()
-        except StoreError as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
+        except (StoreError, OSError) as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 

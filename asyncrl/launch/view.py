@@ -51,7 +51,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
         if line := _before_and_after(state, name):
             console.print(line)
     for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:
-        for text in sample_lines(sample, console.width, 2):
+        for text in sample_lines(sample, console.width, 3):
             console.print(text)
     console.print(Text(f"run directory: {directory.path}"), soft_wrap=True)
     console.print(Text(_next_steps(directory, finished=finished)), soft_wrap=True)

@@ -45,8 +45,9 @@ class SharedMemoryPublisher:
         history: History = INITIAL,
     ) -> None:
         # What an earlier learner left may carry the same version numbers on other weights, hence also a name of our own.
+        # What cannot be removed, such as files that somebody on another host has open, harms nobody.
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True, mode=0o700)
+        directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
         self._probe_ids = tuple(probe_ids)

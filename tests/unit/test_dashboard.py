@@ -18,6 +18,8 @@ from rich.console import Console
 from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.control.base import MemberStatus
+from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch.view import show_result
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.dashboard import render, sample_lines
@@ -111,6 +113,17 @@ def test_visible_text_has_no_control_characters_and_keeps_the_rest(text: str) ->
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", shown)
     escaped = "".join(character if character.isalnum() else " " for character in text).split()
     assert all(word in shown for word in escaped)
+
+
+def test_the_result_of_a_run_shows_what_was_asked_and_what_was_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = SyntheticRun(tmp_path)
+    run.advance()
+    run.learner.samples([replace(run.sample(0), kind="eval")])
+    show_result(RunDirectory(tmp_path), finished=True)
+    shown = capsys.readouterr().out
+    assert "How many apples does Tom have?" in shown and "> Tom starts with 12 apples" in shown
 
 
 def test_a_rollout_without_a_number_is_shown(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Server:
     def begin(self):
         if self.refusals:
             self.refusals -= 1
-            raise StoreError("no space left on device")
+            raise (StoreError, OSError)[self.refusals]("no space left on device")
         self.is_running = True
 
     def comes_up(self):
