@@ -39,6 +39,7 @@ from asyncrl.control.messages import CODEC, Complaints, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import MOST_REFUSALS, Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
+from asyncrl.progress import Attention
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ class ControlHub:
 
         Raises ControlError when `endpoint` cannot be used.
         """
-        self._publisher = publisher
-        self._wire_key = wire_key
+        self._publisher, self._wire_key = publisher, wire_key
         self._on_dead = on_dead
         self._on_report = on_report
         patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
@@ -88,7 +88,7 @@ class ControlHub:
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )
-        self._peers = Peers(heartbeat_s=config.heartbeat_s)
+        self._peers, self._attention = Peers(heartbeat_s=config.heartbeat_s), Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
         self._killed = self._not_started = 0
@@ -175,13 +175,14 @@ class ControlHub:
 
     def _round(self) -> None:
         self._wait()
-        # Messages first: after a pause of this process nobody may be counted dead whose heartbeat is in the queue.
+        # A pause of this process is nobody's silence: the heartbeats of that time may not have reached ZeroMQ's queue yet.
+        self._attention.look()
         self._read_messages()
         now_s = time.monotonic()
         for holder, sender in self._senders_up().items():
             for reply in sender.replies():
                 self._hear_sender(holder, reply, now_s)
-        for holder in self._membership.expire(now_s):
+        for holder in self._membership.expire(self._attention.now_s):
             log.warning("generator %s has been silent too long and is counted dead", holder)
             self._bury(holder)
         if self._announced is not None:
@@ -238,7 +239,7 @@ class ControlHub:
             log.info("generator %s left", holder)
             self._remove(holder)
         else:
-            self._membership.heartbeat(message, now_s)
+            self._membership.heartbeat(message, self._attention.now_s)
             self._send(holder, Welcome(version=self._schedule.newest))
             self._begin_to_serve(holder, now_s)
 
@@ -247,7 +248,7 @@ class ControlHub:
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
             raise WireError(f"{MAX_GREETED} newcomers have been welcomed and said nothing since; {holder} has to call again")
         transport = self._schedule.common_transport(hello.transports)
-        answer = self._objection(hello, transport) or self._membership.hello(hello, now_s)
+        answer = self._objection(hello, transport) or self._membership.hello(hello, self._attention.now_s)
         if isinstance(answer, Refused):
             log.warning("generator %s was refused: %s", holder, answer.reason)
             self._answer(peer, answer)
@@ -383,7 +384,7 @@ class ControlHub:
         return False
 
     def _take_snapshot(self) -> None:
-        self._statuses = self._membership.statuses(time.monotonic())
+        self._statuses = self._membership.statuses(self._attention.now_s)
         self._counters: dict[str, float] = {
             "joined": self._membership.joined,
             "left": self._membership.left,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import ControlConfig
+from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import introduce
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
@@ -333,6 +335,29 @@ fields = st.dictionaries(
     ),
     max_size=9,
 )
+
+
+def test_a_pause_of_the_learner_is_nobodys_silence(stage, monkeypatch):
+    """Right after it the queue may be empty: what was sent meanwhile has not been read from the sockets."""
+    member, ahead_s, patience_s = stage.caller(), [0.0], 3.0
+    member.join()
+    stage.hub._membership._timeout_s = patience_s
+    monkeypatch.setattr(hub_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0]))
+
+    def pause(seconds):
+        before, ahead_s[0] = stage.hub.rounds, ahead_s[0] + seconds
+        stage.wait_for(lambda: stage.hub.rounds > before + 2)
+
+    pause(3600.0)
+    assert "a" in stage.members() and stage.dead == []
+    member.say(member.beat("updating"))
+    stage.wait_for(lambda: stage.members()["a"].state == "updating")
+    for _ in range(5):  # who is silent while the learner listens is dead
+        pause(0.9)
+    assert stage.members() == {}
+    stage.wait_for(lambda: stage.dead == ["a:1"])
+
+
 kinds = st.sampled_from([kind.__name__ for kind in (Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, Stop, UpdateOrder)])
 
 
