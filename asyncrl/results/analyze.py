@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, RunNotUp
 from asyncrl.launch.directory import find_run, write_text
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.run_charts import began_at
@@ -43,7 +43,7 @@ def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> N
         raise RunError(f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}")
     if to is not None and not patterns:
         raise RunError(f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all that there are")
-    archive = read_archive(find_run(run))
+    archive = _archive_of(run)
     known = metrics_of(archive)
     console = Console(highlight=False)
     if not patterns:
@@ -63,6 +63,15 @@ def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> N
     if to is not None:
         write_text(to, FORMATS[to.suffix](archive, chosen))
         console.print(Text(str(to)), soft_wrap=True)
+
+
+def _archive_of(run: Path | None) -> Archive:
+    try:
+        return read_archive(find_run(run))
+    except RunNotUp as error:
+        if run is None:
+            raise
+        raise RunNotUp(f"{error}; if `{run}` is a metric, name the run before it: `asyncrl analyze RUN {run}`") from error
 
 
 def metrics_of(archive: Archive) -> dict[str, Metric]:

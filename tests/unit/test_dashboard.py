@@ -142,6 +142,13 @@ def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(tmp_p
     assert any("Tom starts with 12 apples" in line for line in lines)
 
 
+def test_the_end_of_a_run_shows_what_was_asked_also_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_with(tmp_path, steps=3)
+    run.learner.samples([replace(run.sample(0), kind="eval")])
+    show_result(RunDirectory(run.directory), finished=True)
+    assert "How many apples" in capsys.readouterr().out
+
+
 def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=3)
     path = run.directory / "status.json"
