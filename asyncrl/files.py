@@ -1,15 +1,39 @@
 """Small files that others read while they are written. Checkpoints are `trainer.checkpoint`'s."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+CURES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
+    errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
+    errno.EROFS: "give a place that can be written (for a run: run.root=DIRECTORY)",
+    errno.EACCES: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EEXIST: "something else has that name: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.EISDIR: "give a file, not a directory",
+    errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow more open files: ulimit -n 65536",
+    errno.EIO: "look at the disk: dmesg says more",
+}
+"""What to do about an error of the operating system, by its number."""
+
 _told: set[tuple[str, str]] = set()
+
+
+def with_cure(error: OSError, place: object) -> str:
+    """Where, what was found, and what to do; `place` is for an error that names none."""
+    cure = CURES.get(error.errno or 0, "give another place (for a run: run.root=DIRECTORY)")
+    return f"{error.filename or place}: {error.strerror or error}; {cure}"
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:

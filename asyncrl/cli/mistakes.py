@@ -1,34 +1,20 @@
 """From what a command raised to what the user reads, and to the exit status: a mistake of theirs, or a fault of ours."""
 
 import difflib
-import errno
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
 from asyncrl.cli.main import FAULT, MISTAKE
 from asyncrl.errors import AsyncRLError
+from asyncrl.files import CURES, with_cure
 
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """What typer raises for a wrong command line: click's own, or that of the click which newer releases bring along."""
-CURES: Mapping[int, str] = {
-    errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
-    errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
-    errno.EROFS: "give a place that can be written (for a run: run.root=DIRECTORY)",
-    errno.EACCES: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EEXIST: "something else has that name: move it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EISDIR: "give a file, not a directory",
-    errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "allow more open files: ulimit -n 65536",
-    errno.EIO: "look at the disk: dmesg says more",
-}
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> int:
@@ -41,7 +27,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
     elif isinstance(error, AsyncRLError):
         text = f"{type(error).__name__}: {error}"
     elif isinstance(error, OSError) and error.errno and error.errno in CURES:
-        text = f"{error.filename or 'the system'}: {error.strerror}; {CURES[error.errno]}"
+        text = with_cure(error, "the system")
     elif isinstance(error, typer.Abort):
         return MISTAKE
     else:

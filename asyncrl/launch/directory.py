@@ -15,7 +15,7 @@ import psutil
 from safetensors import SafetensorError
 
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.files import make_directory, read_record, replace_text, sync, sync_below, tell_unreadable
+from asyncrl.files import make_directory, read_record, replace_text, sync, sync_below, tell_unreadable, with_cure
 from asyncrl.launch.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.processes import find_holder
 from asyncrl.trainer.checkpoint import UNFINISHED
@@ -269,10 +269,7 @@ def needing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"{path}: {error.strerror or error} ({error.filename or path}); a run needs a directory here that you may write in, "
-            "with room on its disk: mend that, or choose another run.root"
-        ) from error
+        raise RunError(f"the run directory {path} cannot be used: {with_cure(error, path)}") from error
 
 
 def _remove(entry: Path) -> None:

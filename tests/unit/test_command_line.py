@@ -100,13 +100,14 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "down nowhere": ("no run found at nowhere", "give the directory"),
     "audit nowhere": ("no run found at nowhere", "give the directory"),
     "export nowhere --to x": ("no run found at nowhere", "give the directory"),
+    "analyze reward/mean": ("no run found at reward/mean", "name the run before it: `asyncrl analyze RUN reward/mean`"),
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
     "eval model": ("model is a model, not a run", "asyncrl eval model FILE"),
     "generator": ("no run found at runs", "give the directory"),
     # places that cannot be written
-    "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "choose another run.root"),
-    "up task.yaml run.root=/proc/nowhere": ("/proc/nowhere", "No such file or directory", "choose another run.root"),
-    "up task.yaml run.root=/dev/full": ("/dev/full/mine", "Not a directory", "choose another run.root"),
+    "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "run.root=DIRECTORY"),
+    "up task.yaml run.root=/proc/nowhere": ("/proc/nowhere", "No such file or directory", "run.root=DIRECTORY"),
+    "up task.yaml run.root=/dev/full": ("/dev/full/mine", "Not a directory", "run.root=DIRECTORY"),
 }
 
 

@@ -90,7 +90,7 @@ def test_fresh_deletes_runs_only(tmp_path: Path) -> None:
 def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     directory = RunDirectory(tmp_path / "file" / "run")
-    with pytest.raises(RunError, match=r"file/run: Not a directory .*choose another run\.root"), needing(directory.path):
+    with pytest.raises(RunError, match=r"file/run: Not a directory; .*run\.root=DIRECTORY"), needing(directory.path):
         directory.create(fresh=False)
 
 
