@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
-from asyncrl.types import Rollout
+from asyncrl.types import INITIAL, Rollout
 from asyncrl.weights.base import Sent, UpdateOrder
 
 PROBE = (1, 2, 3, 4)
@@ -55,6 +55,19 @@ class CoreEngine(FakeEngine):
             await self._core.stdout.readexactly(1)
 
 
+def order_of(version: int, history: str = str(INITIAL)) -> UpdateOrder:
+    """To adopt the weights that follow from the version."""
+    return UpdateOrder(
+        version=version,
+        transport="disk",
+        deadline_s=5.0,
+        details={},
+        probe_ids=PROBE,
+        probe_logprobs=tuple(map(float, logprobs_of(logits_of(version))[list(PROBE[1:])])),
+        history=history,
+    )
+
+
 class OrdersOnly:
     """A publisher whose weights follow from the version, and the sender of every generator."""
 
@@ -64,15 +77,7 @@ class OrdersOnly:
         self.order: UpdateOrder | None = None
 
     def announce(self, version: int) -> None:
-        logprobs = logprobs_of(logits_of(version))[list(PROBE[1:])]
-        self.order = UpdateOrder(
-            version=version,
-            transport="disk",
-            deadline_s=5.0,
-            details={},
-            probe_ids=PROBE,
-            probe_logprobs=tuple(map(float, logprobs)),
-        )
+        self.order = order_of(version)
 
     def publish(self, *_: Any) -> float:
         raise NotImplementedError("weights follow from the version")

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
@@ -33,7 +35,7 @@ from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import RunLock
 
-GROUPS = 4
+NAME, GROUPS = "small", 4
 RULES = BufferRules(groups=GROUPS)
 
 
@@ -55,6 +57,24 @@ class Weights:
 
     def load(self, directory: Path) -> None:
         self.ids = json.loads((directory / "hf" / "model.safetensors").read_text())
+
+
+def config_in(work: Path, root: Path, **control: Any) -> Path:
+    """The config of such a run below `root`."""
+    path, train = work / "run.yaml", work / "train.jsonl"
+    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    values = {
+        "run": {"name": NAME, "root": str(root / "runs")},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": str(train)},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "batch": {"groups": GROUPS, "group_size": 4},
+        "learner": {"device": "cpu"},
+        "generator": {"count": 1},
+        "control": control,
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
 def learn(config: Config, directory: RunDirectory, url: str) -> None:

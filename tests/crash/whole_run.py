@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -35,9 +33,11 @@ from asyncrl.launch.resume import nothing_left, read_saved
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.trainer.checkpoint import CheckpointStore
 from tests.crash.file_trace import Copy, Disk, Operation, Tree, record, tree_of
-from tests.crash.small_run import GROUPS, Weights
+from tests.crash.small_run import GROUPS, NAME, Weights, config_in
 
-NAME, TRAINED, RESUMED, LONGER = "small", 2, 4, 6
+TRAINED, RESUMED, LONGER = 2, 4, 6
+BIND = "tcp://127.0.0.1:45671"
+"""Nobody binds it; with it join.key is written."""
 """Steps of the first start, of the second, and of the one after the power is back."""
 KINDS: dict[str, Callable[[Disk, random.Random], Tree]] = {
     "strict": lambda disk, rng: disk.after_power_loss(strict=True),
@@ -84,24 +84,6 @@ class Findings:
             self.wrong.append(f"{state.kind}, after {op.kind} {op.path} {op.other}, step {state.promised} promised: {problem}")
 
 
-def config_in(work: Path, root: Path) -> Path:
-    """The config of a run below `root`."""
-    path, train = work / "run.yaml", work / "train.jsonl"
-    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    values = {
-        "run": {"name": NAME, "root": str(root / "runs")},
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": str(train)},
-        "reward": {"functions": [{"function": "exact_match"}]},
-        "batch": {"groups": GROUPS, "group_size": 4},
-        "learner": {"device": "cpu"},
-        "generator": {"count": 1},
-        "control": {"bind": "tcp://127.0.0.1:45671"},  # nobody binds it; with it join.key is written
-    }
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
 def up_command(config: Path, steps: int) -> list[str]:
     """Trains up to `steps`."""
     return [sys.executable, "-m", "tests.crash.small_run", "up", str(config), str(steps)]
@@ -111,7 +93,7 @@ def trace(work: Path) -> list[Operation]:
     """What a run does to its files, while it is started and resumed; checked to be all of it."""
     root = work / "root"
     root.mkdir()
-    config = config_in(work, root)
+    config = config_in(work, root, bind=BIND)
     starts = " && ".join(" ".join(up_command(config, steps)) for steps in (TRAINED, RESUMED))
     operations = record(["sh", "-c", starts], root, work, timeout_s=280, children=True)
     disk = Disk()
@@ -158,7 +140,7 @@ def look(state: State, work: Path) -> str:
 def start(state: State, work: Path) -> str:
     """What went wrong when the run was started; empty when it went on."""
     config, directory = rebuilt(state, work)
-    argv = up_command(config_in(work, directory.path.parents[1]), config.learner.steps)
+    argv = up_command(config_in(work, directory.path.parents[1], bind=BIND), config.learner.steps)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     said = done.stdout + done.stderr
     if done.returncode or "Traceback" in said:
@@ -174,7 +156,7 @@ def rebuilt(state: State, work: Path) -> tuple[Config, RunDirectory]:
     """The state on the real disk, and the config that the run is resumed with."""
     root = Path(tempfile.mkdtemp(dir=work)) / "root"
     Copy(root).become(state.tree)
-    config = load_config(config_in(work, root), [f"learner.steps={LONGER}"])
+    config = load_config(config_in(work, root, bind=BIND), [f"learner.steps={LONGER}"])
     return config, RunDirectory(config.run.directory)
 
 

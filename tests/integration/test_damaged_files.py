@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointsRefused
@@ -20,11 +19,11 @@ from asyncrl.launch import up
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.trainer.checkpoint import CheckpointStore
-from tests.crash.small_run import GROUPS, Weights
+from tests.crash.small_run import GROUPS, NAME, Weights, config_in
 
 pytestmark = pytest.mark.integration
 
-NAME, BEFORE, AFTER = "small", 3, 5
+BEFORE, AFTER = 3, 5
 
 
 def truncated(path: Path) -> None:
@@ -63,25 +62,8 @@ Damage = Callable[[Path], None]
 DAMAGES: list[Damage] = [truncated, emptied, flipped, missing, replaced, unreadable]
 
 
-def config_in(root: Path) -> Path:
-    path, train = root / "run.yaml", root / "train.jsonl"
-    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    values = {
-        "run": {"name": NAME, "root": str(root / "runs")},
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": str(train)},
-        "reward": {"functions": [{"function": "exact_match"}]},
-        "batch": {"groups": GROUPS, "group_size": 4},
-        "learner": {"device": "cpu"},
-        "generator": {"count": 1},
-        "control": {"max_restarts": 2},
-    }
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
 def start(root: Path, steps: int) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "tests.crash.small_run", "up", str(config_in(root)), str(steps)]
+    argv = [sys.executable, "-m", "tests.crash.small_run", "up", str(config_in(root, root, max_restarts=2)), str(steps)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2])
 
 
@@ -163,7 +145,12 @@ def test_what_a_run_cannot_do_without_is_named_with_the_way_out(root: Path, name
         assert status == 2
     else:
         with pytest.raises(AsyncRLError) as refusal:
-            up.run_here(load_config(config_in(root), [f"learner.steps={AFTER}"]), fresh=False, generators=True, plain=True)
+            up.run_here(
+                load_config(config_in(root, root, max_restarts=2), [f"learner.steps={AFTER}"]),
+                fresh=False,
+                generators=True,
+                plain=True,
+            )
         said = str(refusal.value)
     assert name in said and any(word in said for word in ("restore", "mend", "must be a file")) and "Traceback" not in said
     assert trained(root, BEFORE) == whole(BEFORE)
@@ -230,7 +217,7 @@ def test_directories_that_are_gone_are_missed(root: Path, caplog: pytest.LogCapt
     with pytest.raises(CheckpointsRefused, match=r"step-000003: it was saved here, and is gone"):
         store_of(root).load(Weights())
     with pytest.raises(AsyncRLError, match=r"step-000003: it was saved here, and is gone"):
-        up.run_here(load_config(config_in(root)), fresh=False, generators=True, plain=True)
+        up.run_here(load_config(config_in(root, root, max_restarts=2)), fresh=False, generators=True, plain=True)
 
 
 def test_a_run_without_a_checkpoint_that_verifies_ends_with_every_reason_and_goes_on_when_one_is_restored(root: Path) -> None:

@@ -24,7 +24,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resume import FREE, resume_findings
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
-from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
+from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator import lanes
@@ -38,10 +38,11 @@ from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.schema import decode_group
+from tests.chaos.helpers import order_of
 
 pytestmark = pytest.mark.integration
 
-VOCABULARY, PROBE, KEY = 16, (1, 2, 3, 4), b"key"
+VOCABULARY, KEY = 16, b"key"
 SAVED, UNSAVED, STEPS = 4, 2, 10
 """Steps that the first life saves, steps that it makes beyond, and steps of the whole run."""
 names = itertools.count(1)
@@ -248,18 +249,7 @@ class Life:
         assert self.lane.audit().issued == max(credit, self.issued_before)
 
     async def _publish(self, version: int) -> None:
-        logprobs = logprobs_of(logits_of(version, VOCABULARY))[list(PROBE[1:])]
-        await self.control.orders.put(
-            UpdateOrder(
-                version=version,
-                transport="disk",
-                deadline_s=5.0,
-                details={},
-                probe_ids=PROBE,
-                probe_logprobs=tuple(map(float, logprobs)),
-                history=str(self.history),
-            )
-        )
+        await self.control.orders.put(order_of(version, str(self.history)))
 
     def _evaluate(self) -> None:
         for result in self.evaluation.poll():
