@@ -35,6 +35,11 @@ class Member:
         return self.process.pid
 
     @property
+    def ended_with(self) -> int | None:
+        """Its exit status; None while it lives."""
+        return None if self.process is None else self.process.exitcode
+
+    @property
     def is_alive(self) -> bool:
         return self.process is not None and self.process.is_alive()
 

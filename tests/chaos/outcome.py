@@ -60,6 +60,7 @@ def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) 
         "wrong": [*verdict.wrong, *survived],
         "log_discarded_bytes": world.disk.discarded_bytes,
         "unexplained_exits": dict(world.exits),
+        "given_back": world.given_back,
         "hangs": hangs(world),
         "poisoned": poisoned,
         "pauses_s": pauses(world) if max(scenario.at_once) > 1 else {},

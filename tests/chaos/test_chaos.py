@@ -1,11 +1,12 @@
 """Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.faults import SCENARIOS, Scenario, strike
+from tests.chaos.faults import SCENARIOS, Scenario, strike, wipe
 from tests.chaos.hardening import DEADLY, FILES, HARDENING, POISON
 from tests.chaos.helpers import marked
 from tests.chaos.hosts import obstacle
@@ -46,6 +47,26 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
     assert found["deadly ticket"] == found["deadly step"] == {"deadly": 1}
     assert found.keys() >= set(GROUPS)
     assert {"untrainable", "discarded_lineage"} <= {reason for reasons in found.values() for reason in reasons}
+
+
+def test_of_two_learners_without_a_common_lock_one_goes_on_also_where_the_store_was_wiped(tmp_path: Path) -> None:
+    with World(tmp_path / "run", SEED) as world:
+        world.start()
+        world.kill("learner")
+        before = world.version
+        world.wait(lambda: world.version > before + 2, START_S, "steps of a learner that has recovered twice")
+        first = world.members["learner"]
+        world.pause("learner", START_S)
+        wipe(world, random.Random(SEED))
+        world.usurp()
+        before = world.version
+        world.wait(lambda: world.version != before, START_S, "step of the second learner")
+        world.wake_old()
+        before = world.version
+        world.wait(lambda: world.version > before + 2, START_S, "steps of the first learner")
+        assert (world.given_back, world.members["learner"] is first, first.starts) == (1, True, 2)
+        verdict = world.finish()
+    assert verdict.is_good, verdict
 
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:

@@ -36,6 +36,8 @@ from .members import Member, Stuck, send
 from .proxy import LATE_S, Proxy
 from .roles import KEYS, RULES, RUN, Place
 
+FENCED_OR_LOST = {USER_ERROR, DOOMED, 1}
+"""How a learner ends that another has followed; 1 where it finds no store as it wakes."""
 START_S = 300.0
 """Longest time to the first step, and from the last fault to the end of the run."""
 USERS = [
@@ -64,6 +66,10 @@ class World:
     """Ends of processes that no fault of ours explains, by role and exit status."""
     members: dict[str, Member] = field(default_factory=dict)
     usurpations: int = 0
+    home: int = 0
+    """Number of the usurpation that began the directory of the learner that has the run."""
+    given_back: int = 0
+    """How often the first of two learners went on, and the second was fenced."""
     hang_s: float = float("inf")
     """Silence after which a process is replaced, also the store."""
     hangs: list[dict[str, Any]] = field(default_factory=list)
@@ -83,6 +89,8 @@ class World:
     _attention: Attention = field(default_factory=Attention)
     _killed: set[int] = field(default_factory=set)
     _old_learners: list[Member] = field(default_factory=list)
+    _is_contested: bool = False
+    """Whether learners that were replaced are awake."""
 
     def __enter__(self) -> "World":
         self.directory.mkdir(parents=True)
@@ -122,12 +130,12 @@ class World:
     @property
     def checkpoints(self) -> Path:
         """Of the learner that has the run."""
-        return self.directory / f"checkpoints-{self.usurpations}"
+        return self.directory / f"checkpoints-{self.home}"
 
     @property
     def control_path(self) -> Path:
         """Where the learner that has the run listens."""
-        return self.directory / f"control-{self.usurpations}.sock"
+        return self.directory / f"control-{self.home}.sock"
 
     def _place(self, name: str) -> Place:
         is_learner = name.startswith("learner")
@@ -194,6 +202,9 @@ class World:
             if 0.0 < member.stopped_until_s <= now_s:
                 member.stopped_until_s = 0.0
                 send(member, signal.SIGCONT)
+        if self._is_contested and self.members["learner"].ended_with == USER_ERROR:
+            self._give_back()
+        for member in self.members.values():
             if not member.is_alive and not self._is_finished(member):
                 self._restart(member)
 
@@ -298,6 +309,7 @@ class World:
         send(old, signal.SIGSTOP)
         copied = self.checkpoints
         self.usurpations += 1
+        self.home = self.usurpations
         if copied.exists():
             shutil.copytree(copied, self.checkpoints)
         self.proxies["control"].upstream = self.control_path
@@ -305,14 +317,31 @@ class World:
         self._add("learner", roles.learner, self.checkpoints)
 
     def wake_old(self) -> None:
-        """Wake the learners that were replaced, and wait until each is fenced. Raises Stuck."""
+        """Wake the learners that were replaced, and wait until one of all goes on. Raises Stuck."""
         for old in self._old_learners:
             send(old, signal.SIGCONT)
+        self._is_contested = True
         self.wait(lambda: not any(old.is_alive for old in self._old_learners), START_S, "fencing of a learner that was replaced")
-        statuses = [old.process.exitcode for old in self._old_learners if old.process is not None]
+        self._is_contested = False
+        statuses = {old.ended_with for old in self._old_learners}
         self._old_learners.clear()
-        if set(statuses) - {USER_ERROR, DOOMED}:
-            raise Stuck(f"learners that were replaced ended with {statuses}, not {USER_ERROR}")
+        if statuses - FENCED_OR_LOST:
+            raise Stuck(f"learners that were replaced ended with {statuses}, not with one of {FENCED_OR_LOST}")
+
+    def _give_back(self) -> None:
+        """The second learner was fenced by the first.
+
+        So it is where the store was wiped in between, or the first was stopped before it had begun: the one that recovers last
+        has the run. That one goes on by itself, and the second is not started again.
+        """
+        for old in self._old_learners:
+            if old.ended_with != USER_ERROR:
+                self._old_learners.remove(old)
+                self.members["learner"], old.stopped_until_s = old, 0.0
+                self.home = int(old.arguments[0].name.removeprefix("checkpoints-"))
+                self.proxies["control"].upstream = self.control_path
+                self.given_back += 1
+                return
 
     # --- what can be seen --------------------------------------------------------------------------------------------
 
