@@ -36,9 +36,9 @@ from tests.crash.file_trace import Copy, Disk, Operation, Tree, record, tree_of
 from tests.crash.small_run import GROUPS, NAME, Weights, config_in
 
 TRAINED, RESUMED, LONGER = 2, 4, 6
+"""Steps of the first start, of the second, and of the one after the power is back."""
 BIND = "tcp://127.0.0.1:45671"
 """Nobody binds it; with it join.key is written."""
-"""Steps of the first start, of the second, and of the one after the power is back."""
 KINDS: dict[str, Callable[[Disk, random.Random], Tree]] = {
     "strict": lambda disk, rng: disk.after_power_loss(strict=True),
     "torn": lambda disk, rng: disk.after_power_loss(strict=False),
