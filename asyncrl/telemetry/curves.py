@@ -22,7 +22,7 @@ def _drawn(title: str, series: Series, width: int, height: int, style: str) -> t
     """Kept, because drawing is most of what a dashboard costs, and between two steps nothing changes."""
     newest = number(series[-1][1]) if series else "no values yet"
     head = one_line(Text.assemble((title, "bold"), " ", newest), width)
-    if len(series) < 2 or height < 5:
+    if len(series) < 2 or height < 5 or width < 10:
         return (head,)
     import plotext  # 0.15 s: not needed by who only reads states
 

@@ -23,6 +23,8 @@ SILENT_S = 10.0
 """A learner or generator silent this long is worth a warning."""
 NOTE_S = 60.0
 """For which a warning of a process is shown."""
+NARROWEST = 20
+"""Columns: on a narrower terminal lines are broken by it."""
 STATE_STYLES = {
     "sampling": "green",
     "training": "green",
@@ -38,6 +40,7 @@ Line = Text
 
 def render(state: DashboardState, width: int, height: int | None = None) -> Group:
     """What to print at `width` columns; cut to `height` lines where given (at least 12), else as long as it takes."""
+    width = max(width, NARROWEST)
     figures = [
         _header(state, width),
         _advice(state, width),
@@ -238,6 +241,7 @@ def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
 
 def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
     """A rollout in at most `height` lines (2: without its prompt); without markup, control characters shown."""
+    width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = [version for version, _ in sample.versions]
     ages = f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "") if versions else "v?"

@@ -142,6 +142,13 @@ def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(tmp_p
     assert any("Tom starts with 12 apples" in line for line in lines)
 
 
+@pytest.mark.parametrize("width", [0, 1, 4, 19])
+def test_a_terminal_that_is_too_narrow_gets_its_lines_all_the_same(tmp_path: Path, width: int) -> None:
+    assert picture(read_state(run_with(tmp_path, steps=3).directory), width, 40)
+    assert [line.plain for line in sample_lines(SyntheticRun(tmp_path).sample(0), width, 3)][1].startswith("  ? ")
+    assert curve("reward/mean", ((0, 1.0), (1, 2.0)), width=width, height=8, style="cyan")
+
+
 def test_the_end_of_a_run_shows_what_was_asked_also_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(tmp_path, steps=3)
     run.learner.samples([replace(run.sample(0), kind="eval")])
