@@ -28,8 +28,8 @@ WIDTH, HEIGHT, PAGE_WIDTH = 8, 6, 24
 
 
 def overview(entity: str, project: str, run: str | None) -> wr.Report:
-    """The report, not saved; `run` is a run's name, which is its id in W&B too."""
-    runs = wr.Runset(entity=entity, project=project, name=run or "runs", filters=f"ID = '{run}'" if run else "")
+    """The report, not saved; `run` is a run's name: all that began under it."""
+    runs = wr.Runset(entity=entity, project=project, name=run or "runs", filters=f"Name = '{run}'" if run else "")
     blocks: list[object] = []
     for title, curves in SECTIONS.items():
         blocks += [wr.H2(title), wr.PanelGrid(runsets=[runs], panels=panels(curves))]

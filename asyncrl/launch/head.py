@@ -114,6 +114,7 @@ class Head:
         trackers = open_trackers(
             config.telemetry,
             run=config.run.name,
+            key_id=key_id(join_keys().record),
             directory=directory.path,
             metrics=directory.metrics / "learner.jsonl",
             samples=directory.samples,

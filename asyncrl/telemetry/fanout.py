@@ -90,6 +90,7 @@ def open_trackers(
     config: TelemetryConfig,
     *,
     run: str,
+    key_id: str,
     directory: Path,
     metrics: Path,
     samples: Path,
@@ -101,6 +102,7 @@ def open_trackers(
     Args:
         config: what was asked for.
         run: its name.
+        key_id: of its key: a run that begins anew under its name has another, and writes over no old curves.
         directory: the run directory.
         metrics: JSONL file for metrics.
         samples: JSONL file for rollouts.
@@ -108,10 +110,14 @@ def open_trackers(
         step: finished steps; later ones that an earlier process logged are made again.
     """
 
+    run_id = f"{run}-{key_id}"
+
     def open_wandb(mode: Literal["online", "offline"]) -> Tracker:
         from asyncrl.telemetry.wandb import WandbTracker
 
-        return WandbTracker(mode=mode, project=config.wandb_project, name=run, directory=directory, config=resolved)
+        return WandbTracker(
+            mode=mode, project=config.wandb_project, name=run, run_id=run_id, directory=directory, config=resolved
+        )
 
     def open_tensorboard() -> Tracker:
         from asyncrl.telemetry.tensorboard import TensorBoardTracker
@@ -121,7 +127,7 @@ def open_trackers(
     def open_trackio() -> Tracker:
         from asyncrl.telemetry.trackio import TrackioTracker
 
-        return TrackioTracker(project=config.trackio_project, name=run, config=resolved)
+        return TrackioTracker(project=config.trackio_project, name=run_id, config=resolved)
 
     openers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(metrics, samples)]
     if config.wandb != "off":

@@ -23,9 +23,16 @@ class WandbTracker:
     """A W&B run of the same name as ours; a resumed run goes on in it."""
 
     def __init__(
-        self, *, mode: Literal["online", "offline"], project: str, name: str, directory: Path, config: Mapping[str, Any]
+        self,
+        *,
+        mode: Literal["online", "offline"],
+        project: str,
+        name: str,
+        run_id: str,
+        directory: Path,
+        config: Mapping[str, Any],
     ) -> None:
-        """Open the run. `directory` gets W&B's own files."""
+        """Open the run. W&B knows it again by `run_id`; `directory` gets W&B's own files."""
         import wandb
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
@@ -38,7 +45,7 @@ class WandbTracker:
             mode=mode,
             project=project,
             name=name,
-            id=name,
+            id=run_id,
             resume="allow" if mode == "online" else None,
             dir=str(directory),
             config=dict(config),

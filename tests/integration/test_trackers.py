@@ -22,7 +22,8 @@ from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 for step, steps in ((0, [1, 2, 3, 12]), (2, [3, 4])):  # the second process resumes after step 2
     trackers = open_trackers(
-        TelemetryConfig({tracker}=True, trackio_project="p"), run="quick", directory=directory, metrics=directory / "m.jsonl",
+        TelemetryConfig({tracker}=True, trackio_project="p"), run="quick", key_id="5a17", directory=directory,
+        metrics=directory / "m.jsonl",
         samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}}, step=step,
     )
     for done in steps:
@@ -35,7 +36,7 @@ for step, steps in ((0, [1, 2, 3, 12]), (2, [3, 4])):  # the second process resu
 READER = """
 import json
 from trackio.sqlite_storage import SQLiteStorage
-print(json.dumps([SQLiteStorage.get_runs("p"), SQLiteStorage.get_logs("p", "quick")]))
+print(json.dumps([SQLiteStorage.get_runs("p"), SQLiteStorage.get_logs("p", "quick-5a17")]))
 """
 
 
@@ -79,7 +80,7 @@ def test_trackio_holds_one_run_with_metrics_histograms_and_tables(tmp_path: Path
     )  # fmt: skip
     assert read.returncode == 0, read.stderr
     runs, rows = json.loads(read.stdout.splitlines()[-1])
-    assert runs == ["quick"], "the resumed process went on in the same run"
+    assert runs == ["quick-5a17"], "the resumed process went on in the same run"
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 1.0), (2, 2.0), (3, 3.0), (12, 12.0), (3, 3.2), (4, 4.2),
     ]  # fmt: skip

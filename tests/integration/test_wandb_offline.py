@@ -20,7 +20,8 @@ from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 trackers = open_trackers(
-    TelemetryConfig(wandb="offline", wandb_project="p"), run="quickstart", directory=directory, metrics=directory / "m.jsonl",
+    TelemetryConfig(wandb="offline", wandb_project="p"), run="quickstart", key_id="5a17", directory=directory,
+    metrics=directory / "m.jsonl",
     samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}},
 )
 for step in [1, 2, 3, 2, 3, 25]:  # a resume goes back
@@ -78,14 +79,14 @@ def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-quickstart.wandb")
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-quickstart-5a17.wandb")
     read = subprocess.run(
         [sys.executable, "-c", READER, str(file)], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert read.returncode == 0, read.stderr
     records = [json.loads(line) for line in read.stdout.splitlines()]
     (run,) = [record for record in records if "run" in record][:1]
-    assert (run["run"], run["project"]) == ("quickstart", "p") and run["config"]["batch"] == {"groups": 32}
+    assert (run["run"], run["project"]) == ("quickstart-5a17", "p") and run["config"]["batch"] == {"groups": 32}
     rows = [record["history"] for record in records if "history" in record]
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.2), (3, 0.3), (25, 2.5),

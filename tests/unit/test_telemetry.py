@@ -273,7 +273,7 @@ from pathlib import Path
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
-trackers = open_trackers(TelemetryConfig(), run="a", directory=directory, metrics=directory / "m.jsonl",
+trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=directory, metrics=directory / "m.jsonl",
                          samples=directory / "s.jsonl", resolved={{"weights": {{"probe_limit": 0.05}}}})
 trackers.log({{"a": 1.0}}, step=1)
 trackers.close()
@@ -292,7 +292,9 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(type(wandb.api), "api_key", None)
     files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(TelemetryConfig(wandb="online"), run="a", directory=tmp_path, resolved=RESOLVED, **files)
+    trackers = open_trackers(
+        TelemetryConfig(wandb="online"), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
+    )
     trackers.log({"a": 1.0}, step=1)
     trackers.close()
     assert lines(files["metrics"])[0]["a"] == 1.0
@@ -538,7 +540,7 @@ def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
 
 def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Path) -> None:
     files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(TelemetryConfig(), run="a", directory=tmp_path, resolved=RESOLVED, **files)
+    trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files)
     trackers.log({**HEALTHY, "weights/probe_max": 0.03}, step=1)
     trackers.log({"eval/accuracy": 0.5}, step=1)
     trackers.log({"completions/truncated_share": 0.9})

@@ -72,7 +72,7 @@ def test_charts_lie_in_rows_beside_each_other(asked):
 
 
 def test_it_shows_all_runs_or_one(asked):
-    for run, filters in ((None, []), ("quickstart", [("name", "=", "quickstart")])):
+    for run, filters in ((None, []), ("quickstart", [("displayName", "=", "quickstart")])):
         for _, (runs,), _ in grids(run):
             found = [(one["key"]["name"], one["op"], one["value"]) for one in runs["filters"]["filters"]]
             assert found == filters and runs["project"] == {"name": "asyncrl", "entityName": "me", "id": "77"}
