@@ -31,6 +31,7 @@ from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.reports import Reports
 from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import open_exporter, train_lane, wire_key
@@ -38,7 +39,6 @@ from asyncrl.learner import Step
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
-from asyncrl.types import Group
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
@@ -86,8 +86,8 @@ class Head:
         """Of the groups that the last successful `poll` found."""
         self._rounds = 0
         self._collected: Collected | None = None
-        self._decoded: list[tuple[Group, bytes]] = []  # for the next step
         self._decoder = GroupDecoder(wire_key())
+        self._decoded = DecodedFrames(self._decoder.decode)
         self._lane = train_lane(config, store)
         vocabulary, history = vocabulary_size(config.model), self._history
         self._deaths = StepDeaths(directory.step_under_way)
@@ -95,7 +95,7 @@ class Head:
             config,
             self._lane,
             state.ledgers,
-            self._decode,
+            self._decoded.decode,
             condemned=self._deaths.reason,
             vocabulary=vocabulary,
             history=history,
@@ -193,11 +193,6 @@ class Head:
         self._decoder.close()
         self._reports.close()
 
-    def _decode(self, frame: bytes) -> Group:
-        group = self._decoder.decode(frame)
-        self._decoded.append((group, frame))  # no copy: the group's arrays are views of the frame
-        return group
-
     # --- what the loop asks for ------------------------------------------------------------------------------------
 
     @property
@@ -219,8 +214,7 @@ class Head:
         self._collected = self._intake.poll(version, wait_s=wait_s)
         if self._collected is None:
             return b""
-        frame_of = {id(group): frame for group, frame in self._decoded}  # not by ticket: a refused frame may say any
-        self.frames, self._decoded = [frame_of[id(group)] for group in self._collected.groups], []
+        self.frames = self._decoded.of_step(self._collected.groups)
         self._deaths.begin(version, self.frames)
         return b"%d" % len(self.frames)
 

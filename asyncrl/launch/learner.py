@@ -22,11 +22,12 @@ from asyncrl.launch.head import Head
 from asyncrl.launch.learner_state import LearnerState
 from asyncrl.launch.resume import read_saved, refuse_changes
 from asyncrl.launch.roles import run_role
+from asyncrl.launch.same_bytes import STOP, collect_on_every_rank
 from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.starts import record_start
 from asyncrl.launch.wiring import join_store, wire_key
 from asyncrl.learner import Step, run_learner
-from asyncrl.progress import Pace, beat, begin
+from asyncrl.progress import Pace, begin
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.checkpoint import CheckpointStore
@@ -44,7 +45,6 @@ from asyncrl.wire.schema import decode_group
 
 log = logging.getLogger(__name__)
 
-STOP = b"stop"
 POLL_S = 1.0
 """Between two signs of life to the other ranks while groups are missing, and between two attempts at the last checkpoint."""
 LAST_ATTEMPTS = 60
@@ -78,25 +78,18 @@ class LearnerRun:
         self._failed_saves = 0
 
     def collect(self, version: int) -> Collected:
-        """Rank 0 takes, and hands the frames on: what the store holds a moment later is nothing to the other ranks."""
-        message = b""
-        while not message:
-            message = self._trainer.broadcast(self._poll(self._head, version) if self._head else None)
-            if self._head is None or self._head.is_in_touch():
-                beat()
-        if message == STOP:
+        """The same on every rank. Whoever asked rank 0 to stop has all of them save and end."""
+        collected = collect_on_every_rank(
+            self._trainer.broadcast, self._head, lambda: self._poll(version), lambda frame: decode_group(frame, wire_key())
+        )
+        if collected is None:
             self._save_at_last(version)
             raise SystemExit(128 + signal.SIGTERM)
-        if self._head:
-            for frame in self._head.frames:
-                self._trainer.broadcast(frame)
-            return self._head.collected
-        frames = [self._trainer.broadcast(None) for _ in range(int(message))]
-        # Rank 0's decoder has survived these. Decoding checks the digest that each of them carries.
-        return Collected(groups=tuple(decode_group(frame, wire_key()) for frame in frames), rejected=(), takes=0)
+        return collected
 
-    def _poll(self, head: Head, version: int) -> bytes:
-        return STOP if self._stop.is_set() else head.poll(version, wait_s=POLL_S)
+    def _poll(self, version: int) -> bytes:
+        assert self._head is not None
+        return STOP if self._stop.is_set() else self._head.poll(version, wait_s=POLL_S)
 
     def publish(self, version: int) -> None:
         """Every rank takes part in gathering the weights and scoring the probe; rank 0 hands them out."""

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ from asyncrl.errors import WireError
 from asyncrl.launch import learner
 from asyncrl.launch.head import Head
 from asyncrl.launch.learner import LearnerRun
+from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.types import Group
 from asyncrl.wire.schema import decode_group, encode_group
 
@@ -27,12 +27,12 @@ RANKS = 3
 def head_on(buffer: MemoryBuffer) -> Head:
     """Rank 0's, with nothing but the intake."""
     head: Any = Head.__new__(Head)
-    head._hub, head._evaluation, head._reports, head._collected, head._decoded = mock.Mock(), mock.Mock(), mock.Mock(), None, []
+    head._hub, head._evaluation, head._reports, head._collected = mock.Mock(), mock.Mock(), mock.Mock(), None
     head._watch = head._eval_watch = mock.Mock(is_recovery_due=lambda: False)
     head._evaluation.poll.return_value = []
-    head._decoder, head._rounds, head._deaths = SimpleNamespace(decode=decode_group), 0, mock.Mock()
+    head._decoded, head._rounds, head._deaths = DecodedFrames(decode_group), 0, mock.Mock()
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
-    one.gate = replace(one.gate, decode=head._decode)
+    one.gate = replace(one.gate, decode=head._decoded.decode)
     head._intake = ShardedIntake((one,))
     return head  # type: ignore[no-any-return]
 
@@ -128,5 +128,5 @@ def test_one_rank_keeps_no_frames_of_steps_that_are_over() -> None:
     head: Any = head_on(buffer)
     for ticket in buffer.lease("g", 8).tickets:
         buffer.put("g", ticket.id, frame(ticket.id))
-    assert head.poll(0, wait_s=0.0) == b"4" and len(head.frames) == 4 and head._decoded == []
+    assert head.poll(0, wait_s=0.0) == b"4" and len(head.frames) == 4 and head._decoded._decoded == []
     assert all(isinstance(group, Group) for group in head.collected.groups)
