@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.buffer.base import DEADLY
 from asyncrl.buffer.ledger import next_chain
 
+from . import deaths
 from .content import is_good, is_hopeless
 from .lane import Lane, require
 from .store import OOM
@@ -20,7 +22,7 @@ MOVES: dict[str, set[tuple[str, str]]] = {
     "put": {("leased", "ready"), ("reissue", "ready"), ("leased", "reissue")},
     "give_back": {("leased", "reissue")},
     "fail": {("leased", "reissue"), ("leased", "ready")},
-    "take": {("ready", "taken"), ("taken", "ready")},
+    "take": {("ready", "taken"), ("taken", "ready"), ("reissue", "ready"), ("reissue", "taken")},
     "reject": {("taken", "reissue")},
     "commit": {("taken", "done")},
     "revoke": {("leased", "reissue")},
@@ -49,6 +51,7 @@ class Call:
     answered: set[int] | None
     """What this holder got when it made the same request before and nothing else since."""
     max_attempts: int
+    max_deaths: int
     max_bytes: int
     name_of: Callable[[int], int]
     """The id that stands in a frame."""
@@ -86,6 +89,7 @@ def check_call(call: Call) -> None:
     if call.name in MOVES:
         _check_moves(call)
     _check_frames(call)
+    deaths.check_counts(call)
     CHECKS.get(call.name, lambda call: None)(call)
 
 
@@ -109,6 +113,8 @@ def _check_moves(call: Call) -> None:
             require(_may_lose_lease(call, ticket_id), "a lease ended early", call.name, call.arguments, ticket_id)
         elif move == ("taken", "ready"):
             require(_may_undo(call, ticket_id), "a take was undone", call.arguments, ticket_id)
+        elif call.name == "take" and move[0] == "reissue":
+            require(deaths.is_given_up(call, ticket_id), "a ticket was given up", ticket_id, call.before.deaths)
     for ticket_id in call.before.leased & call.after.leased:
         if _lease(call.before, ticket_id) != _lease(call.after, ticket_id):
             require(_may_change_lease(call, ticket_id), "a lease changed", call.name, call.arguments, ticket_id)
@@ -171,11 +177,13 @@ def _lease_call(call: Call) -> None:
     require(not (is_closed and new), "leased after the end", new)
     require(len(ids) <= wanted and max(ids, default=0) <= limit, "leased more than asked for, or beyond the limit", ids, limit)
     require(all(call.after.deadlines[i] == call.now_ms + lease_ms for i in ids), "a lease ends at another time", ids)
-    left = {i for i in call.after.reissue if i <= limit}
+    if not is_closed and deaths.check_lease(call, holder, ids):
+        return
+    left = {i for i in call.after.reissue if i <= limit} - deaths.suspects(call)
     require(
         is_closed or len(ids) == wanted or (not left and call.after.issued >= limit), "tickets are withheld", ids, left, limit
     )
-    passed_over = {i for i in call.after.reissue if i < max(ids, default=0)}
+    passed_over = {i for i in left if i < max(ids, default=0)}
     require(not passed_over, "younger tickets were leased first", passed_over, ids)
 
 
@@ -251,7 +259,8 @@ def _take_call(call: Call) -> None:
 def _reject_call(call: Call) -> None:
     ticket_id, frame = int(call.arguments[4]), call.before.frames.get(int(call.arguments[4]))
     was_counted = call.after.attempts.get(ticket_id, 0) > call.before.attempts.get(ticket_id, 0)
-    if was_counted:
+    is_deadly = call.arguments[6].startswith(DEADLY)  # the world has judged that
+    if was_counted and not is_deadly:
         name = call.name_of(ticket_id)
         require(frame is not None and not is_good(name, frame), "a good frame was refused", ticket_id, frame)
     if call.reply[0] == b"OK":
@@ -267,7 +276,7 @@ def _reject_call(call: Call) -> None:
         if was_counted:
             assert frame is not None
             is_last = call.after.attempts[ticket_id] == call.max_attempts or number < call.before.number("last")
-            is_last = is_last or is_hopeless(call.name_of(ticket_id), frame)
+            is_last = is_last or is_deadly or is_hopeless(call.name_of(ticket_id), frame)
             require((ticket_id in told[1]) == is_last, "given up early or late", ticket_id, told)
 
 

@@ -28,6 +28,7 @@ MEAN_S = {
 OTHER = {
     "garbage_frame": 0.2,  # per group
     "foreign_group": 0.05,  # authentic, and of no use: of another lane, or of other settings
+    "deadly_group": 0.02,  # kills every learner that trains on it
     "late_group": 0.3,
     "reward_fails": 0.1,
     "lost_order": 0.3,  # per look of a generator at what is published

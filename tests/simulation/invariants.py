@@ -25,6 +25,7 @@ def check_state(lane: Lane, strays: set[int]) -> None:
     counted = sum(len(frames[i]) for i in stored)
     require(lane.number("bytes") == counted, "bytes do not add up", lane.number("bytes"), counted)
     require(not any(map(lane.is_done, lane.attempts)), "attempts of done ids are left", lane.attempts, watermark, lane.done)
+    require(lane.deaths.keys() <= leased | lane.reissue, "deaths of stored ids are left", lane.deaths, stored)
     number, chain = lane.number("committed"), None
     for n in sorted(takes):
         previous, after, ids = takes[n]

@@ -59,6 +59,7 @@ READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "deadlines": (SortedSet, lambda value: {int(i): ms for i, ms in value.items()}),
     "holders": (dict, lambda value: {int(i): holder.decode() for i, holder in value.items()}),
     "attempts": (dict, lambda value: {int(i): int(count) for i, count in value.items()}),
+    "deaths": (dict, lambda value: {int(i): int(count) for i, count in value.items()}),
     "frames": (dict, lambda value: {int(i): frame for i, frame in value.items()}),
     "requests": (dict, _requests),
     "done": (set, _ids),
@@ -87,6 +88,7 @@ class Lane:
         self.deadlines: dict[int, float] = found["deadlines"]
         self.holders: dict[int, str] = found["holders"]
         self.attempts: dict[int, int] = found["attempts"]
+        self.deaths: dict[int, int] = found["deaths"]
         self.frames: dict[int, bytes] = found["frames"]
         self.requests: dict[str, tuple[str, set[int]]] = found["requests"]
         """holder -> its last lease request, and the tickets that it got"""

@@ -40,6 +40,10 @@ def client(module: str, old: str, new: str, after: str = "") -> Edit:
     return Edit(f"asyncrl/buffer/{module}.py", old, new, after)
 
 
+def launch(module: str, old: str, new: str) -> Edit:
+    return Edit(f"asyncrl/launch/{module}.py", old, new)
+
+
 def types(old: str, new: str, after: str = "") -> Edit:
     return Edit("asyncrl/types.py", old, new, after)
 
@@ -225,6 +229,29 @@ MUTANTS = [
     one("a take that is undone leaves its groups taken", lua("    for _, id in ipairs(undone.ids) do call('ZADD', k.ready, id, id) end\n", "")),
     one("the credit assumes one batch size for the whole past", client("intake", "credit_limit(self._trained, max_lag", "credit_limit(version * self.groups, max_lag")),
     one("the window of a refill is unbounded", client("intake", "window=self.window)", "window=self.window if not self._accepted else 1 << 30)")),
+    # -- holders that die of a ticket
+    one("a death is not counted", lua("      add(k.deaths, id, 1)\n", "")),
+    one("what is given back counts as a death", lua("for _, id in ipairs(ids) do issue_again(k, id) end\n  count(k, 'returned'", "lost_by_holder(k, ids)\n  count(k, 'returned'")),
+    one("a stored group keeps the deaths of its ticket", lua("  call('HDEL', k.deaths, id)\n", "", after="local function make_ready")),
+    one("a ticket is given up one death too early", lua("elseif deaths >= most and call(", "elseif deaths + 1 >= most and call(")),
+    one("a ticket that kills is never given up", lua("  bury(k, tonumber(args[7]))\n", "")),
+    one("a ticket that is given up has no frame", lua("      call('HSET', k.frames, id, GIVEN_UP .. reason)\n", "")),
+    one("a suspect is sampled beside others", lua("  if not first then return nil end\n  local holders", "  if true then return nil end\n  local holders")),
+    one("others are leased beside a suspect", lua("if call('HGET', k.holders, id) == holder then return {} end", "")),
+    one("who holds others leases a suspect", lua("    if holders[i] == holder then return {} end\n", "")),
+    one("whom too many died of is leased once more", lua("local waits = deaths < most and is_id", "local waits = is_id")),
+    one("any suspect may be first", lua("if waits and tonumber(id) < (tonumber(first) or math.huge) then", "if waits then")),
+    one("a suspect waits for credit that it has not", lua("is_id(k, id, issued) and tonumber(id) <= limit and call(", "is_id(k, id, issued) and call(")),
+    # -- steps that kill their learner
+    one("learners that died in a step are not counted", launch("step_deaths", "deaths=self._steps[begun].deaths + 1)", "deaths=self._steps[begun].deaths)")),
+    one("a step is deadly after two learners", launch("step_deaths", "step.deaths >= MAX_DEATHS]", "step.deaths >= MAX_DEATHS - 1]")),
+    one("a step is deadly for all groups", launch("step_deaths", "if digest in step.digests:", "if True:")),
+    one("other groups answer for those that killed", launch("step_deaths", "if known is None or known.digests != digests:", "if known is None:")),
+    one("a step that was trained stays begun", launch("step_deaths", "        self._steps.pop(version, None)\n        self._write(None)\n", "        pass\n")),
+    # -- several ranks
+    one("ranks get the groups in another order", launch("same_bytes", "for frame in head.frames:", "for frame in reversed(head.frames):")),
+    one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
+    two("frames are found by the ticket that they name", launch("same_bytes", "{id(group): frame for group, frame in self._decoded}", "{group.ticket_id: frame for group, frame in self._decoded}"), launch("same_bytes", "frame_of[id(group)]", "frame_of[group.ticket_id]")),
     # -- defences found missing from outside
     one("one expired lease per call", lua("'-inf', now_ms())", "'-inf', now_ms(), 'LIMIT', 0, 1)")),
     one("the request of a revoked holder stays", lua("  call('HDEL', k.requests, args[1])\n", "")),

@@ -15,6 +15,8 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
+from asyncrl.launch.same_bytes import DecodedFrames, collect_on_every_rank
+from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
 from asyncrl.types import INITIAL, Group, History, Ticket, Weights
@@ -23,6 +25,7 @@ from .client import Connection
 from .content import DEAD, LANE, LIMITS, decode, encode
 from .engine import Process
 from .lane import RUN, require
+from .ranks import Ranks
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -126,6 +129,9 @@ class GeneratorProcess:
         for _ in range(parts):
             sampled_by.append(self.published)
             self.engine.sleep(random.expovariate(parts / world.scenario.sampling_s))
+        if ticket.id in world.deadly_tickets:
+            world.generator_died(self)
+            self.engine.exit()
         if self.is_leaving:
             return
         if self.spoiled != spoiled:
@@ -222,6 +228,10 @@ class LearnerProcess:
         self.takes: list[tuple[int, tuple[int, ...]]] = []
         """(shard, ids)"""
         self.version = 0
+        self.frames: list[bytes] = []
+        """Of the groups that the last successful poll found."""
+        self.collected = Collected(groups=(), rejected=(), takes=0)
+        self._decoded = DecodedFrames(decode)
         self.engine.start(self.process, self._run)
 
     def revoke(self, holder: str) -> None:
@@ -257,14 +267,22 @@ class LearnerProcess:
         self.history = history.resumed(version, lineage=lineage, longest_lag=self.max_age)
         record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
         RunRecord(self.connection, KEY).claim(record, fresh=version == 0)
+        self.deaths = StepDeaths(self.world.step_under_way)
+        self.world.step_deaths.learner_started()
         self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
+        self._ranks = Ranks(self.engine, self.process, scenario.ranks)
         self._publish(version, self.intake.recover)
         while version < scenario.steps:
-            collected = self._collect(version)
+            collected = collect_on_every_rank(self._ranks.say, self, lambda version=version: self._poll(version), decode)
+            assert collected is not None, "nobody has asked to stop"
             self.engine.sleep(self.engine.random.uniform(0.1, scenario.training_s))
             self._train(version, collected)
+            self._ranks.meet(version - state["version"], collected.groups)
             version += 1
             self._publish(version, self.intake.open)
+            if self.world.learner is self:
+                self.deaths.end(version - 1)
+                self.world.step_deaths.ended()
             if version == scenario.steps or version % scenario.every == 0:
                 self._save(checkpoints, version)
         self.buffer.close()
@@ -286,7 +304,7 @@ class LearnerProcess:
                 Intake(
                     buffer=buffer,
                     ledger=watched,
-                    gate=Gate(lane=LANE, decode=decode, limits=LIMITS),
+                    gate=Gate(lane=LANE, decode=self._decoded.decode, limits=LIMITS, condemned=self._condemned),
                     judge=make_judge([judge_reward], drop_older_than=self.max_age, history=self.history),
                     groups=self.settings.groups,
                     window=self.settings.window,
@@ -314,14 +332,30 @@ class LearnerProcess:
             credit = trained // shards + intake.ledger.total_rejected + (self.settings.max_lag + 1) * self.settings.groups
             lane.credit = max(lane.credit, credit)
 
-    def _collect(self, version: int) -> Collected:
+    def is_in_touch(self) -> bool:
+        """The supervisor is not simulated."""
+        return False
+
+    def _condemned(self, frame: bytes) -> str | None:
+        reason = self.deaths.reason(frame)
+        require(reason is None or self.world.step_deaths.may_condemn(frame), "set aside, and killed too few learners", frame)
+        return reason
+
+    def _poll(self, version: int) -> bytes:
         longest_s = 1.0
         while (collected := self.intake.poll(version, wait_s=0.0)) is None:
             self.engine.sleep(self.engine.random.uniform(0.2, longest_s))
             longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
-        return collected
+        self.collected, self.frames = collected, self._decoded.of_step(collected.groups)
+        if self.world.learner is self:  # else it is about to hear that another has its place
+            self.deaths.begin(version, self.frames)
+            self.world.step_deaths.began(self.frames)
+        return b"%d" % len(self.frames)
 
     def _train(self, version: int, collected: Collected) -> None:
+        if any(group.generator_id in self.world.deadly_samples for group in collected.groups):
+            self.world.learner_ended(self)
+            self.engine.exit()
         entry = {
             "version": version,
             "serial": self.world.next_number(),

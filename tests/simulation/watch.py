@@ -64,6 +64,7 @@ class LaneWatch:
             durable=world.durable_ids(self) if name == "commit" else set(),
             answered=self._answered_before(arguments) if name == "lease" else None,
             max_attempts=world.rules.max_attempts,
+            max_deaths=world.rules.max_deaths,
             max_bytes=world.rules.max_bytes,
             name_of=self.name_of,
             window=world.windows.get(arguments[1]) if name == "take" else None,

@@ -31,6 +31,7 @@ from .faults import Faults
 from .invariants import check_lineage, check_nothing_is_left
 from .lane import RUN, Lane, require
 from .processes import KEY, GeneratorProcess, LearnerProcess, Published, TrainedWeights
+from .step_deaths import StepDeathsTold
 from .store import Snapshot, VirtualStore, lane_of
 from .violation import Violation
 from .watch import LaneWatch
@@ -43,6 +44,7 @@ MEMORY = "/dev/shm"
 """Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes time."""
 FOREVER_S = 1e7
 SNAPSHOTS = 4
+DEADLY_SHARE = 0.03
 SHARDS = (1, 4)
 AMBUSHED = {"reject": 1.0, "commit": 2.0, "recover": 1.0, "close": 1.0, "take": 0.1}
 """Share of the chance, by function."""
@@ -81,6 +83,7 @@ class Scenario:
 
     steps: int
     shards: int
+    ranks: int
     every: int
     keep: int
     generators: int
@@ -96,6 +99,7 @@ class Scenario:
         return cls(
             steps=random.randint(3, 9),
             shards=shards,
+            ranks=random.randint(1, 3),
             every=random.randint(1, 3),
             keep=random.choice([1, 1, 2, 3]),
             generators=random.randint(1, 3),
@@ -119,12 +123,19 @@ class World:
             groups=self.settings.groups,
             lease_s=10.0,
             max_attempts=chance.randint(1, 3),
-            max_deaths=1 << 30,  # the contract tests have those; here holders die so often that all would be suspects
+            max_deaths=chance.choice([1 << 30, 1 << 30, 3, 5]),  # holders die so often that all would be suspects
             max_bytes=chance.choice([200, 800, 1 << 30]),
         )
         self.scenario = Scenario.draw(chance, shards=shards)
         self.faults = Faults.draw(chance)
+        is_counted = self.rules.max_deaths < 1 << 30
+        self.deadly_tickets = {i for i in range(1, 100) if is_counted and chance.random() < DEADLY_SHARE}
+        """Whoever samples one dies."""
+        self.deadly_samples: set[str] = set()
+        """Whoever trains on one dies."""
         self.directory = directory
+        self.step_under_way = directory / "step_under_way.json"
+        self.step_deaths = StepDeathsTold()
         self.clock_offset_s, self.turned_back_s = 0.0, 0.0
         self.store = VirtualStore(clock=lambda: EPOCH_S + self.engine.now_s + self.clock_offset_s, after=self._after)
         self.network = Network(self.engine, self.store, self.faults)
@@ -278,6 +289,8 @@ class World:
         if self.faults.strikes("foreign_group"):
             return self._foreign(ticket_id, name, rollouts)
         self.produced.setdefault(ticket_id, set()).add(name)
+        if self.faults.strikes("deadly_group"):
+            self.deadly_samples.add(name)
         return frame
 
     def _foreign(self, ticket_id: int, name: str, rollouts: list[Tokens]) -> bytes:
