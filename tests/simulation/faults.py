@@ -11,6 +11,7 @@ MEAN_S = {
     "generator_pause": 30.0,
     "generator_hang": 60.0,
     "generator_leave": 60.0,
+    "strange_message": 10.0,
     "learner_kill": 25.0,
     "learner_hang": 60.0,
     "learner_pause": 50.0,
@@ -28,10 +29,16 @@ MEAN_S = {
 OTHER = {
     "garbage_frame": 0.2,  # per group
     "foreign_group": 0.05,  # authentic, and of no use: of another lane, or of other settings
-    "deadly_group": 0.02,  # kills every learner that trains on it
+    "deadly_group": 0.04,  # kills every learner that trains on it
     "late_group": 0.3,
     "reward_fails": 0.1,
-    "lost_order": 0.3,  # per look of a generator at what is published
+    "lost_message": 0.1,  # per message of a generator to the learner
+    "late_message": 0.05,
+    "repeated_message": 0.05,
+    "lost_order": 0.05,  # per message of the learner
+    "late_order": 0.05,
+    "repeated_order": 0.05,
+    "failed_transfer": 0.2,
     "torn_checkpoint": 0.3,  # per start of a learner
     "changed_settings": 0.3,
     "ambush": 0.15,  # per rare call of one

@@ -44,6 +44,10 @@ def launch(module: str, old: str, new: str) -> Edit:
     return Edit(f"asyncrl/launch/{module}.py", old, new)
 
 
+def control(module: str, old: str, new: str) -> Edit:
+    return Edit(f"asyncrl/control/{module}.py", old, new)
+
+
 def types(old: str, new: str, after: str = "") -> Edit:
     return Edit("asyncrl/types.py", old, new, after)
 
@@ -252,6 +256,20 @@ MUTANTS = [
     one("ranks get the groups in another order", launch("same_bytes", "for frame in head.frames:", "for frame in reversed(head.frames):")),
     one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
     two("frames are found by the ticket that they name", launch("same_bytes", "{id(group): frame for group, frame in self._decoded}", "{group.ticket_id: frame for group, frame in self._decoded}"), launch("same_bytes", "frame_of[id(group)]", "frame_of[group.ticket_id]")),
+    # -- control messages
+    one("anybody speaks for a member", control("zmq", "if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:", "if False:")),
+    one("a member is dead after half of the silence", control("membership", "> self._timeout_s]", "> self._timeout_s / 4]")),
+    one("a new member has the version that it says", control("updates", "version if version == 0 else _UNKNOWN", "version")),
+    one("a report of any lineage counts", control("updates", "if Weights(report.version, report.lineage) != member.target:", "if report.version != member.target.version:")),
+    one("a report of any version counts", control("updates", "if Weights(report.version, report.lineage) != member.target:", "if report.lineage != member.target.lineage:")),
+    one("a failed update counts as applied", control("updates", "        if not report.applied:\n", "        if False:\n")),
+    one("an update that is late left the weights as they were", control("updates", "        if phase is Phase.UPDATING:\n", "        if False:\n")),
+    one("an update that fails is not tried again", control("updates", "if member.phase is not Phase.IDLE or now_s < member.until_s:", "if member.phase is not Phase.IDLE or member.failures:")),
+    one("whoever is unknown does not join again", control("client", "                await self._send(self._current_hello())\n", "                pass\n"),
+        survives="it says hello with its next sign of life"),
+    one("who was thrown out goes on as a member", control("client", "            case UnknownMember():\n                self._is_member = False\n                await self._send(self._current_hello())\n", "            case UnknownMember():\n                pass\n")),
+    one("an order takes the place of a stop", control("client", "if not isinstance(self._order, Stop):", "if True:"),
+        survives="a learner that has said stop sends nothing more"),
     # -- defences found missing from outside
     one("one expired lease per call", lua("'-inf', now_ms())", "'-inf', now_ms(), 'LIMIT', 0, 1)")),
     one("the request of a revoked holder stays", lua("  call('HDEL', k.requests, args[1])\n", "")),

@@ -1,6 +1,5 @@
 """The generators and the learner: the loops are the simulation's, what touches the store or a ledger is shipped code."""
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,15 +13,18 @@ from asyncrl.buffer.intake import DISCARDED_LINEAGE, Collected, Intake, make_jud
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake
+from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.launch.same_bytes import DecodedFrames, collect_on_every_rank
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.trainer.files import FileOps
 from asyncrl.types import INITIAL, Group, History, Ticket, Weights
+from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 from .client import Connection
 from .content import DEAD, LANE, LIMITS, decode, encode
+from .control import CONFIG_HASH, RELEASE, Client, Hub, join
 from .engine import Process
 from .lane import RUN, require
 from .ranks import Ranks
@@ -35,6 +37,7 @@ KEY = b"key"
 LONGEST_PAUSE_S = 20.0
 """Whoever waits in vain asks less often: a simulated hour is short."""
 WEIGHTS = "weights.json"
+THE_END = "the training is done"
 STALL_S = 1e9
 """The engine has a deadline of its own."""
 
@@ -56,23 +59,43 @@ class GeneratorProcess:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
         self.buffer = ShardedBuffer(world.open_lanes(Connection(world.network, self.process)))
-        self.published = world.published
+        self.published = Published(Weights(0), INITIAL, 0)
+        self.control = Client(world, self.process)
         self.spoiled = 0
         """How often weights turned out to be lost after they had sampled."""
         self.held: set[int] = set()
         self.is_leaving = False
-        for loop in (self._lease_forever, self._renew_forever, self._adopt_forever):
-            self._thread(loop)
+        self._thread(self.control.serve, self._hello())
+        self._thread(self._begin)
 
     def _thread(self, body: Any, *arguments: Any) -> None:
         def until_it_fails() -> None:
             try:
                 body(*arguments)
             except StoreError:
-                self.world.generator_died(self)
-                self.engine.exit()
+                self._die()
 
         self.engine.start(self.process, until_it_fails)
+
+    def _hello(self) -> Hello:
+        generator_id, _, incarnation = self.process.name.partition(":")
+        return Hello(generator_id=generator_id, incarnation=incarnation, release=RELEASE, config_hash=CONFIG_HASH, version=0)
+
+    def _begin(self) -> None:
+        if not join(self.control, self.engine):  # such as while who had the name may be alive
+            self._die()
+        self._beat()
+        for loop in (self._lease_forever, self._renew_forever, self._obey_forever):
+            self._thread(loop)
+
+    def _beat(self) -> None:
+        generator_id, _, incarnation = self.process.name.partition(":")
+        version = self.published.weights.version
+        self.control.beat(Heartbeat(generator_id=generator_id, incarnation=incarnation, version=version, state="sampling"))
+
+    def _die(self) -> None:
+        self.world.generator_died(self)
+        self.engine.exit()
 
     def _lease_forever(self) -> None:
         random, longest_s = self.engine.random, 1.0
@@ -96,6 +119,7 @@ class GeneratorProcess:
                 break
         self.is_leaving = True
         self.buffer.give_back(self.process.name, sorted(self.held))
+        self.control.say_goodbye()
         self.world.generator_left(self)
         self.engine.exit()
 
@@ -105,12 +129,29 @@ class GeneratorProcess:
             if self.held:
                 self.buffer.renew(self.process.name, sorted(self.held))
 
-    def _adopt_forever(self) -> None:
-        while True:
-            is_lost = self.world.faults.strikes("lost_order")
-            self.engine.sleep(self.engine.random.uniform(0.2, 60.0 if is_lost else 3.0))
-            self.spoiled += self.published.weights not in self.world.published.history
-            self.published = self.world.published
+    def _obey_forever(self) -> None:
+        while not isinstance(order := self.control.wait_for_order(), Stop):
+            self.control.tell(self._adopt(order))
+        if order.reason != THE_END:
+            require("refused when coming back" in order.reason, "stopped before the end", order)
+            self._die()
+        require(self.world.is_closed, "stopped before the end", order)
+        self.is_leaving = True
+
+    def _adopt(self, order: UpdateOrder) -> UpdateReport:
+        """In the order of asyncrl.generator."""
+        update, until_s = self.world.updates[order.details["update"]], self.engine.now_s + order.deadline_s
+        told = {"version": order.version, "lineage": order.weights.lineage}
+        while not update.sent:
+            if self.engine.now_s > until_s:
+                return UpdateReport(**told, applied=False, reason="late")
+            self.engine.sleep(0.3)
+        history = History.parse(order.history)
+        self.spoiled += self.published.weights not in history
+        self.published = Published(order.weights, history, update.serial)
+        self._beat()
+        self.engine.sleep(self.engine.random.uniform(0.0, 0.5))
+        return UpdateReport(**told, applied=True)
 
     def _produce(self, ticket: Ticket) -> None:
         self._attempt(ticket)
@@ -130,8 +171,7 @@ class GeneratorProcess:
             sampled_by.append(self.published)
             self.engine.sleep(random.expovariate(parts / world.scenario.sampling_s))
         if ticket.id in world.deadly_tickets:
-            world.generator_died(self)
-            self.engine.exit()
+            self._die()
         if self.is_leaving:
             return
         if self.spoiled != spoiled:
@@ -228,20 +268,13 @@ class LearnerProcess:
         self.takes: list[tuple[int, tuple[int, ...]]] = []
         """(shard, ids)"""
         self.version = 0
+        self.published: Published | None = None
+        """What its senders send."""
         self.frames: list[bytes] = []
         """Of the groups that the last successful poll found."""
         self.collected = Collected(groups=(), rejected=(), takes=0)
         self._decoded = DecodedFrames(decode)
         self.engine.start(self.process, self._run)
-
-    def revoke(self, holder: str) -> None:
-        """What the control plane asks for when a generator has died."""
-
-        def attempt() -> None:
-            with contextlib.suppress(StoreError):  # the leases run out by themselves
-                self.buffer.revoke(holder)
-
-        self.engine.start(self.process, attempt)
 
     def _run(self) -> None:
         try:
@@ -268,9 +301,10 @@ class LearnerProcess:
         record = StoredRun(name=RUN, config_json="{}", config_hash="", release="", key_id="")
         RunRecord(self.connection, KEY).claim(record, fresh=version == 0)
         self.deaths = StepDeaths(self.world.step_under_way)
-        self.world.step_deaths.learner_started()
+        self.world.step_deaths.learner_started(self.deaths)
         self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
         self._ranks = Ranks(self.engine, self.process, scenario.ranks)
+        self.hub = Hub(self.world, self)
         self._publish(version, self.intake.recover)
         while version < scenario.steps:
             collected = collect_on_every_rank(self._ranks.say, self, lambda version=version: self._poll(version), decode)
@@ -282,10 +316,11 @@ class LearnerProcess:
             self._publish(version, self.intake.open)
             if self.world.learner is self:
                 self.deaths.end(version - 1)
-                self.world.step_deaths.ended()
+                self.world.step_deaths.ended(version - 1)
             if version == scenario.steps or version % scenario.every == 0:
                 self._save(checkpoints, version)
         self.buffer.close()
+        self.hub.stop(THE_END)
         self.world.learner_finished(self, version)
 
     def stands_at(self, shard: int, owner: str, takes: int) -> bool:
@@ -318,9 +353,11 @@ class LearnerProcess:
         return ShardedIntake(tuple(intakes))
 
     def _publish(self, version: int, announce: Any) -> None:
+        serial = self.weights.history[-1]["serial"] if self.weights.history else 0
+        self.published = Published(self.history.weights(version), self.history, serial)
         if self.world.learner is self:
-            serial = self.weights.history[-1]["serial"] if self.weights.history else 0
-            self.world.published = Published(self.history.weights(version), self.history, serial)
+            self.world.published = self.published
+        self.hub.announce(version)
         self.version = version
         self.allow(version)
         announce(version)
@@ -344,12 +381,13 @@ class LearnerProcess:
     def _poll(self, version: int) -> bytes:
         longest_s = 1.0
         while (collected := self.intake.poll(version, wait_s=0.0)) is None:
+            self.hub.check()
             self.engine.sleep(self.engine.random.uniform(0.2, longest_s))
             longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
         self.collected, self.frames = collected, self._decoded.of_step(collected.groups)
         if self.world.learner is self:  # else it is about to hear that another has its place
             self.deaths.begin(version, self.frames)
-            self.world.step_deaths.began(self.frames)
+            self.world.step_deaths.began(version, self.frames)
         return b"%d" % len(self.frames)
 
     def _train(self, version: int, collected: Collected) -> None:

@@ -20,12 +20,15 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import Ledgers, shard_names
+from asyncrl.control import client as client_module
+from asyncrl.control import zmq as hub_module
 from asyncrl.errors import BufferGap, CheckpointError
 from asyncrl.trainer.checkpoint import CheckpointStore
 from asyncrl.types import INITIAL, Weights
 
 from .client import LATEST_S, OF_A_LEARNER, Connection, Network
 from .content import LIMITS, Tokens, encode
+from .control import Update, Wire, strange_message, virtual_control
 from .engine import Engine, Process, virtual_time
 from .faults import Faults
 from .invariants import check_lineage, check_nothing_is_left
@@ -121,7 +124,7 @@ class World:
         self.settings = Settings.draw(chance, shards=shards)
         self.rules = BufferRules(
             groups=self.settings.groups,
-            lease_s=10.0,
+            lease_s=chance.choice([10.0, 40.0]),
             max_attempts=chance.randint(1, 3),
             max_deaths=chance.choice([1 << 30, 1 << 30, 3, 5]),  # holders die so often that all would be suspects
             max_bytes=chance.choice([200, 800, 1 << 30]),
@@ -154,6 +157,9 @@ class World:
         self.lanes = [LaneWatch(self, name, shard) for shard, name in enumerate(shard_names("train", shards))]
         self._lane_named = {lane.name: lane for lane in self.lanes}
         self.published = Published(Weights(0), INITIAL, 0)
+        self.wire = Wire(self.engine, self.faults)
+        self.updates: dict[int, Update] = {}
+        """By the number in their order."""
         self.learner: LearnerProcess | None = None
         self._learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
@@ -179,7 +185,8 @@ class World:
 
     def run(self) -> None:
         """Raises Violation."""
-        with virtual_time(self.engine, connection_module, intake_module, redis_module, shards_module):
+        clocks = (connection_module, intake_module, redis_module, shards_module, client_module, hub_module)
+        with virtual_time(self.engine, *clocks), virtual_control(self.engine, self.wire):
             try:
                 self._start_learner()
                 for slot in range(self.scenario.generators):
@@ -242,7 +249,7 @@ class World:
     def _start_generator(self, slot: int) -> None:
         if not self._is_finished:
             self._incarnations += 1
-            self.generators[slot] = GeneratorProcess(self, f"g{slot}.{self._incarnations}")
+            self.generators[slot] = GeneratorProcess(self, f"g{slot}:{self._incarnations}")
 
     def learner_ended(self, learner: LearnerProcess) -> None:
         """A supervisor starts the next one, unless another has taken its place."""
@@ -254,16 +261,8 @@ class World:
             self._start_learner()
 
     def generator_died(self, generator: GeneratorProcess) -> None:
-        """A supervisor starts the next one; the control plane notices, and mostly says so."""
-        random = self.engine.random
+        """A supervisor starts the next one; the control plane notices by its silence."""
         self.generator_left(generator)
-        if random.random() < 0.7:
-            holder = generator.process.name
-            self.engine.at(random.uniform(1.0, 4.0), lambda: self._revoke(holder))
-
-    def _revoke(self, holder: str) -> None:
-        if self.learner is not None and self.learner.process.is_alive:
-            self.learner.revoke(holder)
 
     def generator_left(self, generator: GeneratorProcess) -> None:
         for slot, one in self.generators.items():
@@ -406,25 +405,22 @@ class World:
             random.choice([*kinds, *[self._store_relapse] * (4 if function == "commit" else 1)])()
             self.engine.sleep(random.uniform(0.0, random.choice([1.0, 5.0, 20.0])))
 
-    def _any_generator(self) -> GeneratorProcess:
+    def any_generator(self) -> GeneratorProcess:
         return self.generators[self.engine.random.randrange(self.scenario.generators)]
 
     def _generator_kill(self) -> None:
-        generator = self._any_generator()
+        generator = self.any_generator()
         if generator.process.is_alive:
             self.engine.kill(generator.process)
             self.generator_died(generator)
 
     def _generator_pause(self) -> None:
         """The control plane may take it for dead."""
-        random, process = self.engine.random, self._any_generator().process
-        process.paused_until_s = self.engine.now_s + random.uniform(1.0, 90.0)
-        if random.random() < 0.5:
-            self.engine.at(random.uniform(1.0, 4.0), lambda: self._revoke(process.name))
+        self.any_generator().process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 90.0)
 
     def _generator_hang(self) -> None:
         """Nobody but the supervisor ends it."""
-        generator = self._any_generator()
+        generator = self.any_generator()
         generator.process.paused_until_s = FOREVER_S
 
         def replace() -> None:
@@ -434,8 +430,11 @@ class World:
 
         self.engine.at(self.engine.random.uniform(5.0, 60.0), replace)
 
+    def _strange_message(self) -> None:
+        strange_message(self)
+
     def _generator_leave(self) -> None:
-        self._any_generator().is_leaving = True
+        self.any_generator().is_leaving = True
 
     def _learner_kill(self) -> None:
         learner = self.learner
