@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.environment import describe
 
-from .campaign import Tally, campaign, simulate_all
+from .campaign import SIMULATES, Tally, campaign, simulate_all
 
 REPORT_S = 60.0
 
@@ -48,7 +48,8 @@ def keep(path: Path, first: int, total: Tally) -> None:
     before = json.loads(path.read_text())["campaigns"] if path.exists() else []
     # Not asdict(), which cannot copy a Counter.
     seen = {field.name: getattr(total, field.name) for field in dataclasses.fields(total)}
-    runs = [run for run in before if run["first"] != first] + [{"first": first} | seen]
+    others = [run for run in before if (run["simulates"], run["first"]) != (SIMULATES, first)]
+    runs = [*others, {"first": first, "simulates": SIMULATES} | seen]
     lines = ",\n".join(f"  {json.dumps(run)}" for run in sorted(runs, key=lambda run: run["first"]))
     path.write_text(f'{{\n "environment": {json.dumps(describe("lupa"))},\n "campaigns": [\n{lines}\n ]\n}}\n')
 
