@@ -15,7 +15,7 @@ MOST_WAYS = 6
 def campaigns(found: Mapping[str, Any]) -> Iterator[str]:
     """F4: what the seeds of all campaigns have seen. Raises ValueError when a seed would count twice."""
     runs = sorted(found["campaigns"], key=lambda run: (run["simulates"] == SIMULATES, run["first"]))
-    yield "| figure | what was simulated | seeds | of them with four shards | simulated hours | calls | faults | seeds that failed |"
+    yield "| figure | what was simulated | seeds | with four shards | simulated hours | calls | faults | seeds that failed |"
     yield "|---|---|---|---|---|---|---|---|"
     for what, campaigns_of_it in itertools.groupby(runs, key=lambda run: run["simulates"]):
         yield f"| F4 | {what} | {_summed(list(campaigns_of_it))} |"

@@ -131,6 +131,8 @@ class World:
         )
         self.scenario = Scenario.draw(chance, shards=shards)
         self.faults = Faults.draw(chance)
+        if self.faults.chances["torn_checkpoint"] > 0.5:  # there is an older one to fall back on, soon
+            self.scenario = replace(self.scenario, every=1, keep=3)
         is_counted = self.rules.max_deaths < 1 << 30
         self.deadly_tickets = {i for i in range(1, 100) if is_counted and chance.random() < DEADLY_SHARE}
         """Whoever samples one dies."""
