@@ -133,8 +133,10 @@ class Wire:
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
         self.engine, self._faults = engine, faults
+        self.learner: Process | None = None
+        """That came last."""
         self.router: Router | None = None
-        """Of the learner that came last."""
+        """Its socket."""
         self.dealers: dict[bytes, Dealer] = {}
         self.heard_at_s: dict[bytes, float] = {}
         """Peer -> when its own sign of life has last arrived."""
@@ -145,8 +147,11 @@ class Wire:
         return self.router is not None and self.router.process.is_alive
 
     def listen(self, process: Process) -> Router:
-        self.router = Router(self, process)
-        return self.router
+        router = Router(self, process)
+        if process is self.learner:  # else another has its place, and generators have gone there
+            self.router = router
+            self._recent.clear()
+        return router
 
     def connect(self, process: Process) -> Dealer:
         peer = b"%032x" % self.engine.random.getrandbits(128)
@@ -154,17 +159,22 @@ class Wire:
         return self.dealers[peer]
 
     def to_learner(self, peer: bytes, data: bytes, *, is_sign: bool) -> None:
-        random, faults = self.engine.random, self._faults
+        random, faults, router = self.engine.random, self._faults, self.router
         if faults.strikes("lost_message"):
             return
+
+        def deliver(peer: bytes, data: bytes, *, is_sign: bool = False) -> None:
+            if router is self.router:  # what is under way ends with its connection
+                self.arrive(peer, data, is_sign=is_sign)
+
         self._recent.append((peer, data))
         delay_s = random.expovariate(1 / 0.005)
         if faults.strikes("late_message"):
             delay_s = random.uniform(0.0, random.choice([1.0, 10.0, 60.0]))
-        self.engine.at(delay_s, lambda: self.arrive(peer, data, is_sign=is_sign))
+        self.engine.at(delay_s, lambda: deliver(peer, data, is_sign=is_sign))
         if faults.strikes("repeated_message"):
             again, longest_s = random.choice(self._recent), random.choice([1.0, 10.0, 120.0])
-            self.engine.at(random.uniform(0.0, longest_s), lambda: self.arrive(*again))
+            self.engine.at(random.uniform(0.0, longest_s), lambda: deliver(*again))
 
     def arrive(self, peer: bytes, data: bytes, *, is_sign: bool = False) -> None:
         if self.has_learner:

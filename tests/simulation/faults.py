@@ -29,7 +29,7 @@ MEAN_S = {
 OTHER = {
     "garbage_frame": 0.2,  # per group
     "foreign_group": 0.05,  # authentic, and of no use: of another lane, or of other settings
-    "deadly_group": 0.04,  # kills every learner that trains on it
+    "deadly_group": 0.08,  # kills every learner that trains on it
     "late_group": 0.3,
     "reward_fails": 0.1,
     "lost_message": 0.1,  # per message of a generator to the learner

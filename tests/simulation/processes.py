@@ -356,7 +356,7 @@ class LearnerProcess:
         serial = self.weights.history[-1]["serial"] if self.weights.history else 0
         self.published = Published(self.history.weights(version), self.history, serial)
         if self.world.learner is self:
-            self.world.published = self.published
+            self.world.publish(self.published)
         self.hub.announce(version)
         self.version = version
         self.allow(version)

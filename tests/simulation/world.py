@@ -46,6 +46,8 @@ PATIENCE_S = 3000.0
 MEMORY = "/dev/shm"
 """Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes time."""
 FOREVER_S = 1e7
+STORM_S = (5.0, 40.0)
+"""Faults come in storms: between two of them the run gets on, so that later steps, with checkpoints, meet faults as well."""
 SNAPSHOTS = 4
 DEADLY_SHARE = 0.03
 SHARDS = (1, 4)
@@ -96,6 +98,7 @@ class Scenario:
     fsync_s: float
     """0: nothing that was answered is lost; else the time between two."""
     faults_s: float
+    """All storms together, at most."""
 
     @classmethod
     def draw(cls, random: random.Random, *, shards: int) -> "Scenario":
@@ -178,6 +181,8 @@ class World:
         self._is_forgotten = False
         self._snapshot_at_s = 0.0
         self._is_finished, self._is_over = False, False
+        self._storms_left_s, self._calm_since_s = self.scenario.faults_s, 0.0
+        self._storm_from_version = 0
         self.drained = False
         self.outcomes = collections.Counter[str]()
         self.trace: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=60)
@@ -195,7 +200,7 @@ class World:
                     self._start_generator(slot)
                 for name, mean_s in self.faults.means_s.items():
                     self._schedule(name, mean_s)
-                self.engine.at(self.scenario.faults_s, self._calm)
+                self._storm()
                 self.engine.run(lambda: self._is_over, self._deadline_s)
                 self._check_end()
                 self.engine.start(Process("drain"), self._drain)
@@ -204,10 +209,29 @@ class World:
                 self.engine.close()
 
     def _deadline_s(self) -> float:
-        return self.scenario.faults_s + PATIENCE_S + 2 * self.turned_back_s
+        return max(self._calm_since_s, self.engine.now_s if self.faults.is_on else 0.0) + PATIENCE_S + 2 * self.turned_back_s
+
+    def _storm(self) -> None:
+        lasts_s = min(self._storms_left_s, self.engine.random.uniform(*STORM_S))
+        self._storms_left_s -= lasts_s
+        self.faults.is_on = True
+        self.engine.at(lasts_s, self._calm)
 
     def _calm(self) -> None:
-        self.faults.is_on = False
+        """Until there are new weights."""
+        if self.faults.is_on:
+            self.faults.is_on, self._calm_since_s = False, self.engine.now_s
+            self._storm_from_version = self.published.weights.version + 1
+
+    def publish(self, published: Published) -> None:
+        """The learner has new weights."""
+        self.published = published
+        if not self.faults.is_on and self._storms_left_s > 0 and published.weights.version >= self._storm_from_version:
+            self.engine.at(self.engine.random.uniform(0.0, self.scenario.training_s), self._resume_storms)
+
+    def _resume_storms(self) -> None:
+        if not (self.faults.is_on or self._is_finished):
+            self._storm()
 
     # -- processes come and go
 
@@ -221,6 +245,7 @@ class World:
             self._change_settings()
         self._incarnations += 1
         self.learner = LearnerProcess(self, f"learner.{self._incarnations}", is_first=not self._learners)
+        self.wire.learner = self.learner.process
         self._learners.append(self.learner)
 
     def _damage(self, checkpoint: Path) -> None:
@@ -394,6 +419,7 @@ class World:
             if self.faults.is_on:
                 self.faults.count(name)
                 getattr(self, f"_{name}")()
+            if not self._is_finished:
                 self._schedule(name, mean_s)
 
         self.engine.at(self.engine.random.expovariate(1 / mean_s), strike)
