@@ -247,10 +247,10 @@ MUTANTS = [
     one("any suspect may be first", lua("if waits and tonumber(id) < (tonumber(first) or math.huge) then", "if waits then")),
     one("a suspect waits for credit that it has not", lua("is_id(k, id, issued) and tonumber(id) <= limit and call(", "is_id(k, id, issued) and call(")),
     # -- steps that kill their learner
-    one("learners that died in a step are not counted", launch("step_deaths", "deaths=self._steps[begun].deaths + 1)", "deaths=self._steps[begun].deaths)")),
-    one("a step is deadly after two learners", launch("step_deaths", "step.deaths >= MAX_DEATHS]", "step.deaths >= MAX_DEATHS - 1]")),
-    one("a step is deadly for all groups", launch("step_deaths", "if digest in step.digests:", "if True:")),
-    one("other groups answer for those that killed", launch("step_deaths", "if known is None or known.digests != digests:", "if known is None:")),
+    one("learners that died in a step are not counted", launch("step_deaths", "{digest: deaths + 1 for", "{digest: deaths for")),
+    one("a step is deadly after two learners", launch("step_deaths", "step.get(digest, 0) >= MAX_DEATHS:", "step.get(digest, 0) >= MAX_DEATHS - 1:")),
+    one("a step is deadly for all groups", launch("step_deaths", "if step.get(digest, 0) >= MAX_DEATHS:", "if (step := {digest: max(step.values(), default=0)})[digest] >= MAX_DEATHS:")),
+    one("other groups answer for those that killed", launch("step_deaths", "known.get(digest, 0) for digest", "max(known.values(), default=0) for digest")),
     one("a step that was trained stays begun", launch("step_deaths", "        self._steps.pop(version, None)\n        self._write(None)\n", "        pass\n")),
     # -- several ranks
     one("ranks get the groups in another order", launch("same_bytes", "for frame in head.frames:", "for frame in reversed(head.frames):")),

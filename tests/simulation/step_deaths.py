@@ -10,13 +10,13 @@ class StepDeathsTold:
 
     def __init__(self) -> None:
         self._under_way: int | None = None
-        self._deaths: dict[int, tuple[list[bytes], int]] = {}
-        """Version -> the frames that are trained on, and how many learners have died of it."""
+        self._deaths: dict[int, dict[bytes, int]] = {}
+        """Version -> its frames -> how many learners in a row have died with each."""
 
     def began(self, version: int, frames: list[bytes]) -> None:
         """A learner trains on them."""
-        if self._deaths.get(version, ([], 0))[0] != frames:
-            self._deaths[version] = (frames, 0)
+        before = self._deaths.get(version, {})
+        self._deaths[version] = {frame: before.get(frame, 0) for frame in frames}
         self._under_way = version
 
     def ended(self, version: int) -> None:
@@ -27,12 +27,12 @@ class StepDeathsTold:
     def learner_started(self, counted: StepDeaths) -> None:
         """If a step was under way, another learner has died in it."""
         if self._under_way is not None:
-            frames, deaths = self._deaths[self._under_way]
-            self._deaths[self._under_way] = (frames, deaths + 1)
+            for frame in self._deaths[self._under_way]:
+                self._deaths[self._under_way][frame] += 1
         self._under_way = None
-        found = {version: step.deaths for version, step in counted._steps.items()}
-        told = {version: deaths for version, (_, deaths) in self._deaths.items()}
+        found = {version: sorted(step.values()) for version, step in counted._steps.items()}
+        told = {version: sorted(step.values()) for version, step in self._deaths.items()}
         require(found == told, "the deaths of steps are counted wrongly", found, told)
 
     def may_condemn(self, frame: bytes) -> bool:
-        return any(deaths >= MAX_DEATHS and frame in frames for frames, deaths in self._deaths.values())
+        return any(step.get(frame, 0) >= MAX_DEATHS for step in self._deaths.values())
