@@ -39,6 +39,7 @@ OTHER = {
     "late_order": 0.05,
     "repeated_order": 0.05,
     "failed_transfer": 0.2,
+    "false_report": 0.2,  # per update of weights, before it is there: of other weights
     "torn_checkpoint": 0.3,  # per start of a learner
     "changed_settings": 0.3,
     "ambush": 0.15,  # per rare call of one

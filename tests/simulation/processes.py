@@ -131,6 +131,9 @@ class GeneratorProcess:
 
     def _obey_forever(self) -> None:
         while not isinstance(order := self.control.wait_for_order(), Stop):
+            if self.world.faults.strikes("false_report"):
+                other = self.engine.random.choice([(order.version, -1), (order.version + 1, order.weights.lineage)])
+                self.control.tell(UpdateReport(version=other[0], lineage=other[1], applied=True))
             self.control.tell(self._adopt(order))
         if order.reason != THE_END:
             require("refused when coming back" in order.reason, "stopped before the end", order)

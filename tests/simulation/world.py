@@ -311,7 +311,9 @@ class World:
             rollouts.append((int(random.random() > 0.2), [part.weights for part in parts]))
         frame = encode(ticket_id, name, rollouts, padding=random.choice([0, 20, 80]))
         if self.faults.strikes("garbage_frame"):
-            return random.choice([b"garbage", b"", frame[:-1], encode(ticket_id + 1, name, rollouts)])
+            shards = len(self.lanes)  # so that the neighbour may be of the same step
+            neighbour = ticket_id + shards if ticket_id <= shards or random.random() < 0.5 else ticket_id - shards
+            return random.choice([b"garbage", b"", frame[:-1], *[encode(neighbour, name, rollouts)] * 2])
         if self.faults.strikes("foreign_group"):
             return self._foreign(ticket_id, name, rollouts)
         self.produced.setdefault(ticket_id, set()).add(name)
