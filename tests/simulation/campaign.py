@@ -14,7 +14,7 @@ from asyncrl.processes import die_with_parent
 from .world import simulate
 
 SEEDS_AT_ONCE = 20
-SIMULATES = "the same, histories, several ranks, the control plane, tickets and steps that kill"
+SIMULATES = "the same, histories, several ranks, the control plane, tickets and steps that kill, faults in storms"
 """What earlier campaigns did not: seeds of another simulation are told apart in the table."""
 MOST_TRACES = 5
 """Failures that are told in full."""
