@@ -132,7 +132,8 @@ class GeneratorProcess:
     def _obey_forever(self) -> None:
         while not isinstance(order := self.control.wait_for_order(), Stop):
             if self.world.faults.strikes("false_report"):
-                other = self.engine.random.choice([(order.version, -1), (order.version + 1, order.weights.lineage)])
+                never = order.version + 1000  # the next one may be under way when a late report on it arrives
+                other = self.engine.random.choice([(order.version, -1), (never, order.weights.lineage)])
                 self.control.tell(UpdateReport(version=other[0], lineage=other[1], applied=True))
             self.control.tell(self._adopt(order))
         if order.reason != THE_END:
