@@ -298,8 +298,14 @@ def _version_call(call: Call) -> None:
 
 
 def _recover_call(call: Call) -> None:
-    known_epoch, owner, takes, chain, version, limit, watermark, above, history, _ = call.arguments
+    known_epoch, owner, is_first, takes, chain, version, limit, watermark, above, history, _ = call.arguments
     before, after = call.before, call.after
+    newest, is_new = before.number("epoch"), before.meta.get("owner") != owner
+    is_late = newest > int(known_epoch) or (newest == int(known_epoch) and is_first == "0")
+    require((call.reply[0] == b"NEWER") == (is_new and is_late), "a late learner took the lane, or a new one did not", call.reply)
+    if call.reply[0] == b"NEWER":
+        require(after is before and call.reply[1] == newest, "a late learner had an effect", call.arguments)
+        return
     require(
         (after.watermark, after.done) == (int(watermark), call.ids(above)), "the store disagrees with the ledger", call.arguments
     )
@@ -313,8 +319,7 @@ def _recover_call(call: Call) -> None:
         "committed": takes,
     }
     require(after.learners | told == after.learners, "the store disagrees with the learner", after.learners, told)
-    is_new = before.meta.get("owner") != owner
-    newest = max(before.number("epoch"), int(known_epoch)) + 1 if is_new else before.number("epoch")
+    newest = int(known_epoch) + 1 if is_new else newest
     require(after.number("epoch") == newest == call.reply[1], "an epoch comes twice", after.number("epoch"), newest)
     for ticket_id, (home, now) in call.moved.items():
         is_kept = home in ("new", "done") or now in ("done", "ready")

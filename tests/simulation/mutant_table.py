@@ -73,7 +73,7 @@ REJECT_CHAIN = lua("(chain ~= take.chain and chain ~= take.unshortened)", "false
 KEEP_CHAIN = lua("take ~= nil and take.previous == chain", "take ~= nil")
 FENCE_OWNER = lua("or call('HGET', k.meta, 'owner') ~= args[2] then", "then")
 FENCE_EPOCH = lua("epoch > tonumber(args[1]) or ", "")
-NEW_EPOCH = lua("epoch = math.max(epoch, tonumber(args[1])) + 1", "epoch = math.max(epoch, tonumber(args[1]))")
+NEW_EPOCH = lua("epoch = known + 1", "epoch = known")
 REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
 OPEN_WAITING = client("intake", "self.open(version)  # a store that lost only this", "pass  # a store that lost only this")
 OPEN_REJECTED = client(
@@ -169,7 +169,10 @@ MUTANTS = [
     one("no fence", lua("epoch > tonumber(args[1]) or call('HGET', k.meta, 'owner') ~= args[2]", "false")),
     one("a new learner has no new epoch", NEW_EPOCH),
     two("epochs do not fence", NEW_EPOCH, FENCE_OWNER),
-    one("epochs begin again after a wipe", lua("math.max(epoch, tonumber(args[1])) + 1", "epoch + 1")),
+    one("epochs begin again after a wipe", lua("epoch = known + 1", "epoch = epoch + 1")),
+    one("a late learner takes the lane", lua("known < epoch or (known == epoch and args[3] == '0')", "false")),
+    one("a learner takes the lane from another of its epoch", lua("known < epoch or (known == epoch and args[3] == '0')", "known < epoch")),
+    one("a learner that starts asks once", client("redis", "            known = epoch\n", "            break\n")),
     one("the version goes back", lua("math.max(meta(k, 'version'), args[3])", "args[3]")),
     one("the limit goes back", lua("math.max(meta(k, 'limit'), args[4])", "args[4]")),
     one("a revoked holder keeps a ticket", lua("lost_by_holder(k, held(k, args[1], call('HKEYS', k.holders)))", "lost_by_holder(k, {unpack(held(k, args[1], call('HKEYS', k.holders)), 2)})")),
@@ -188,16 +191,16 @@ MUTANTS = [
     one("a recovery issues done ids again", lua("    elseif not is_done(k, id) then\n", "    else\n")),
     one("taken groups are ready as well", lua("if not kept[id] then call('ZADD', k.ready, id, id) end", "call('ZADD', k.ready, id, id)")),
     one("a recovery does not count bytes", lua("id_text(issued), 'bytes', id_text(weight(k))", "id_text(issued)")),
-    one("a recovery forgets the watermark", lua("'history', args[9], 'watermark', watermark, 'committed'", "'history', args[9], 'committed'")),
+    one("a recovery forgets the watermark", lua("'history', args[10], 'watermark', watermark, 'committed'", "'history', args[10], 'committed'")),
     one("a recovery keeps what was done", lua("  call('DEL', k.done)\n", "", after="register_privileged('recover'")),
     one("a recovery does not mark what is done", lua("    call('SADD', k.done, id)\n", "", after="register_privileged('recover'")),
     one("a wiped store issues done ids", lua("math.max(math.min(total(k, 'issued'), meta(k, 'most')), meta(k, 'watermark'))", "math.min(total(k, 'issued'), meta(k, 'most'))")),
     one("a wiped store issues done ids above the watermark", lua("    issued = math.max(issued, tonumber(id))\n", "")),
     one("a recovery does not open a closed lane", lua("'closed', 0, 'starving', 0,", "'starving', 0,")),
-    one("a recovery keeps the credit of before", lua("'limit', args[6], ", "", after="register_privileged('recover'")),
+    one("a recovery keeps the credit of before", lua("'limit', args[7], ", "", after="register_privileged('recover'")),
     # -- the client
     one("every lease is the same request", client("redis", "uuid.uuid4().int,", "1,")),
-    one("the learner does not learn its epoch", client("redis", "self._epoch = self._checked(", "self._checked(")),
+    one("the learner does not learn its epoch", client("redis", "                self._epoch = epoch\n", "")),
     one("a gap is no gap", client("redis", 'if status == b"GAP":', "if False:")),
     one("a fenced learner goes on", client("redis", 'if status == b"FENCED":', "if False:")),
     one("lost frames are left out", client("redis", "        if missing:\n", "        if False:\n")),
@@ -219,7 +222,7 @@ MUTANTS = [
     one("a learner forgets what is young enough", types("version - longest_lag <= last.version", "version - longest_lag + 2 <= last.version")),
     one("two learners have the same lineage", types("return History(lineage, ", "return History(self.lineage or lineage, ")),
     one("the checkpoint does not hold the history", loop('"history": str(self.history)}', '"history": "0"}')),
-    one("a recovery keeps the history of before", lua("'history', args[9], ", "")),
+    one("a recovery keeps the history of before", lua("'history', args[10], ", "")),
     one("tickets carry no history", client("redis", "history=History.parse(history.decode())", "history=INITIAL")),
     # -- groups that nobody can train on
     one("an untrainable group is trained", client("gate", "if reason := trainable(group, self.limits):", "if reason := '':")),
@@ -277,7 +280,7 @@ MUTANTS = [
     one("what is committed runs behind", lua("call('HSET', k.meta, 'committed', number, 'watermark'", "call('HSET', k.meta, 'committed', number - 1, 'watermark'")),
     one("leases end with whole seconds", lua("* 1000 + math.floor(tonumber(time[2]) / 1000)", "* 1000")),
     one("attempts of done ids stay", lua("ipairs{k.frames, k.attempts, k.deaths}", "ipairs{k.frames, k.deaths}")),
-    one("a recovery does not lower what is committed", lua("'committed', args[3], 'most'", "'committed', math.max(meta(k, 'committed'), args[3]), 'most'")),
+    one("a recovery does not lower what is committed", lua("'committed', args[4], 'most'", "'committed', math.max(meta(k, 'committed'), args[4]), 'most'")),
     one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(self._accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(self._accepted)\n")),
     one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
     one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),

@@ -16,7 +16,7 @@ OUTCOMES = {
     "take": ["groups", "WAIT", "GAP", "FENCED"],
     "reject": ["shortened", "given up", "GAP", "FENCED"],
     "commit": ["groups", "nothing", "GAP", "FENCED"],
-    "recover": ["groups kept", "nothing kept"],
+    "recover": ["groups kept", "nothing kept", "NEWER"],
     "version": ["OK", "GAP", "FENCED"],
     "revoke": ["some", "none"],
     "close": ["OK", "GAP", "FENCED"],
@@ -44,7 +44,7 @@ def _kind(name: str, reply: Any, frames: dict[int, bytes]) -> str:
         return "some" if reply else "none"
     if name in ("renew", "give_back", "audit"):
         return "ok"
-    if name == "recover":
+    if name == "recover" and reply[0] == b"OK":
         return "groups kept" if frames else "nothing kept"
     if reply[0] != b"OK":
         return str(reply[0].decode())

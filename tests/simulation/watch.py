@@ -47,7 +47,7 @@ class LaneWatch:
         assert before is not None
         self._lane = lane
         world.outcomes[outcome(name, reply, lane.frames)] += 1
-        if name == "recover":
+        if name == "recover" and reply[0] == b"OK":
             self._recovered(arguments)
         elif name == "take" and lane.takes != before.takes:
             self._assigned(before, lane)
@@ -114,7 +114,7 @@ class LaneWatch:
     def _recovered(self, arguments: tuple[str, ...]) -> None:
         """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
         self._world.store.forget_strays(self.name)
-        learner, owner, takes = self._world.learner, arguments[1], int(arguments[2])
+        learner, owner, takes = self._world.learner, arguments[1], int(arguments[3])
         is_newest = learner is not None and learner.stands_at(self.shard, owner, takes)
         if not is_newest or takes < self._recovered_takes:
             self._seen.clear()

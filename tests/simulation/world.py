@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import os
 import random
 import tempfile
@@ -165,6 +166,8 @@ class World:
         self.wire = Wire(self.engine, self.faults)
         self.updates: dict[int, Update] = {}
         """By the number in their order."""
+        self.forgot_s = -math.inf
+        """When the store last lost something."""
         self.learner: LearnerProcess | None = None
         self._learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
@@ -409,6 +412,7 @@ class World:
         lanes = random.sample(self.lanes, random.randint(1, len(self.lanes) - 1)) if is_one_node else self.lanes
         self.store.restore(snapshot, lanes=[lane.name for lane in lanes] if is_one_node else None)
         self._snapshots = [self.store.snapshot()]
+        self.forgot_s = self.engine.now_s
         for lane in lanes:
             lane.store_is_another()
         if self.faults.strikes("echo"):
