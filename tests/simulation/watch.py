@@ -6,6 +6,7 @@ from asyncrl.buffer.ledger import next_chain
 from asyncrl.buffer.shards import join
 
 from .calls import Call, check_call
+from .client import LATEST_S
 from .invariants import check_state
 from .lane import Lane, require
 from .outcomes import outcome
@@ -48,7 +49,7 @@ class LaneWatch:
         self._lane = lane
         world.outcomes[outcome(name, reply, lane.frames)] += 1
         if name == "recover" and reply[0] == b"OK":
-            self._recovered(arguments)
+            self._recovered(before, arguments)
         elif name == "take" and lane.takes != before.takes:
             self._assigned(before, lane)
         elif name == "put":
@@ -111,9 +112,13 @@ class LaneWatch:
         elif name == "lease" and reply != OOM and not reply[2] and self._answered_before(arguments) is None:
             self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
 
-    def _recovered(self, arguments: tuple[str, ...]) -> None:
+    def _recovered(self, before: Lane, arguments: tuple[str, ...]) -> None:
         """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
         self._world.store.forget_strays(self.name)
+        remembers = self._world.forgot_s < self._world.engine.now_s - LATEST_S
+        is_alive = {learner.shards[self.shard]._owner: learner.process.is_alive for learner in self._world.learners}
+        is_robbed = is_alive.get(before.meta.get("owner", "")) and not is_alive[arguments[1]]
+        require(not (remembers and is_robbed), "a dead learner took the lane from one that lives", arguments)
         learner, owner, takes = self._world.learner, arguments[1], int(arguments[3])
         is_newest = learner is not None and learner.stands_at(self.shard, owner, takes)
         if not is_newest or takes < self._recovered_takes:

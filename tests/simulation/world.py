@@ -169,7 +169,7 @@ class World:
         self.forgot_s = -math.inf
         """When the store last lost something."""
         self.learner: LearnerProcess | None = None
-        self._learners: list[LearnerProcess] = []
+        self.learners: list[LearnerProcess] = []
         self.generators: dict[int, GeneratorProcess] = {}
         self._incarnations = 0
         self._samples = 0
@@ -244,12 +244,12 @@ class World:
         kept = sorted(self.directory.glob("step-*"))
         if len(kept) > 1 and self.faults.strikes("torn_checkpoint"):
             self._damage(kept[-1])
-        if self._learners and self.faults.strikes("changed_settings"):
+        if self.learners and self.faults.strikes("changed_settings"):
             self._change_settings()
         self._incarnations += 1
-        self.learner = LearnerProcess(self, f"learner.{self._incarnations}", is_first=not self._learners)
+        self.learner = LearnerProcess(self, f"learner.{self._incarnations}", is_first=not self.learners)
         self.wire.learner = self.learner.process
-        self._learners.append(self.learner)
+        self.learners.append(self.learner)
 
     def _damage(self, checkpoint: Path) -> None:
         file = self.engine.random.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
@@ -557,7 +557,7 @@ class World:
             check_lineage(weights.history, self.ledgers, self.produced, self.sampled_by)
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
-        for one in [*self.generators.values(), *self._learners]:
+        for one in [*self.generators.values(), *self.learners]:
             self.engine.kill(one.process)
 
     def _drain(self) -> None:
