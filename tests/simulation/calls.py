@@ -304,7 +304,8 @@ def _recover_call(call: Call) -> None:
     is_late = newest > int(known_epoch) or (newest == int(known_epoch) and is_first == "0")
     require((call.reply[0] == b"NEWER") == (is_new and is_late), "a late learner took the lane, or a new one did not", call.reply)
     if call.reply[0] == b"NEWER":
-        require(after is before and call.reply[1] == newest, "a late learner had an effect", call.arguments)
+        is_still = after.learners == before.learners and after.homes == before.homes
+        require(is_still and call.reply[1] == newest, "a late learner had an effect", call.arguments)
         return
     require(
         (after.watermark, after.done) == (int(watermark), call.ids(above)), "the store disagrees with the ledger", call.arguments
