@@ -19,7 +19,7 @@ CURES: Mapping[int, str] = {
     errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
     errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: run.root=DIRECTORY)",
     errno.EEXIST: "something else has that name: move it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EISDIR: "give a file, not a directory",
+    errno.EISDIR: "a directory stands where a file is needed: move it, or give a file",
     errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "allow more open files: ulimit -n 65536",

@@ -152,7 +152,7 @@ def test_what_a_run_cannot_do_without_is_named_with_the_way_out(root: Path, name
                 plain=True,
             )
         said = str(refusal.value)
-    assert name in said and any(word in said for word in ("restore", "mend", "must be a file")) and "Traceback" not in said
+    assert name in said and any(word in said for word in ("restore", "move it", "must be a file")) and "Traceback" not in said
     assert trained(root, BEFORE) == whole(BEFORE)
     assert not list((root / "runs" / NAME / "checkpoints").glob("rejected-*")), "a refusal changes nothing"
 

@@ -288,7 +288,7 @@ MUTANTS = [
     # -- the rest of the client
     one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
     one("a gap is not healed", client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")),
-    one("rejected groups are not counted", client("intake", 'self.ledger.count_rejected(reason.split(":")[0])', "pass")),
+    one("rejected groups are not counted", client("intake", "self.ledger.count_rejected(kind := kind_of(reason))", "kind = kind_of(reason)")),
     one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._accepted, self", "        self._accepted, self")),
     one("the ledger enters no ids", client("ledger", "        self.above.update(ids)\n", "")),
     one("the ledger enters ids twice", REPEATED_IDS, survives="the store never assigns an id twice"),
