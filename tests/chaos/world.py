@@ -29,7 +29,6 @@ from asyncrl.supervisor import USER_ERROR
 
 from . import roles
 from .disk import Disk
-from .helpers import DOOMED
 from .hosts import Cable, Hosts, inside
 from .lineage import Verdict, handed_over, judge
 from .members import Member, Stuck, send
