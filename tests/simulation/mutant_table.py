@@ -75,6 +75,8 @@ FENCE_OWNER = lua("or call('HGET', k.meta, 'owner') ~= args[2] then", "then")
 FENCE_EPOCH = lua("epoch > tonumber(args[1]) or ", "")
 NEW_EPOCH = lua("epoch = known + 1", "epoch = known")
 REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
+HEAL = client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")
+MEND = client("intake", "            self.recover(version)\n", "            pass\n", after="def _check_stall")
 OPEN_WAITING = client("intake", "self.open(version)  # a store that lost only this", "pass  # a store that lost only this")
 OPEN_REJECTED = client(
     "intake", "if self._rejected:\n            self.open(version)", "if False:\n            self.open(version)"
@@ -287,7 +289,8 @@ MUTANTS = [
     one("a damaged checkpoint is loaded", Edit("asyncrl/trainer/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
     # -- the rest of the client
     one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
-    one("a gap is not healed", client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")),
+    one("a gap is not healed", HEAL, survives="the store is made to agree with the ledger when no group has come for a minute"),
+    two("a gap is never healed", HEAL, MEND),
     one("rejected groups are not counted", client("intake", "self.ledger.count_rejected(kind := kind_of(reason))", "kind = kind_of(reason)")),
     one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._accepted, self", "        self._accepted, self")),
     one("the ledger enters no ids", client("ledger", "        self.above.update(ids)\n", "")),
