@@ -138,7 +138,7 @@ def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str,
         "commit": (*me, taken.number, taken.chain),
         "version": (*me, 5, 99),
         "close": me,
-        "recover": (buffer._epoch, "usurper", 0, Ledger().chain, 0, 12, 0, "", str(INITIAL), 1000),
+        "recover": (buffer._epoch, "usurper", 1, 0, Ledger().chain, 0, 12, 0, "", str(INITIAL), 1000),
         "revoke": ("g",),
     }
 
