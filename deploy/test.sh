@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, unit tests, then the tests with real processes. `make test` and CI run this.
+# `make test`: lint, types and the fast tests. `make test-all`, which CI runs: every test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash deploy/install.sh
@@ -7,4 +7,12 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy
-exec python -m pytest "$@"
+# A file goes to one process as a whole: its tests share stores and engines.
+two_processes=(-n 2 --dist loadfile)
+python -m pytest tests/unit --durations=20 "${two_processes[@]}"
+others=(tests/simulation tests/integration tests/chaos --durations=20)
+case $1 in
+    fast) exec python -m pytest "${others[@]}" -m "not slow" "${two_processes[@]}" ;;
+    # One after the other: some of the slow ones start engines enough for both cores.
+    all) exec python -m pytest "${others[@]}" ;;
+esac

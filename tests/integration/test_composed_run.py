@@ -29,6 +29,7 @@ from asyncrl.rewards.sandbox import Sandbox
 PROBLEM = Sandbox((), Path("runs")).problem()
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
 ]

@@ -7,7 +7,7 @@ from tests.crash.file_trace import COMPILER
 from tests.crash.points import enumerate_points
 from tests.crash.saver import KEY
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")

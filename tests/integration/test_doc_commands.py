@@ -41,7 +41,8 @@ NOT_TYPED = {
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
     "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
-    "make test": "is what runs this",
+    "make test": "lint, types and other tests than this one",
+    "make test-all": "is what runs this",
     "mkdir": "tests/unit/test_deploy.py, as `cp`",
     "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
@@ -129,6 +130,7 @@ def typed(project: Path, text: str, wait_s: float = 300.0) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None:
     run = project / "runs" / "my-task"
     try:

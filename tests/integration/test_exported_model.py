@@ -14,7 +14,7 @@ from vllm_helpers import running_engine
 from asyncrl.launch.directory import RunDirectory
 from asyncrl.results.export import export_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 IDS = [3, 9, 4, 30, 12, 7, 7, 25]
 

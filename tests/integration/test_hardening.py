@@ -33,7 +33,7 @@ from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.down import processes_of
 from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TESTS = Path(__file__).parents[1]
 CANARIES = {

@@ -5,7 +5,7 @@ import pytest
 from tests.crash.file_trace import COMPILER
 from tests.crash.whole_run import trace, try_all
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")

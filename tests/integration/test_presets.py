@@ -293,6 +293,7 @@ def ledger_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())["ledger"]
 
 
+@pytest.mark.slow
 def test_ppo_as_a_whole_run(world: World) -> None:
     _, steps = whole_run(world, "ppo")
     for row in steps:
@@ -302,6 +303,7 @@ def test_ppo_as_a_whole_run(world: World) -> None:
     assert all(row["time/critic"] > 0 and row["time/measure"] > 0 for row in steps)
 
 
+@pytest.mark.slow
 def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: World) -> None:
     _, steps = whole_run(world, "remax", f"learner.hooks=[{world.directory}/hook.py:Baseline]")
     for row in steps:
@@ -310,6 +312,7 @@ def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: Wo
     assert max(row["hook/greedy/mean"] for row in steps) > 0.1
 
 
+@pytest.mark.slow
 def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
     """Half of the prompts never earn anything: their groups are flat, rejected, counted, and refilled without a deadlock."""
     run, steps = whole_run(world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]")

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.launch.down import processes_of
 from tests.helpers_models import tiny_qwen2
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 B = 4
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]

@@ -189,6 +189,7 @@ def state_of(job: str, environment) -> dict[str, str]:
     return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
 
+@pytest.mark.slow
 def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_before_the_time_limit(slurm, tmp_path):
     """The limit is as long as the warning before it, so the TERM of the script's own #SBATCH line comes at once."""
     store, control = free_ports(2)

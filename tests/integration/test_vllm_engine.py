@@ -47,7 +47,7 @@ def assert_sampled_from(model, rollout, temperature=1.0):
     np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("recompute_kv", [False, True])
+@pytest.mark.parametrize("recompute_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_token_is_labelled_with_the_version_that_sampled_it(recompute_kv, tmp_path):
     directory = one_token_llama(tmp_path / "model")
     model, updates = load(directory), 30

@@ -15,7 +15,7 @@ from vllm_helpers import STORIES, needs_stories, running_engine
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError
 
-pytestmark = [pytest.mark.integration, needs_stories]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
 
 
 @pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])

@@ -31,7 +31,7 @@ PROBE = (1, *range(300, 331))
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=200)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def world(request, tmp_path_factory):
     """(runner, engine, a Hugging Face model of the same architecture)"""
     directory = STORIES if request.param == "tied" else untied_qwen2(tmp_path_factory.mktemp("untied"))
