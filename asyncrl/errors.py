@@ -13,6 +13,10 @@ class DataError(AsyncRLError, ValueError):
     """A dataset or model that is missing or malformed."""
 
 
+class MissingLibrary(AsyncRLError, ImportError):
+    """A library that one feature needs, and that an extra of this package brings."""
+
+
 class ShapeError(AsyncRLError, ValueError):
     """Tensors that do not fit together."""
 

@@ -1,5 +1,7 @@
 """Commands that start, watch and stop a run."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 app = typer.Typer()
+Fresh = Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")]
+Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 
 
 def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Config":
@@ -30,8 +34,8 @@ def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Confi
 def up(
     words: Words = None,
     config: ConfigOption = None,
-    fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
-    plain: Annotated[bool, typer.Option(help="Lines instead of the dashboard.")] = False,
+    fresh: Fresh = False,
+    plain: Plain = False,
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
     from asyncrl.launch.up import run_here
@@ -41,10 +45,33 @@ def up(
 
 
 @app.command()
+def quickstart(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="What to change in the config.", show_default=False)
+    ] = None,
+    fresh: Fresh = False,
+    plain: Plain = False,
+) -> None:
+    """Make a tiny model that can hardly add, and train it with the whole system. It needs no GPU and no download.
+
+    Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
+    """
+    from asyncrl.config.load import load_config
+
+    config = Path("configs/quickstart.yaml")
+    load_config(config, words or ())  # a mistake in the overrides is told before the minute that the model takes
+    # In a process of its own, so that the supervisor of the run starts without torch.
+    made = subprocess.run([sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"], check=False)
+    if made.returncode != 0:
+        raise typer.Exit(made.returncode)
+    up(words, config, fresh=fresh, plain=plain)
+
+
+@app.command()
 def learner(
     words: Words = None,
     config: ConfigOption = None,
-    fresh: Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")] = False,
+    fresh: Fresh = False,
     join_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the generators' key there too, for those who must not see RUN.")
     ] = None,

@@ -258,9 +258,13 @@ def spelled_out(root: Node) -> Node:
 def read(path: Path) -> tuple[Node, list[Problem]]:
     """A file on top of the files that its key `extends` names: a path or a list of them, relative to the file or shipped.
 
+    `configs/NAME.yaml` is the shipped one where there is no such file.
+
     Raises:
         ConfigError: a file that cannot be read, is no YAML, or extends itself.
     """
+    if path.parts[:1] == ("configs",):
+        path = _base(Path(), str(path))
     return _read(path, asked_by="", above=())
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.extras import install_command
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
 """Of files: the first three are read."""
-OPTIONAL_TRACKERS = ("tensorboard", "trackio")
-"""Switch in `telemetry`, extra of this project, and module of the library: all of one name."""
+TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
+"""Switch in `telemetry`, extra of this project and module of the library, all of one name; the value that switches it off."""
 
 
 Finding = tuple[str, str]
@@ -121,6 +122,8 @@ def _division(config: Config) -> Iterator[Finding]:
 
 
 def _packages(config: Config) -> Iterator[Finding]:
-    for name in OPTIONAL_TRACKERS:
-        if getattr(config.telemetry, name) and importlib.util.find_spec(name) is None:
-            yield f"telemetry.{name}", f"is true, but {name} is not installed; pip install 'asyncrl[{name}]', or set it to false"
+    for name, off in TRACKERS.items():
+        value = getattr(config.telemetry, name)
+        if value != off and importlib.util.find_spec(name) is None:
+            found, without = (json.dumps(one).strip('"') for one in (value, off))
+            yield f"telemetry.{name}", f"is {found}, but {name} is not installed; {install_command(name)}, or set it to {without}"

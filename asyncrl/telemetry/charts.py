@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-
+from asyncrl.extras import from_extra
 from asyncrl.telemetry.history import Points, thinned
 from asyncrl.telemetry.text import visible
 
@@ -82,6 +81,8 @@ def _label(name: str) -> str:
 
 
 def _figure(x: str, y: str) -> Any:
+    with from_extra("report"):
+        import plotly.graph_objects as go
     axis = {"gridcolor": GRID, "linecolor": GRID, "zerolinecolor": GRID, "automargin": True, "title": {"standoff": 6}}
     figure = go.Figure()
     figure.update_layout(

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 import jinja2
-from plotly.offline import get_plotlyjs
 
+from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.charts import Chart
 from asyncrl.telemetry.sample import sample_head
@@ -45,7 +45,9 @@ class Section:
 
 
 def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The whole file."""
+    """The whole file. Raises MissingLibrary."""
+    with from_extra("report"):
+        from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.histograms import Histogram, split
 from asyncrl.telemetry.tables import COLUMNS, SampleTables
@@ -19,7 +20,8 @@ class TensorBoardTracker:
 
     def __init__(self, directory: Path, *, config: Mapping[str, Any], step: int = 0) -> None:
         """Begin a new event file in `directory`, in which everything after `step` is made again."""
-        from torch.utils.tensorboard import SummaryWriter
+        with from_extra("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
 
         self._tables = SampleTables()
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=step + 1, flush_secs=FLUSH_S)

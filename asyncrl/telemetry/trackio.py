@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.histograms import split
 from asyncrl.telemetry.jsonl import to_json
@@ -14,7 +15,8 @@ class TrackioTracker:
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any]) -> None:
         """Open the run."""
-        import trackio
+        with from_extra("trackio"):
+            import trackio
 
         self._trackio = trackio
         self._tables = SampleTables()

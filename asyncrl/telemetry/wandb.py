@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.histograms import split
 from asyncrl.telemetry.tables import COLUMNS, SampleTables
@@ -33,7 +34,8 @@ class WandbTracker:
         config: Mapping[str, Any],
     ) -> None:
         """Open the run. W&B knows it again by `run_id`; `directory` gets W&B's own files."""
-        import wandb
+        with from_extra("wandb"):
+            import wandb
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             # Without this, W&B would ask on a terminal that nobody looks at.

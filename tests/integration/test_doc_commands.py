@@ -30,6 +30,7 @@ NOT_TYPED = {
     "ASYNCRL_SECRET_FILE=join.key asyncrl generator": "two hosts: tests/integration/test_hardening.py has both ends on one",
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
+    "asyncrl quickstart": "minutes: as `make quickstart`; tests/integration/test_wheel.py has what comes before the warm-up",
     "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",
     "asyncrl samples --dropped": "the run here drops no group: tests/unit/test_samples.py shows such samples",
     "asyncrl scale": "needs a run that is up: tests/integration/test_scale.py",

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 LAYER = {
     "types": 0, "errors": 0, "files": 0, "processes": 0, "progress": 0,
-    "algo": 1, "unpickling": 1, "best_effort": 1,
+    "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1,
     "config": 2, "wire": 2,
     "buffer": 3, "weights": 3, "control": 3, "engine": 3, "trainer": 3, "rewards": 3, "telemetry": 3, "data": 3,
     "learner": 4, "generator": 4, "evaluation": 4, "supervisor": 4,

@@ -341,18 +341,19 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
         (tmp_path / "model" / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+@pytest.mark.parametrize(
+    ("tracker", "on"), [("tensorboard", "true"), ("trackio", "true"), ("wandb", "online"), ("wandb", "offline")]
+)
 def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, on: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", f"telemetry.{tracker}=true"]
+    fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", f"telemetry.{tracker}={on}"]
     path = write(tmp_path, GOOD)
     validated_config(path, fits)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=re.escape(f"telemetry.{tracker}: is true, but {tracker} is not installed; pip install")
-    ):
+    said = f"telemetry.{tracker}: is {on}, but {tracker} is not installed; pip install 'asyncrl[{tracker}]', or set it to"
+    with pytest.raises(ConfigError, match=re.escape(said)):
         validated_config(path, fits)
 
 

@@ -1,0 +1,86 @@
+"""What the package imports is what pyproject.toml declares, and what not every run needs is asked for only where it is used."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from asyncrl.errors import MissingLibrary
+from asyncrl.extras import from_extra
+from asyncrl.telemetry.charts import lines
+from asyncrl.telemetry.page import render_page
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+MODULES = sorted((ROOT / "asyncrl").rglob("*.py"))
+NAMES = {
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+    "tokenizers": "transformers",
+    "wandb_workspaces": "wandb-workspaces",
+}
+"""Distributions whose module has another name; `tokenizers` comes with transformers."""
+
+
+def names(texts: list[str]) -> set[str]:
+    return {Requirement(text).name for text in texts}
+
+
+BASE = names(PROJECT["dependencies"])
+OPTIONAL = {name for extra in set(EXTRAS) - {"dev", "docs", "all"} for name in names(EXTRAS[extra])}
+
+
+def foreign(path: Path) -> Iterator[tuple[str, bool]]:
+    """(distribution, whether the import runs when the module is imported) of every import of somebody else's library."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    within = {
+        id(node) for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        for module in modules:
+            top = module.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "asyncrl":
+                yield NAMES.get(top, top), id(node) not in within
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_import_is_declared_and_what_is_optional_is_imported_late(path):
+    for name, early in foreign(path):
+        assert name in BASE | OPTIONAL, f"{name} is in no list of pyproject.toml"
+        # vLLM comes with the extra `cpu` or `gpu`; its adapters are modules that only the process of an engine imports.
+        assert name in BASE or name == "vllm" or not early, f"{name} is imported by everybody who imports this module"
+
+
+def test_extras_that_the_messages_name_exist():
+    texts = "".join(path.read_text(encoding="utf-8") for path in MODULES)
+    named = {*re.findall(r'from_extra\("([\w-]+)"\)', texts), *re.findall(r"asyncrl\[([a-z-]+)\]", texts)}
+    assert {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"} <= named <= EXTRAS.keys() | {"extra"}
+
+
+def test_all_is_every_extra_but_engines_and_tools():
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.extras == EXTRAS.keys() - {"all", "cpu", "gpu", "dev", "docs"}
+
+
+@pytest.mark.parametrize("need", [lambda: render_page("a", "b", []), lambda: lines("a", {})], ids=["page", "chart"])
+def test_a_report_without_plotly_names_the_extra(monkeypatch, need):
+    for name in ("plotly", "plotly.offline", "plotly.graph_objects"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingLibrary, match=r"package plotly\S* is not installed; run: pip install 'asyncrl\[report\]'"):
+        need()
+
+
+def test_other_failures_of_a_library_are_left_alone():
+    with pytest.raises(ImportError, match="broken") as raised, from_extra("report"):
+        raise ImportError("broken")
+    assert not isinstance(raised.value, MissingLibrary)
