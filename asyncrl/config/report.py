@@ -193,7 +193,7 @@ def describe(schema: Schema) -> str:
         for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
         if key in schema
     ]
-    pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
+    pattern = [f"matching `{schema['pattern']}`"] if "pattern" in schema else []
     pattern = [f"such as {schema['examples'][0]}"] if "examples" in schema else pattern
     return " ".join([TYPES.get(str(kind), "another value"), " and ".join(bounds), *pattern]).strip().replace("  ", " ")
 
