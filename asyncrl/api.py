@@ -23,16 +23,16 @@ from typing import Any, Literal
 
 import yaml
 
+from asyncrl.commands.down import end_run
+from asyncrl.commands.inspect import is_up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.directory import RunDirectory, find_run
-from asyncrl.launch.down import end_run
-from asyncrl.launch.inspect import is_up
 from asyncrl.preflight.validate import validated_config
 from asyncrl.results.archive import learner_records, read_samples
 from asyncrl.results.export import export_model
 from asyncrl.results.samples import Wanted
+from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.status import StatusSnapshot, read_status

@@ -28,7 +28,7 @@ from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, History, Prompt, Ticket, Weights, time_of_day
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
 from asyncrl.weights.refusal import ProbeRefused
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
 
 log = logging.getLogger(__name__)
 

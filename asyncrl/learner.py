@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.plan import Plan
+from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.progress import Pace, begin
-from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import StepResult, Trainer
-from asyncrl.trainer.hooks import Hooks
-from asyncrl.trainer.plan import Plan
 from asyncrl.types import time_of_day
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Stopwatch:
             self.spans.append(Span(name, started_at, duration_s))
 
 
-def run_learner(trainer: Trainer, run: Run, algorithm: Algorithm, hooks: Hooks, *, version: int, steps: int) -> None:
+def run_learner(trainer: Trainer, run: Run, algorithm: Recipe, hooks: Hooks, *, version: int, steps: int) -> None:
     """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
     planner = algorithm.planner
     begin("publish")

@@ -20,8 +20,8 @@ import torch
 from asyncrl import __version__
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.metrics import policy_metrics
-from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 
 REQUIRED: dict[str, dict[str, Any]] = {

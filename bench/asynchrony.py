@@ -24,7 +24,7 @@ import psutil
 from bench.environment import describe
 
 WARM_STEPS = 8
-CORE = {"asyncrl.launch.learner": 0, "asyncrl.launch.generator": 1}
+CORE = {"asyncrl.launch.learner_process": 0, "asyncrl.launch.generator_process": 1}
 
 
 def pin(parent: psutil.Process) -> None:

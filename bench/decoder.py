@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import codec
 from asyncrl.wire.decoder import GroupDecoder
-from asyncrl.wire.schema import _COLUMNS, GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, decode_group, encode_group
+from asyncrl.wire.group_frames import _COLUMNS, GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, decode_group, encode_group
 from bench.environment import describe
 
 KEY = b"key of the bench"
@@ -33,7 +33,7 @@ ROUND_S = 1.0
 CHILD = """
 import sys
 from asyncrl.errors import WireError
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 def high_water_kib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

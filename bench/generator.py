@@ -18,8 +18,8 @@ from pathlib import Path
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm import VLLMEngine
-from asyncrl.engine.vllm_args import engine_args, set_environment
+from asyncrl.engine.vllm.args import engine_args, set_environment
+from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.types import Weights
 from asyncrl.weights.base import UpdateOrder
 from bench.environment import describe

@@ -22,16 +22,16 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.batch.packing import TrainSample, microbatch, pack
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch
-from asyncrl.trainer.deepspeed import DeepSpeedTrainer
-from asyncrl.trainer.packing import Sequence, microbatch, pack
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 
 CLIP = 0.2
 
 
-def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[Sequence]:
+def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[TrainSample]:
     """Prompts of 8 to 32 tokens, log-normal response lengths (median a sixth of the limit), cut off at the limit."""
     rng = np.random.default_rng(seed)
     result = []
@@ -39,7 +39,7 @@ def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[Sequen
         prompt = int(rng.integers(8, 33))
         response = int(np.clip(rng.lognormal(np.log(limit / 6), 0.8), 4, limit - prompt))
         result.append(
-            Sequence(
+            TrainSample(
                 prompt_ids=rng.integers(3, vocabulary, prompt, dtype=np.int32),
                 response_ids=rng.integers(3, vocabulary, response, dtype=np.int32),
                 keep=np.ones(response, dtype=np.bool_),
@@ -56,7 +56,7 @@ def clipped(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.T
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
 
 
-def our_step(model: str, items: list[Sequence], budget: int) -> tuple[Callable[[], float], int]:
+def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callable[[], float], int]:
     trainer = DeepSpeedTrainer(
         ModelConfig(path=model, dtype="float32"),
         LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget),
@@ -75,12 +75,12 @@ def our_step(model: str, items: list[Sequence], budget: int) -> tuple[Callable[[
     return step, len(pack([one.tokens for one in items], budget))
 
 
-def plain_step(model: str, items: list[Sequence], width: int) -> tuple[Callable[[], float], int]:
+def plain_step(model: str, items: list[TrainSample], width: int) -> tuple[Callable[[], float], int]:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
     total = sum(len(one.response_ids) for one in items)
 
-    def one_microbatch(members: list[Sequence]) -> None:
+    def one_microbatch(members: list[TrainSample]) -> None:
         longest = max(one.tokens for one in members)
         shape = (len(members), longest)
         ids, attended = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

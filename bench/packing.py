@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-from asyncrl.trainer.packing import pack, share_out
+from asyncrl.batch.packing import pack, share_out
 from bench.environment import describe
 
 SIGMA = 0.6

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm import VLLMEngine
+from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.weights import gloo
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums

@@ -16,10 +16,10 @@ from pathlib import Path
 from PIL import Image, ImageChops
 from rich.console import Console
 
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.results.archive import read_archive
 from asyncrl.results.compare import compare_page, labelled
 from asyncrl.results.run_page import report_page
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.state import read_state
 

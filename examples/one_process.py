@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.trainable import GroupLimits
+from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
@@ -41,13 +44,10 @@ from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.learner import Step, run_learner
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
-from asyncrl.trainer.hooks import Hooks
-from asyncrl.trainer.plan import PlanSettings
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder, UpdateReport
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 DIGITS, RESPONSE_TOKENS = 10, 4
 STEPS, MAX_LAG = 60, 2
@@ -291,7 +291,7 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
 # --- both together -----------------------------------------------------------------------------------------------------
 
 
-def make_algorithm() -> Algorithm:
+def make_algorithm() -> Recipe:
     """GRPO with the importance correction for tokens of older versions."""
     settings = PlanSettings(
         max_lag=MAX_LAG,
@@ -303,7 +303,7 @@ def make_algorithm() -> Algorithm:
         ranks=1,
         device=torch.device("cpu"),
     )
-    return Algorithm.build(
+    return Recipe.build(
         AlgorithmConfig(), BATCH, CriticConfig(), settings, reward_parts=["right"], max_response_tokens=RESPONSE_TOKENS
     )
 

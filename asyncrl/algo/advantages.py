@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ranges import Positive
 from asyncrl.algo.returns import whiten
-from asyncrl.algo.rewards import GroupRewards
 from asyncrl.errors import ConfigError
 
 

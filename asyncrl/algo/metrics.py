@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
-from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 
 TAIL = 2.0

@@ -6,7 +6,7 @@ Tokens are flat and hold actions only, so returns and GAE carry over tool and us
 import torch
 from torch import Tensor
 
-from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards
 
 WHITEN_EPS = 1e-8
 

@@ -6,10 +6,10 @@ The sequence's reward is paid at its last action token. Results are float32 [T].
 import torch
 from torch import Tensor
 
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ranges import Positive, Share
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.returns import discounted_returns_T, from_end_T, next_T, positions_T, rewards_T, running_sum_T, whiten
-from asyncrl.algo.rewards import GroupRewards
 from asyncrl.algo.tokens import segment_sum
 
 WEIGHT_EPS = 1e-8

@@ -37,7 +37,7 @@ def doctor(words: MaybeWords = None, config: ConfigOption = None, json: Json = F
 @app.command()
 def plan(words: Words = None, config: ConfigOption = None, json: Json = False) -> None:
     """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
-    from asyncrl.preflight.plan import show_plan
+    from asyncrl.preflight.planning import show_plan
 
     show_plan(*required_config(words, config), as_json=json)
 
@@ -61,6 +61,6 @@ def reward_test(
 @app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
-    from asyncrl.launch.warmup import build_quickstart
+    from asyncrl.quickstart.warmup import build_quickstart
 
     build_quickstart(directory, seed=seed, report=typer.echo)

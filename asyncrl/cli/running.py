@@ -38,7 +38,7 @@ def up(
     plain: Plain = False,
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
-    from asyncrl.launch.up import run_here
+    from asyncrl.commands.up import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
@@ -77,7 +77,7 @@ def learner(
     ] = None,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
-    from asyncrl.launch.up import run_here
+    from asyncrl.commands.up import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True, join_key=join_key))
@@ -101,7 +101,7 @@ def generator(
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")] = 0.0,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
-    from asyncrl.launch.join import run_generators
+    from asyncrl.commands.join import run_generators
 
     raise typer.Exit(run_generators(count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait))
 
@@ -113,7 +113,7 @@ def status(
     watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
 ) -> None:
     """Show how a run is doing."""
-    from asyncrl.launch.inspect import show_status
+    from asyncrl.commands.inspect import show_status
 
     show_status(run, as_json=json, watch_it=watch)
 
@@ -138,7 +138,7 @@ def samples(
 @app.command()
 def audit(run: RunArgument = None, store: StoreOption = None) -> None:
     """Prove that no group was lost or trained twice: where is every issued id?"""
-    from asyncrl.launch.inspect import show_audit
+    from asyncrl.commands.inspect import show_audit
 
     show_audit(run, store_url=store)
 
@@ -149,7 +149,7 @@ def scale(
     run: RunArgument = None,
 ) -> None:
     """Start or drain generators of a run that is up; those that leave give their tickets back."""
-    from asyncrl.launch.scale import scale_run
+    from asyncrl.commands.scale import scale_run
 
     scale_run(change, run)
 
@@ -157,6 +157,6 @@ def scale(
 @app.command()
 def down(run: RunArgument = None) -> None:
     """Stop a run and check that nothing of it is left."""
-    from asyncrl.launch.down import stop_run
+    from asyncrl.commands.down import stop_run
 
     stop_run(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.algo.registry import needs
-from asyncrl.config.files import Finding
+from asyncrl.config.named_files import Finding
 from asyncrl.config.report import shown
 from asyncrl.config.schema import Config
 

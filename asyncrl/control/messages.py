@@ -10,7 +10,7 @@ from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.codec import HEADER_BYTES
-from asyncrl.wire.messages import MESSAGE_LIMITS, MessageCodec
+from asyncrl.wire.typed_messages import MESSAGE_LIMITS, MessageCodec
 
 log = logging.getLogger(__name__)
 

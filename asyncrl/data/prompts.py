@@ -12,8 +12,8 @@ from typing import Any
 
 from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
-from asyncrl.data.plan import SamplePlan
 from asyncrl.data.reader import PromptReader
+from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
 from asyncrl.types import Prompt
 

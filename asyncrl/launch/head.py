@@ -24,18 +24,18 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import fingerprints
 from asyncrl.data.prompts import load_tokenizer, vocabulary_size
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.intake import held_out_rows, open_evaluation, open_intake
-from asyncrl.launch.keys import join_keys, run_keys
-from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.reports import Reports
-from asyncrl.launch.resume import values_to_keep
+from asyncrl.launch.learner_parts import held_out_rows, open_evaluation, open_intake
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.timeline import Timeline
 from asyncrl.launch.wiring import open_exporter, train_lane, wire_key
 from asyncrl.learner import Step
+from asyncrl.report.reports import Reports
+from asyncrl.report.timeline import Timeline
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import join_keys, run_keys
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import values_to_keep
 from asyncrl.telemetry.exported_status import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status

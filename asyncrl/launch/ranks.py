@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 from asyncrl import progress
 from asyncrl.config.load import load_config
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.standby import FLAG, parse_arguments, wait_until_needed
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.trainer.files import RunLock
 
 CAUSE_S = 2.0
 """After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it.
@@ -36,11 +36,11 @@ def workers_of(ranks: int) -> list[str]:
 
 
 def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[bytes]"]:
-    """Start `python -m asyncrl.launch.learner arguments` once per rank, as standbys."""
+    """Start `python -m asyncrl.launch.learner_process arguments` once per rank, as standbys."""
     board = progress.inherited()
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.learner", *arguments, FLAG],
+            [sys.executable, "-m", "asyncrl.launch.learner_process", *arguments, FLAG],
             stdin=subprocess.PIPE,
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}

@@ -13,8 +13,8 @@ from asyncrl.buffer.users import user_of
 from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.keys import JoinKeys, RunKeys, join_keys, process_keys
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import JoinKeys, RunKeys, join_keys, process_keys
 from asyncrl.telemetry.exporter import Exporter
 from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX
 

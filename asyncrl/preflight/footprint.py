@@ -10,7 +10,7 @@ from asyncrl.config.schema import Config
 from asyncrl.launch.gpus import generator_gpus, learner_gpus
 from asyncrl.preflight.machine import Machine
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.memory import (
+from asyncrl.trainer.deepspeed.memory_use import (
     DTYPE_BYTES,
     ModelShape,
     activations_bytes,

@@ -10,11 +10,11 @@ from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.preflight.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
 from asyncrl.preflight.machine import Machine
-from asyncrl.rewards.load import ANSWER_CHARACTERS
+from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.memory import ModelShape
+from asyncrl.trainer.deepspeed.memory_use import ModelShape
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
 
 TIGHT = 0.9
 """Share of a memory above which it is called tight: numbers here are estimates."""

@@ -9,7 +9,7 @@ import psutil
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus
-from asyncrl.trainer.memory import ModelShape
+from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
 MIB = 1 << 20
 ASK_S = 20.0

@@ -18,13 +18,13 @@ from rich.text import Text
 
 from asyncrl.config.schema import Config, RewardFunctionConfig
 from asyncrl.data.dataset import Rows, load_rows
-from asyncrl.data.plan import SamplePlan
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.text import number, visible
 
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")

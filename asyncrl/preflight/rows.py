@@ -5,7 +5,7 @@ import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.config.files import Finding, is_local
+from asyncrl.config.named_files import Finding, is_local
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import FORMATS, Rows, load_rows
 from asyncrl.data.reader import PromptReader

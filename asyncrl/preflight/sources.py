@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.choices import kind_at
 from asyncrl.config.document import Node
-from asyncrl.config.files import Finding, absent
+from asyncrl.config.named_files import Finding, absent
 from asyncrl.config.schema import Config
 from asyncrl.errors import RewardError
 from asyncrl.rewards.builtin import BUILTINS

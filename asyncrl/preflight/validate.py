@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.document import Node, Problem
-from asyncrl.config.files import Finding, file_problems
 from asyncrl.config.load import checked, read_draft
+from asyncrl.config.named_files import Finding, file_problems
 from asyncrl.config.schema import Config
 from asyncrl.preflight.rows import row_problems
 from asyncrl.preflight.sources import source_problems
@@ -40,7 +40,7 @@ def _problems(config: Config, root: Node) -> list[Finding]:
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Finding]:
     if path.name != "config.yaml" and not config.run.directory.exists():
         return []
-    from asyncrl.launch.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait
-    from asyncrl.launch.resume import changes, moved, read_saved
+    from asyncrl.run.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait
+    from asyncrl.run.saved import changes, moved, read_saved
 
     return list(moved(path, config, root)) or list(changes(config, read_saved(RunDirectory(config.run.directory))))

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.launch.directory import find_run, write_text
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.run_charts import began_at
+from asyncrl.results.text_table import Table, terminal_table
+from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.history import Series
 from asyncrl.telemetry.text import number, visible
-from asyncrl.telemetry.text_table import Table, terminal_table
 
 MOST_ROWS = 20
 """Of the table of values on a terminal, evenly spread; a CSV file has all."""
@@ -145,8 +145,8 @@ def _csv(archive: Archive, chosen: Mapping[str, Metric]) -> str:
 
 
 def _html(archive: Archive, chosen: Mapping[str, Metric]) -> str:
-    from asyncrl.telemetry.charts import lines
-    from asyncrl.telemetry.page import Section, render_page
+    from asyncrl.results.charts import lines
+    from asyncrl.results.page import Section, render_page
 
     charts = [lines(name, {name: metric.series}, x=metric.axis) for name, metric in chosen.items()]
     return render_page(

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.starts import Start, read_starts
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History, Row, Series, Tail

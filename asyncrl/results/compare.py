@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import find_run, write_text
 from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.charts import Chart, lines
+from asyncrl.results.page import Section, render_page
 from asyncrl.results.run_charts import CURVES
-from asyncrl.telemetry.charts import Chart, lines
-from asyncrl.telemetry.page import Section, render_page
+from asyncrl.results.text_table import Table, terminal_table
+from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.text import duration, number
-from asyncrl.telemetry.text_table import Table, terminal_table
 
 OVER_TIME = ("eval/accuracy", "reward/mean")
 """Also drawn by minutes: a run that needs fewer steps may need more time."""

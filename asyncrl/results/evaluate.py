@@ -20,13 +20,13 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.evaluation import summarise
-from asyncrl.launch.directory import find_run
 from asyncrl.launch.environment import PARENT_VARIABLE
-from asyncrl.launch.generator import resolve_device, sampling_spec
+from asyncrl.launch.generator_process import resolve_device, sampling_spec
 from asyncrl.launch.wiring import eval_limits
 from asyncrl.processes import die_with_parent, die_with_spawner
 from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.directory import find_run
 from asyncrl.supervisor import USER_ERROR
 
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 async def _evaluate(config: Config) -> dict[str, float]:
-    from asyncrl.engine.vllm import VLLMEngine
+    from asyncrl.engine.vllm.engine import VLLMEngine
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = sampling_spec(config, config.eval.temperature)

@@ -9,8 +9,8 @@ import jinja2
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory, find_run, write_directory
 from asyncrl.results.archive import Archive, read_archive
+from asyncrl.run.directory import RunDirectory, find_run, write_directory
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
 CARD = "README.md"
@@ -44,7 +44,7 @@ def export_model(directory: RunDirectory, to: Path) -> Path:
 
 def newest_export(directory: RunDirectory) -> Path:
     """The Hugging Face directory in the newest valid checkpoint."""
-    from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
+    from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 
     newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()
     if newest is None:
@@ -56,7 +56,7 @@ def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bo
     """What the model is, how it came about, what it reached by `step`, and how to serve it from `served_as`."""
     rewards = archive.config.get("reward", {}).get("functions", [])
     start = archive.starts[-1] if archive.starts else None
-    template = resources.files("asyncrl.launch").joinpath("model_card.md").read_text(encoding="utf-8")
+    template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)  # Markdown
     return environment.from_string(template).render(
         front_matter=_front_matter(archive),

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from asyncrl.results.archive import Archive
-from asyncrl.telemetry.charts import Chart, areas, bars, lines
+from asyncrl.results.charts import Chart, areas, bars, lines
 from asyncrl.telemetry.history import REJECTED, Points, Row, Series
 
 MOST_GENERATORS = 8

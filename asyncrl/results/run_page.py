@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.directory import find_run, write_text
 from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.page import Section, render_page
 from asyncrl.results.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
+from asyncrl.results.text_table import Table
+from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Series
-from asyncrl.telemetry.page import Section, render_page
 from asyncrl.telemetry.text import duration, number
-from asyncrl.telemetry.text_table import Table
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",

@@ -12,11 +12,11 @@ from typing import Literal
 from rich.console import Console
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory, find_run
 from asyncrl.results.archive import read_samples
+from asyncrl.results.sample import KINDS, full_lines
+from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Tail
-from asyncrl.telemetry.sample import KINDS, full_lines
 from asyncrl.telemetry.state import sample_from
 from asyncrl.telemetry.status import read_status
 

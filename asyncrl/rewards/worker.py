@@ -26,7 +26,7 @@ import msgpack
 
 from asyncrl.errors import RewardError
 from asyncrl.processes import close_to_others, die_with_parent
-from asyncrl.rewards.load import bind, load_function
+from asyncrl.rewards.functions import bind, load_function
 
 LENGTH = struct.Struct("<I")
 MAX_REASON_CHARACTERS = 2000

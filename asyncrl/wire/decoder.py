@@ -17,7 +17,7 @@ from asyncrl.processes import start_worker, stop_process
 from asyncrl.progress import beat
 from asyncrl.types import Group
 from asyncrl.wire.decoder_process import LENGTH, OUT_OF_MEMORY, memory_of, receive
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import sys
 from asyncrl.errors import WireError
 from asyncrl.processes import die_with_parent, receive_bytes
 from asyncrl.unpickling import refuse_pickles_from_wires
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 LENGTH = struct.Struct("<Q")
 OUT_OF_MEMORY = 77

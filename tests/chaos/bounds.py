@@ -43,7 +43,7 @@ from asyncrl.config.schema import StoreConfig
 from asyncrl.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.decoder import GroupDecoder
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
 
 from .soak import SURVIVORS, bytes_per_group, soak
 
@@ -124,7 +124,7 @@ class Run:
         self._environment = environment or {}
         self._server = StoreServer(StoreConfig(fsync="everysec"), directory / "store", server="bundled")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["asyncrl.buffer.redis", "asyncrl.wire.schema"])
+        self._context.set_forkserver_preload(["asyncrl.buffer.redis", "asyncrl.wire.group_frames"])
         self._shape = (tokens, latency_s, at_once)
         self._producers = producers
         self._processes: list[Any] = []

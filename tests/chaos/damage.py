@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
-from asyncrl.trainer.checkpoint import MANIFEST, NEWEST, STATE, CheckpointStore
+from asyncrl.run.checkpoint import MANIFEST, NEWEST, STATE, CheckpointStore
 
 from .faults import note
 from .lineage import FILE

@@ -19,8 +19,8 @@ from asyncrl.buffer.intake import DISCARDED_LINEAGE
 from asyncrl.errors import StoreError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import encode_frame
-from asyncrl.wire.messages import MESSAGE_LIMITS
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
+from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 from tests.helpers_hostile import damage
 
 from .faults import client_of, key_of, note

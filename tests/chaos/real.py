@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import yaml
 
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
 from tests.helpers_models import tiny_qwen2
 
 from .members import Stuck
@@ -38,11 +38,11 @@ PACE_EVERY = 40
 GENERATORS = 2
 PATIENCE_S = 600.0
 VICTIMS = {
-    "generator": "asyncrl.launch.generator",
+    "generator": "asyncrl.launch.generator_process",
     "engine core": "VLLM::EngineCore",
     "reward worker": "asyncrl.rewards.worker",
     "sender": "asyncrl.weights.sender",
-    "learner rank": "asyncrl.launch.learner",
+    "learner rank": "asyncrl.launch.learner_process",
     "store": "(redis|valkey)-server",
 }
 """Kind of process, and what its command line has, as a regular expression."""

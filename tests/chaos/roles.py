@@ -31,16 +31,16 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import CheckpointError, RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.launch.keys import RunKeys
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART, run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.trainer.files import RunLock
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.keys import RunKeys
+from asyncrl.run.lock import RunLock
 from asyncrl.types import Group, Prompt
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.decoder import GroupDecoder
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 from .helpers import CoreEngine, OrdersOnly, doom
 from .hosts import move_to

@@ -18,8 +18,8 @@ from test_checkpoint_atomic import KEY, FakeTrainer
 from test_failed_saves import run_on
 
 from asyncrl.errors import CheckpointError
-from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.trainer.files import FileOps
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.file_ops import FileOps
 
 RUNS = 20
 DISK_BYTES = 2_000_000

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
+from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from tests.crash.file_trace import Copy, Disk, Operation, Tree, torn_writes
 from tests.crash.saver import KEEP, digest_of_export, ledger_of
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import trainer_worker as worker
 from safetensors.torch import load
 
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
 
 KEY, KEEP = worker.KEY, 2
 

@@ -18,22 +18,22 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.commands import up
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.launch import up
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.environment import PARENT_VARIABLE
-from asyncrl.launch.resume import values_to_keep
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import connect_store
 from asyncrl.processes import die_with_parent
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
+from asyncrl.run.saved import values_to_keep
 from asyncrl.supervisor import ProcessSpec
 from asyncrl.telemetry.jsonl import JsonlTracker, Lines
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, write_status
-from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.trainer.files import RunLock
 
 NAME, GROUPS = "small", 4
 RULES = BufferRules(groups=GROUPS)

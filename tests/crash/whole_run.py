@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.commands import up
+from asyncrl.commands.inspect import status_values
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.launch import up
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.inspect import status_values
-from asyncrl.launch.resume import nothing_left, read_saved
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.saved import nothing_left, read_saved
 from tests.crash.file_trace import Copy, Disk, Operation, Tree, record, tree_of
 from tests.crash.small_run import GROUPS, NAME, Weights, config_in
 

@@ -21,8 +21,8 @@ from asyncrl.errors import WireError
 from asyncrl.types import Group
 from asyncrl.wire import codec
 from asyncrl.wire.codec import HEADER_BYTES
-from asyncrl.wire.messages import MESSAGE_LIMITS
-from asyncrl.wire.schema import GROUP_LIMITS, decode_group, encode_group
+from asyncrl.wire.group_frames import GROUP_LIMITS, decode_group, encode_group
+from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 GROUP, MESSAGE = GROUP_LIMITS.kind, MESSAGE_LIMITS.kind

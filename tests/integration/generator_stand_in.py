@@ -18,7 +18,7 @@ import receiver_stand_in as receiving
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
-from asyncrl.launch.keys import RunKeys
+from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import UpdateReport, receivable
 
 

@@ -10,7 +10,7 @@ from helpers_models import tiny_qwen2
 from transformers import AutoModelForCausalLM
 
 import asyncrl
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ from helpers_models import tiny_qwen2
 from helpers_ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.trainer.checkpoint import EXPORT
+from asyncrl.run.checkpoint import EXPORT
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ from helpers_ports import free_ports
 
 import asyncrl
 from asyncrl.buffer.server import find_server
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
 from asyncrl.rewards.sandbox import Sandbox
 
 PROBLEM = Sandbox((), Path("runs")).problem()

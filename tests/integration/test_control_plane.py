@@ -23,7 +23,7 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
-from asyncrl.launch.keys import RunKeys
+from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher

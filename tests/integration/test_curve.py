@@ -17,7 +17,7 @@ from asyncrl.control.curve import GeneratorKeys, LearnerKeys, introduce, public_
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REPORT_BYTES, set_options
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
-from asyncrl.launch.keys import RunKeys
+from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.commands import up
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointsRefused
-from asyncrl.launch import up
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
 from tests.crash.small_run import GROUPS, NAME, Weights, config_in
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ from asyncrl.errors import RunError, WireError
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import GroupDecoder
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 from bench import decoder as bench
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ import pytest
 from helpers_docs import PAGES, ROOT, commands, files, inline_commands
 from helpers_models import tiny_qwen2
 
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

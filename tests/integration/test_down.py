@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from asyncrl.buffer.server import Choice, StoreServer
+from asyncrl.commands import down
+from asyncrl.commands.down import processes_of, stop_run
 from asyncrl.config.schema import Config, StoreConfig
-from asyncrl.launch import down
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.down import processes_of, stop_run
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
 from asyncrl.processes import _holds_lock
+from asyncrl.run.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ def run_in(tmp_path: Path) -> RunDirectory:
 def held(directory: RunDirectory, busy: str = "time.sleep(600)") -> Iterator["subprocess.Popen[bytes]"]:
     """A supervisor, as far as others see."""
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
-    code = "import os, pathlib, sys, time; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    code = "import os, pathlib, sys, time; from asyncrl.run.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
     argv = [sys.executable, "-c", f"{code} print(flush=True)\n{busy}", str(directory.supervisor_lock)]
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as supervisor:
         try:
@@ -108,11 +108,11 @@ def test_the_store_belongs_to_the_run(choice: Choice, tmp_path: Path, monkeypatc
 FAMILY = """
 import subprocess, sys, time
 from pathlib import Path
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.run.directory import RunDirectory
 from asyncrl.launch.family import family
-from asyncrl.launch.up import stop_on_signals
+from asyncrl.commands.up import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
-from asyncrl.trainer.files import RunLock
+from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))
 leave = f"env -i setsid sh -c 'sleep 600 & echo $! >> {left}; exec sleep 601' & sleep 0.5; exit 0"

@@ -11,8 +11,8 @@ from trainer_worker import KEY
 from transformers import AutoTokenizer
 from vllm_helpers import running_engine
 
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.results.export import export_run
+from asyncrl.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

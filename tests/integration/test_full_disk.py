@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.launch import warmup
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.warmup import WarmupSettings
+from asyncrl.quickstart import warmup
+from asyncrl.quickstart.warmup import WarmupSettings
 from asyncrl.results.analyze import analyze_run
 from asyncrl.results.compare import compare_runs
 from asyncrl.results.export import export_run
 from asyncrl.results.run_page import write_report
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
 from tests.crash.small_run import Weights
 from tests.unit.synthetic_run import SyntheticRun
 

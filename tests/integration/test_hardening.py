@@ -26,12 +26,12 @@ from zmq.utils import z85
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.users import GENERATOR, LEARNER
+from asyncrl.commands.down import processes_of
 from asyncrl.control.base import Refused
 from asyncrl.control.curve import GeneratorKeys
 from asyncrl.errors import StoreRefused
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.down import processes_of
-from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,7 +43,7 @@ CANARIES = {
         *("ASYNCRL_STORE_PASSWORD", SECRET_VARIABLE),
     )
 }
-LEARNERS, GENERATORS = "asyncrl.launch.learner", "asyncrl.launch.generator"
+LEARNERS, GENERATORS = "asyncrl.launch.learner_process", "asyncrl.launch.generator_process"
 SENDER, DECODER = "asyncrl.weights.sender", "asyncrl.wire.decoder_process"
 WIRES = ("asyncrl", "redis", "zmq", "msgpack", "msgspec", "torch.distributed", "vllm.distributed")
 REWARDS, STORES = "asyncrl.rewards.worker", ("valkey-server", "redis-server")

@@ -24,10 +24,10 @@ from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_
 from asyncrl.control.peers import Budget
 from asyncrl.control.zmq import MAX_GREETED, MAX_MEMBERS, ControlHub
 from asyncrl.errors import ControlError
-from asyncrl.launch.keys import RunKeys
+from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.codec import encode_frame
-from asyncrl.wire.messages import MESSAGE_LIMITS
+from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 
 pytestmark = pytest.mark.integration
 

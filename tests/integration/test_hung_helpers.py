@@ -15,7 +15,7 @@ from asyncrl.processes import start_worker
 from asyncrl.types import Group
 from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import GroupDecoder
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
 
 pytestmark = pytest.mark.integration
 

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.integration
 
 def test_handles_are_tensor_classes_again_before_vllm_sees_them(monkeypatch):
     pytest.importorskip("vllm")
+    from asyncrl.engine.vllm.receiver import IpcReceiver
     from asyncrl.weights.ipc import _lower
-    from asyncrl.weights.vllm_receiver import IpcReceiver
 
     exported = (torch.Tensor, torch.Size([2]), (1,), 0, torch.storage.TypedStorage, torch.float16, 0, b"h", 4, 0, False)
     update = {"names": ["a"], "dtype_names": ["float16"], "shapes": [[2]], "ipc_handles": [{"GPU-1": _lower(exported)}]}

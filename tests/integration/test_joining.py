@@ -15,16 +15,16 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
+from asyncrl.commands import join as joining
+from asyncrl.commands.allowance import check_allowed, wishes
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ForeignRunError, RunError, StoreError
-from asyncrl.launch import join as joining
-from asyncrl.launch import keys
-from asyncrl.launch.allowance import check_allowed, wishes
-from asyncrl.launch.keys import SECRET_FILE_VARIABLE, RunKeys
+from asyncrl.run import keys
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
 
 pytestmark = pytest.mark.integration
 

@@ -14,24 +14,24 @@ import pytest
 import torch
 import yaml
 
+from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.measure import columns_of
+from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.intake import Collected
+from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
-from asyncrl.engine.vllm import VLLMEngine
-from asyncrl.launch.down import processes_of
-from asyncrl.launch.step_metrics import step_metrics
-from asyncrl.launch.warmup import WarmupSettings, build
+from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.launch.wiring import train_limits
 from asyncrl.learner import Step, run_learner
+from asyncrl.quickstart.warmup import WarmupSettings, build
+from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.trainer.algorithm import Algorithm
-from asyncrl.trainer.deepspeed import DeepSpeedTrainer
-from asyncrl.trainer.hooks import Hooks
-from asyncrl.trainer.measure import columns_of
-from asyncrl.trainer.plan import PlanSettings
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -178,7 +178,7 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
             ranks=1,
             device=trainer.device,
         )
-        algorithm = Algorithm.build(
+        algorithm = Recipe.build(
             config.algorithm,
             config.batch,
             config.critic,

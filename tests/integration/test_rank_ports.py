@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from asyncrl.trainer.collectives import Rendezvous, _keep_to_interface, _store
+from asyncrl.trainer.deepspeed.collectives import Rendezvous, _keep_to_interface, _store
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it
     network = "ip link add wan type veth peer name wan2; ip link add lan type veth peer name lan2; ip link set lan2 up"
     network += "; ip address add 192.0.2.7/24 dev wan"
     network += "; ip address add 10.9.0.2/24 dev lan; ip link set wan up; ip link set lan up"
-    code = "import os; from asyncrl.trainer.collectives import _keep_to_interface as keep; keep('10.9.0.1')"
+    code = "import os; from asyncrl.trainer.deepspeed.collectives import _keep_to_interface as keep; keep('10.9.0.1')"
     script = f"{network}; exec {sys.executable} -c \"{code}; print(os.environ.get('GLOO_SOCKET_IFNAME'))\""
     without = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     told = subprocess.run(["unshare", "--net", "sh", "-ec", script], env=without, capture_output=True, text=True, timeout=120)

@@ -27,17 +27,17 @@ from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.generator import Generator, GeneratorSettings
-from asyncrl.launch.generator import lanes
-from asyncrl.launch.intake import open_evaluation, open_intake
-from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.resume import values_to_keep
+from asyncrl.launch.generator_process import lanes
+from asyncrl.launch.learner_parts import open_evaluation, open_intake
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import train_lane
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.trainer.checkpoint import CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import values_to_keep
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 from tests.chaos.helpers import order_of
 
 pytestmark = pytest.mark.integration

@@ -22,7 +22,7 @@ from helpers_cluster import PRIMARIES, Node, cluster
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
 from tests.helpers_models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]

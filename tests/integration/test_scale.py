@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.down import processes_of
+from asyncrl.commands.down import processes_of
+from asyncrl.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -30,12 +30,12 @@ SUPERVISOR = """
 import os
 import sys
 from pathlib import Path
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.run.directory import RunDirectory
 from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
-from asyncrl.launch.scale import Scaled
-from asyncrl.launch.up import stop_on_signals
+from asyncrl.commands.scale import Scaled
+from asyncrl.commands.up import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
-from asyncrl.trainer.files import RunLock
+from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))
 def spec(name, code, **more):

@@ -21,7 +21,7 @@ import typer
 import yaml
 
 from asyncrl.cli.app import app
-from asyncrl.trainer.files import RunLock
+from asyncrl.run.lock import RunLock
 from tests.unit.synthetic_run import SyntheticRun
 
 pytestmark = pytest.mark.integration

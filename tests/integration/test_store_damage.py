@@ -20,7 +20,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.helpers_hostile import damage
 
 pytestmark = pytest.mark.integration

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import DataError, RunError
-from asyncrl.launch import warmup
-from asyncrl.launch.smollm2 import convert_smollm2
-from asyncrl.launch.warmup import (
+from asyncrl.quickstart import warmup
+from asyncrl.quickstart.smollm2 import convert_smollm2
+from asyncrl.quickstart.warmup import (
     EOS,
     IGNORED,
     WarmupSettings,

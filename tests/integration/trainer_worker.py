@@ -16,27 +16,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.batch.packing import TrainSample, deal, microbatch
 from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
-from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.deepspeed import DeepSpeedTrainer
-from asyncrl.trainer.packing import Sequence, deal, microbatch
-from asyncrl.trainer.trained_model import whole_parameters
+from asyncrl.trainer.deepspeed.collectives import Rendezvous
+from asyncrl.trainer.deepspeed.trained_model import whole_parameters
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 
 KEY = b"5" * 64
 CPU = torch.device("cpu")
 
 
-def sequences(number: int = 7, seed: int = 3) -> list[Sequence]:
+def sequences(number: int = 7, seed: int = 3) -> list[TrainSample]:
     rng = np.random.default_rng(seed)
     result = []
     for _ in range(number):
         prompt, response = int(rng.integers(1, 8)), int(rng.integers(1, 24))
         result.append(
-            Sequence(
+            TrainSample(
                 prompt_ids=rng.integers(2, 40, prompt, dtype=np.int32),
                 response_ids=rng.integers(2, 40, response, dtype=np.int32),
                 keep=rng.random(response) < 0.8,
@@ -48,7 +48,7 @@ def sequences(number: int = 7, seed: int = 3) -> list[Sequence]:
     return result
 
 
-def tokens_of(items: list[Sequence]) -> int:
+def tokens_of(items: list[TrainSample]) -> int:
     return int(sum(one.keep.sum() for one in items))
 
 

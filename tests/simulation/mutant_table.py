@@ -285,7 +285,7 @@ MUTANTS = [
     one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(self._accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(self._accepted)\n")),
     one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
     one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),
-    one("a damaged checkpoint is loaded", Edit("asyncrl/trainer/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
+    one("a damaged checkpoint is loaded", Edit("asyncrl/run/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
     # -- the rest of the client
     one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
     one("a gap is not healed", HEAL, survives="the store is made to agree with the ledger when no group has come for a minute"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 
 

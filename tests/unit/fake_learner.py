@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncrl.batch.plan import PlanSettings
 from asyncrl.trainer.base import StepResult
-from asyncrl.trainer.plan import PlanSettings
 from asyncrl.types import Group, Rollout, VersionSpan
 
 SETTINGS = PlanSettings(

@@ -9,8 +9,8 @@ import torch
 from test_metric_names import documented
 from test_step_metrics import rollout, step
 
-from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.learner import Step
+from asyncrl.report.step_metrics import step_metrics
 from asyncrl.trainer.base import StepResult
 
 VALUES_T = torch.tensor([0.5, 0.5, 0.0, 1.0])

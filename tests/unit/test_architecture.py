@@ -12,14 +12,16 @@ LAYER = {
     "types": 0, "errors": 0, "files": 0, "processes": 0, "progress": 0,
     "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1,
     "config": 2, "wire": 2,
-    "buffer": 3, "weights": 3, "control": 3, "engine": 3, "trainer": 3, "rewards": 3, "telemetry": 3, "data": 3,
-    "learner": 4, "generator": 4, "evaluation": 4, "supervisor": 4,
-    "launch": 5,
-    "preflight": 6, "results": 6,
-    "cli": 7, "api": 7,
+    "weights": 3,
+    "buffer": 4, "control": 4, "engine": 4, "trainer": 4, "batch": 4, "rewards": 4, "telemetry": 4, "data": 4,
+    "learner": 5, "generator": 5, "evaluation": 5, "supervisor": 5, "run": 5,
+    "report": 6,
+    "launch": 7,
+    "commands": 8, "preflight": 8, "results": 8, "quickstart": 8,
+    "api": 9, "cli": 9,
 }  # fmt: skip
 OWNERS = {
-    "vllm": {"engine", "weights"},  # weights: the plugin that runs inside the engine's own processes
+    "vllm": {"engine", "weights"},  # weights: the NCCL sender calls into vLLM
     "deepspeed": {"trainer"},
     "redis": {"buffer"},
     "zmq": {"control"},

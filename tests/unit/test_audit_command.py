@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
+from asyncrl.commands import inspect
 from asyncrl.errors import StoreError
-from asyncrl.launch import inspect
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.run.directory import RunDirectory
 
 
 @pytest.mark.parametrize(("configured", "given"), [("redis://127.0.0.1:1/0", None), (None, "redis://127.0.0.1:1/0")])

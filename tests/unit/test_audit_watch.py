@@ -10,7 +10,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.watch import JUDGE_EVERY_S, AuditWatch
 from asyncrl.evaluation import Evaluation, resume_ledger
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 
 class Clock:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import CheckpointError, CheckpointsRefused, RunError
-from asyncrl.trainer.checkpoint import EXPORT, CheckpointStore
-from asyncrl.trainer.files import FileOps, RunLock
+from asyncrl.run.checkpoint import EXPORT, CheckpointStore
+from asyncrl.run.file_ops import FileOps
+from asyncrl.run.lock import RunLock
 
 KEY = b"run key"
 
@@ -292,7 +293,7 @@ def test_a_second_learner_is_told_who_holds_the_run(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_learner_is_free(tmp_path: Path) -> None:
     program = (
-        "import sys, time, pathlib; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+        "import sys, time, pathlib; from asyncrl.run.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
         "print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True) as holder:

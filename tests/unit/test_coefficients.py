@@ -6,9 +6,9 @@ import math
 import pytest
 
 from asyncrl.algo.entropy import acting_bonus, adapt_bonus
+from asyncrl.batch.coefficients import Coefficients
 from asyncrl.config.algorithm import EntropyConfig, KLConfig
 from asyncrl.trainer.base import StepResult
-from asyncrl.trainer.coefficients import Coefficients
 
 STEERED = (
     KLConfig(coefficient=0.1, target=0.05, horizon=100.0),

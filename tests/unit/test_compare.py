@@ -8,10 +8,10 @@ import yaml
 from test_run_page import Page
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.results.archive import read_archive
 from asyncrl.results.compare import compare_runs, differences, flat, labelled, over_time, results
-from asyncrl.telemetry.text_table import Table
+from asyncrl.results.text_table import Table
+from asyncrl.run.directory import RunDirectory
 
 
 def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: dict[int, float] | None = None) -> Path:

@@ -17,11 +17,11 @@ import torch
 from fake_learner import SETTINGS, Batch, Meeting
 
 from asyncrl.algo.metrics import merge
+from asyncrl.batch.objective import LOSS
+from asyncrl.batch.recipe import Recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.schema import BatchConfig
-from asyncrl.trainer.algorithm import Algorithm
 from asyncrl.trainer.base import StepResult
-from asyncrl.trainer.objective import LOSS
 from asyncrl.types import Group, Rollout
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4
@@ -137,7 +137,7 @@ def trained(config: dict[str, Any], batch: dict[str, int], ranks: int, budget: i
             rank=trainer.rank,
             ranks=ranks,
         )
-        algorithm = Algorithm.build(
+        algorithm = Recipe.build(
             AlgorithmConfig.model_validate(config),
             BatchConfig(groups=4, **batch),
             CriticConfig(clip=CRITIC_CLIP),

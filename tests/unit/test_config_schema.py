@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.algo import registry
+from asyncrl.commands.up import require_password
 from asyncrl.config.addresses import is_everywhere, is_loopback
 from asyncrl.config.agreements import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
@@ -14,7 +15,6 @@ from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
-from asyncrl.launch.up import require_password
 
 
 def config(**parts: Any) -> Config:
@@ -212,7 +212,7 @@ def test_parts_that_do_not_go_together_are_refused_with_a_way_out(parts: dict[st
 def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> None:
     import torch
 
-    from asyncrl.algo.rewards import GroupRewards
+    from asyncrl.algo.group_rewards import GroupRewards
 
     ones = torch.arange(3)
     rewards = GroupRewards(

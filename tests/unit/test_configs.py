@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.load import bind, load_function
+from asyncrl.rewards.functions import bind, load_function
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

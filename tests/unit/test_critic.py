@@ -10,12 +10,12 @@ from helpers_models import tiny_qwen2
 from torch import Tensor
 from transformers import AutoModel
 
+from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.schema import ModelConfig
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.critic import ValueHead, ValueModule
-from asyncrl.trainer.loading import load_critic, load_policy
-from asyncrl.trainer.packing import Sequence, microbatch
-from asyncrl.trainer.trained_model import run
+from asyncrl.trainer.deepspeed.critic import ValueHead, ValueModule
+from asyncrl.trainer.deepspeed.loading import load_critic, load_policy
+from asyncrl.trainer.deepspeed.trained_model import run
 
 CPU = torch.device("cpu")
 
@@ -33,10 +33,10 @@ def critic_of(model: Path, *, dtype: str = "float32", gradient_checkpointing: bo
     return critic
 
 
-def random_sequences(shapes: list[tuple[int, int]], share_kept: float = 0.7) -> list[Sequence]:
+def random_sequences(shapes: list[tuple[int, int]], share_kept: float = 0.7) -> list[TrainSample]:
     rng = np.random.default_rng(5)
     return [
-        Sequence(
+        TrainSample(
             prompt_ids=rng.integers(2, 40, p, dtype=np.int32),
             response_ids=rng.integers(2, 40, r, dtype=np.int32),
             keep=rng.random(r) < share_kept,

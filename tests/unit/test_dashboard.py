@@ -17,9 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from synthetic_run import NASTY, SyntheticRun
 
+from asyncrl.commands.view import show_result
 from asyncrl.control.base import MemberStatus
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.view import show_result
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.dashboard import render, sample_lines

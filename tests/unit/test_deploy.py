@@ -19,13 +19,13 @@ from packaging.utils import canonicalize_name
 from asyncrl import __version__
 from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.cli.app import app
+from asyncrl.commands.up import LEAVE_S, learner_spec
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch import gpus
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.launch.environment import child_environment
-from asyncrl.launch.keys import SECRET_FILE_VARIABLE
-from asyncrl.launch.up import LEAVE_S, learner_spec
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import SECRET_FILE_VARIABLE
 
 ROOT = DEPLOY.parent
 SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "ASYNCRL_GENERATOR_PASSWORD": "q" * 64, "GRAFANA_PASSWORD": "g" * 32}

@@ -12,7 +12,7 @@ from asyncrl.cli.app import app
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
-from asyncrl.rewards.load import bind, load_function
+from asyncrl.rewards.functions import bind, load_function
 
 GROUP = typer.main.get_command(app)
 ALL = [command for page in PAGES for command in commands(page)]

@@ -9,7 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.buffer.probe import StoreProbe
-from asyncrl.preflight.checks import host, run, stack
+from asyncrl.preflight.checks import host, stack
+from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Outcome, doubtful, fine, wrong
 from asyncrl.preflight.doctor import summary, to_values
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 
-from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
+from asyncrl.batch.plan import Plan
+from asyncrl.batch.recipe import Recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.errors import ConfigError, ShapeError
-from asyncrl.trainer.algorithm import Algorithm
-from asyncrl.trainer.plan import Plan
 
 
 def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:
-    algorithm = Algorithm.build(
+    algorithm = Recipe.build(
         AlgorithmConfig(**config),
         BatchConfig(groups=4, epochs=2),
         CriticConfig(),

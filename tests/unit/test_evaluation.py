@@ -20,9 +20,9 @@ from asyncrl.evaluation import (
     rounds_due,
     summarise,
 )
-from asyncrl.launch.records import eval_records
+from asyncrl.report.records import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 
 N = 3
 

@@ -10,11 +10,11 @@ import yaml
 from test_learner_loop import World, learn
 
 from asyncrl.algo import registry
+from asyncrl.batch.hooks import Hooks
 from asyncrl.config.base import Choice
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.launch.step_metrics import step_metrics
-from asyncrl.trainer.hooks import Hooks
+from asyncrl.report.step_metrics import step_metrics
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.starts import read_starts, record_start
 from asyncrl.results.archive import read_archive
 from asyncrl.results.export import export_model, model_card
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.starts import read_starts, record_start
 
 CONFIG = {
     "run": {"name": "sums", "root": "/home/somebody/secret"},

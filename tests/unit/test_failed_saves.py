@@ -10,10 +10,11 @@ import pytest
 from test_checkpoint_atomic import KEY, FakeTrainer
 
 from asyncrl.errors import CheckpointError
-from asyncrl.launch import learner
-from asyncrl.launch.learner_state import LearnerState
-from asyncrl.trainer.checkpoint import CheckpointStore
-from asyncrl.trainer.files import FileOps, Writes
+from asyncrl.launch import learner_process as learner
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.file_ops import FileOps
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.trainer.deepspeed.writes import Writes
 
 
 class SickDisk(FileOps):

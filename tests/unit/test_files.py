@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.launch.directory import write_directory
+from asyncrl.run.directory import write_directory
 from tests.crash.file_trace import COMPILER, Disk, Operation, Tree, record
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")
@@ -82,7 +82,7 @@ def test_a_tree_that_is_copied_and_synced_stays_whole(tmp_path):
 
 def test_a_directory_that_is_written_aside_is_whole_or_not_there(tmp_path):
     fill = "with write_directory(root / 'model') as at: (at / 'a').write_text('text'); (at / 'b').mkdir()"
-    operations, disk = traced(tmp_path, f"\nfrom asyncrl.launch.directory import write_directory\n{fill}"), Disk()
+    operations, disk = traced(tmp_path, f"\nfrom asyncrl.run.directory import write_directory\n{fill}"), Disk()
     held: list[set[tuple[str, ...]]] = []
     for operation in operations:
         disk.apply(operation)

@@ -14,11 +14,11 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
 from asyncrl.preflight.machine import Machine, read_shape
-from asyncrl.preflight.plan import table
-from asyncrl.rewards.load import ANSWER_CHARACTERS
-from asyncrl.trainer.memory import ModelShape, checkpoint_bytes
+from asyncrl.preflight.planning import table
+from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.schema import encode_group
+from asyncrl.wire.group_frames import encode_group
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT.parent / "shared" / "models"

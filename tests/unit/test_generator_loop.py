@@ -27,7 +27,7 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.types import INITIAL, Group, History, Prompt, Rollout, Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 
 B, G = 2, 3
 PROBE = (1, 2, 3, 4)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import ControlError, ForeignRunError, StoreError, StoreRefused
-from asyncrl.launch import generator
+from asyncrl.launch import generator_process as generator
 
 STORE = SimpleNamespace(url="redis://s")
 

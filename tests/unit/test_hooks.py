@@ -2,9 +2,9 @@
 
 import pytest
 
+from asyncrl.batch.hooks import Hooks
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.hooks import Hooks
 
 SOURCE = """
 class Counting:

@@ -15,7 +15,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
 from asyncrl.types import Group, History, Rollout, VersionSpan, Weights, version_spans
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 
 B = 4
 

@@ -7,11 +7,12 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
-from asyncrl.launch import environment, keys
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch import environment
 from asyncrl.launch.environment import child_environment
-from asyncrl.launch.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, parse_keys
 from asyncrl.processes import public_environment
+from asyncrl.run import keys
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, parse_keys
 
 KEYS = RunKeys(bytes(range(32)))
 

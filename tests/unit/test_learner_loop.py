@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from fake_learner import SETTINGS, FakeTrainer, mixed_batch
 
+from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.learner import Step, run_learner
 from asyncrl.progress import Pace
-from asyncrl.trainer.algorithm import Algorithm
-from asyncrl.trainer.hooks import Hooks
 
 
 class World(FakeTrainer):
@@ -45,11 +45,11 @@ class World(FakeTrainer):
         return {"seen": step.hook_metrics["hook/planned"]}
 
 
-def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None = None, **config) -> Algorithm:
+def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None = None, **config) -> Recipe:
     batch = BatchConfig(groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config})
     critic = CriticConfig(warmup_steps=config.pop("warmup_steps", 0))
     settings = replace(SETTINGS, minibatches=batch.minibatches)
-    algorithm = Algorithm.build(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=())
+    algorithm = Recipe.build(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=())
     run_learner(world, world, algorithm, hooks or Hooks(), version=version, steps=steps)
     return algorithm
 

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers
 from asyncrl.errors import ConfigError
-from asyncrl.launch.learner_state import LearnerState
+from asyncrl.run.learner_state import LearnerState
 from asyncrl.types import History, Weights
 
 

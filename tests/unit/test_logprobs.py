@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.trainer.attention import segment_attention
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.loading import load_policy
-from asyncrl.trainer.packing import Sequence, microbatch
-from asyncrl.trainer.policy import PolicyModule, TokenLogprobs
-from asyncrl.trainer.trained_model import run
+from asyncrl.trainer.deepspeed.attention import segment_attention
+from asyncrl.trainer.deepspeed.loading import load_policy
+from asyncrl.trainer.deepspeed.policy import PolicyModule, TokenLogprobs
+from asyncrl.trainer.deepspeed.trained_model import run
 
 CPU = torch.device("cpu")
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"
@@ -33,9 +33,9 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny_qwen2(tmp_path / "model", tied=request.param == "qwen2-tied")
 
 
-def random_sequences(rng: np.random.Generator, vocabulary: int, shapes: list[tuple[int, int]]) -> list[Sequence]:
+def random_sequences(rng: np.random.Generator, vocabulary: int, shapes: list[tuple[int, int]]) -> list[TrainSample]:
     return [
-        Sequence(
+        TrainSample(
             prompt_ids=rng.integers(2, vocabulary, p, dtype=np.int32),
             response_ids=rng.integers(2, vocabulary, r, dtype=np.int32),
             keep=rng.random(r) < 0.7,
@@ -52,7 +52,7 @@ def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5, with_squares
     return columns_RT
 
 
-def padded(path: Path, sequences: list[Sequence], dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor, Tensor]:
+def padded(path: Path, sequences: list[TrainSample], dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor, Tensor]:
     """The oracle: a stock model, padding, full logits. Not `eager`: its softmax is float32 whatever the dtype."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     width = max(one.tokens for one in sequences)

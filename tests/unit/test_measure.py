@@ -8,13 +8,13 @@ import torch
 from fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 
 from asyncrl.algo.advantages import grpo
+from asyncrl.batch.estimate import Estimator
+from asyncrl.batch.measure import columns_of, measure
+from asyncrl.batch.plan import Planner
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import COLUMNS
-from asyncrl.trainer.estimate import Estimator
-from asyncrl.trainer.measure import columns_of, measure
-from asyncrl.trainer.plan import Planner
 
 PLANNER = Planner(
     estimator=Estimator(advantage=grpo, max_response_tokens=8), columns=frozenset(), proximal=False, settings=SETTINGS

@@ -9,7 +9,7 @@ from algo_cases import make_case, make_rewards
 from test_step_metrics import group, rollout, step
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, merge, policy_metrics
-from asyncrl.launch.step_metrics import step_metrics
+from asyncrl.report.step_metrics import step_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +17,9 @@ SOURCES = [
     "generator.py",
     "evaluation.py",
     "algo/metrics.py",
-    "trainer/objective.py",
-    "trainer/masks.py",
-    "launch/step_metrics.py",
+    "batch/objective.py",
+    "batch/masks.py",
+    "report/step_metrics.py",
     "launch/head.py",
 ]
 INTERNAL = {

@@ -8,10 +8,10 @@ import torch
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.batch.objective import LOSS, Objective, critic_loss
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.trainer.base import LossSums, MicroBatch
-from asyncrl.trainer.objective import LOSS, Objective, critic_loss
 
 
 class Policy:

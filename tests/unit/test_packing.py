@@ -6,16 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.batch.packing import TrainSample, microbatch, pack, share_out
 from asyncrl.errors import ShapeError
-from asyncrl.trainer.packing import Sequence, microbatch, pack, share_out
 
 LENGTHS = st.lists(st.integers(1, 64) | st.integers(50, 64), max_size=60)
 CPU = torch.device("cpu")
 
 
-def sequence(prompt: int, response: int, *, first_id: int = 0, keep: list[bool] | None = None) -> Sequence:
+def sequence(prompt: int, response: int, *, first_id: int = 0, keep: list[bool] | None = None) -> TrainSample:
     ids = np.arange(first_id, first_id + prompt + response, dtype=np.int32)
-    return Sequence(
+    return TrainSample(
         prompt_ids=ids[:prompt],
         response_ids=ids[prompt:],
         keep=np.array([True] * response if keep is None else keep),
@@ -121,11 +121,11 @@ def test_an_empty_microbatch_has_no_tokens() -> None:
 
 def test_columns_of_another_length_and_empty_prompts_are_refused() -> None:
     good = sequence(2, 3)
-    columns = {name: getattr(good, name) for name in Sequence.__slots__}
+    columns = {name: getattr(good, name) for name in TrainSample.__slots__}
     with pytest.raises(ShapeError, match=r"3 response tokens.*'lag': 2"):
-        Sequence(**(columns | {"lag": good.lag[:2]}))
+        TrainSample(**(columns | {"lag": good.lag[:2]}))
     with pytest.raises(ShapeError, match="empty prompt"):
-        Sequence(**(columns | {"prompt_ids": good.prompt_ids[:0]}))
+        TrainSample(**(columns | {"prompt_ids": good.prompt_ids[:0]}))
 
 
 def test_the_larger_bin_of_each_round_goes_to_another_rank() -> None:

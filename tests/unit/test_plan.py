@@ -10,8 +10,8 @@ import torch
 
 from asyncrl.algo.advantages import dr_grpo, grpo
 from asyncrl.algo.shaping import soft_overlong
-from asyncrl.trainer.estimate import Estimator
-from asyncrl.trainer.plan import Plan, Planner, PlanSettings
+from asyncrl.batch.estimate import Estimator
+from asyncrl.batch.plan import Plan, Planner, PlanSettings
 from asyncrl.types import Group, Rollout, VersionSpan
 
 SETTINGS = PlanSettings(

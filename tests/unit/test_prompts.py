@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
-from asyncrl.data.plan import SamplePlan
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"

@@ -14,12 +14,12 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.shards import ShardedIntake
 from asyncrl.errors import WireError
-from asyncrl.launch import learner
+from asyncrl.launch import learner_process as learner
 from asyncrl.launch.head import Head
-from asyncrl.launch.learner import LearnerRun
+from asyncrl.launch.learner_process import LearnerRun
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.types import Group
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 
 RANKS = 3
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.trainer.reference import mix
+from asyncrl.trainer.deepspeed.reference import mix
 
 
 def noise(seed: int) -> torch.Generator:

@@ -105,7 +105,7 @@ def test_a_wrong_choice_is_explained(kind, name, params, message):
 def test_advantages_need_exactly_what_the_registry_says():
     import torch
 
-    from asyncrl.algo.rewards import GroupRewards
+    from asyncrl.algo.group_rewards import GroupRewards
 
     rewards = GroupRewards(
         rewards_S=torch.tensor([0.0, 1.0]),

@@ -10,10 +10,10 @@ from test_step_metrics import rollout, step
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.evaluation import EvalResult
-from asyncrl.launch import reports as reports_module
 from asyncrl.launch.head import Ticker
-from asyncrl.launch.reports import Reports
-from asyncrl.launch.timeline import Timeline
+from asyncrl.report import reports as reports_module
+from asyncrl.report.reports import Reports
+from asyncrl.report.timeline import Timeline
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 

@@ -9,6 +9,7 @@ import yaml
 
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers
+from asyncrl.commands.up import run_here
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
@@ -16,13 +17,12 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, on_resume
 from asyncrl.config.schema import Config, RewardFunctionConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.learner_state import LearnerState
-from asyncrl.launch.resume import nothing_left, read_saved, refuse_changes, values_to_keep
-from asyncrl.launch.up import run_here
 from asyncrl.preflight.validate import validated_config
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import nothing_left, read_saved, refuse_changes, values_to_keep
 from asyncrl.telemetry.status import StatusSnapshot, write_status
-from asyncrl.trainer.checkpoint import CheckpointStore
 from tests.helpers_models import tiny_qwen2
 from tests.unit.test_checkpoint_atomic import FakeTrainer
 
@@ -157,7 +157,7 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         assert re.search(found, str(caught.value)) and "none may be appended" in str(caught.value)
         with pytest.raises(ConfigError, match=found):
             run_here(load_config(path), fresh=False, generators=True, plain=True)
-    monkeypatch.setattr("asyncrl.launch.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again")))
+    monkeypatch.setattr("asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again")))
     with pytest.raises(RunError, match="it begins again"):
         run_here(load_config(path), fresh=True, generators=True, plain=True)
     write(first)
@@ -177,7 +177,7 @@ def test_the_newest_state_is_read_once(path, monkeypatch):
     trained(config, 5)
     read = CheckpointStore.newest_state
     monkeypatch.setattr(CheckpointStore, "newest_state", lambda self: reads.append(self) or read(self))
-    monkeypatch.setattr("asyncrl.launch.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins")))
+    monkeypatch.setattr("asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins")))
     with pytest.raises(RunError, match="it begins"):
         run_here(config, fresh=False, generators=True, plain=True)
     assert len(reads) == 1
@@ -200,7 +200,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(path, capsys, 
 
     class StartedError(Exception): ...
 
-    monkeypatch.setattr("asyncrl.launch.up._claimed", lambda *_, **__: (_ for _ in ()).throw(StartedError))
+    monkeypatch.setattr("asyncrl.commands.up._claimed", lambda *_, **__: (_ for _ in ()).throw(StartedError))
     if starts:
         with pytest.raises(StartedError):
             run_here(config, fresh=False, generators=True, plain=True)

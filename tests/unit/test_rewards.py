@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RewardError
 from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
-from asyncrl.rewards.load import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
+from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
 from asyncrl.rewards.worker import pack_frame, serve
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory, needing
-from asyncrl.trainer.files import RunLock, is_locked
+from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.run.lock import RunLock, is_locked
 
 HOLD = (
-    "import pathlib, sys; from asyncrl.trainer.files import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    "import pathlib, sys; from asyncrl.run.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
     "print(flush=True); sys.stdin.read()"
 )
 
@@ -122,7 +122,7 @@ def test_the_supervisor_is_whoever_holds_the_lock_whatever_the_file_says(tmp_pat
 def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     RunLock(lock).release()
-    looking = "import pathlib, sys\nfrom asyncrl.trainer.files import is_locked\nprint(flush=True)\n"
+    looking = "import pathlib, sys\nfrom asyncrl.run.lock import is_locked\nprint(flush=True)\n"
     looking += "while True: is_locked(pathlib.Path(sys.argv[1]))"
     with subprocess.Popen([sys.executable, "-c", looking, str(lock)], stdout=subprocess.PIPE) as watcher:
         try:

@@ -12,12 +12,12 @@ from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.algo import metrics
 from asyncrl.errors import RunError
-from asyncrl.launch.directory import RunDirectory
 from asyncrl.results.archive import Archive, read_archive
+from asyncrl.results.charts import MOST_POINTS
 from asyncrl.results.run_charts import BANDS, growth_shares
 from asyncrl.results.run_page import report_page, write_report
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.charts import MOST_POINTS
 from asyncrl.telemetry.history import thinned
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.text import visible, visible_lines

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.plan import PlanEntry, SamplePlan
+from asyncrl.data.sample_plan import PlanEntry, SamplePlan
 from asyncrl.errors import DataError
 
 GOLDEN_0 = [2, 3, 0, 4, 7, 1, 6, 5, 9, 8]

@@ -16,9 +16,9 @@ from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
+from asyncrl.results.sample import full_lines
 from asyncrl.results.samples import Wanted, show_samples, wanted
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.sample import full_lines
 
 
 def sample(**values: object) -> SampleRecord:

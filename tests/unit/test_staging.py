@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.errors import TransferError
-from asyncrl.launch import generator
+from asyncrl.launch import generator_process as generator
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.staging import GlooStaging
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.directory import RunDirectory
-from asyncrl.launch.inspect import is_up, show_status, status_values
+from asyncrl.commands.inspect import is_up, show_status, status_values
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import write_status
-from asyncrl.trainer.files import RunLock
 from tests.unit.synthetic_run import SyntheticRun
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algo.rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.batch.packing import TrainSample
+from asyncrl.batch.plan import Plan
 from asyncrl.buffer.intake import Collected
-from asyncrl.launch.step_metrics import step_metrics
 from asyncrl.learner import Step
+from asyncrl.report.step_metrics import step_metrics
 from asyncrl.trainer.base import StepResult
-from asyncrl.trainer.packing import Sequence
-from asyncrl.trainer.plan import Plan
 from asyncrl.types import Group, Rollout, VersionSpan
 
 
@@ -34,7 +34,7 @@ def rollout(**parts: float) -> Rollout:
 
 def step(*rollouts: Rollout, results: tuple[StepResult, ...] = ()) -> Step:
     group = Group(ticket_id=1, rollouts=rollouts, generator_id="g", finished_version=0)
-    sequence = Sequence(
+    sequence = TrainSample(
         prompt_ids=np.array([1], dtype=np.int32),
         response_ids=np.array([2, 3], dtype=np.int32),
         keep=np.array([True, True]),

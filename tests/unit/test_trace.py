@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_step_metrics import group, rollout, step
 
-from asyncrl.launch.step_metrics import step_metrics
-from asyncrl.launch.timeline import LIFE, Timeline, trace_step
 from asyncrl.learner import Span, Step, Stopwatch
+from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.timeline import LIFE, Timeline, trace_step
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.advantages import grpo
 from asyncrl.algo.trainable import MOST_NATS, MOST_REWARD, MOST_VERSION, GroupLimits, trainable
+from asyncrl.batch.estimate import Estimator
+from asyncrl.batch.plan import Planner
 from asyncrl.buffer.base import GIVEN_UP, BufferRules, PutOutcome
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, summarise
-from asyncrl.launch.records import dropped_records, eval_records, sample_records
-from asyncrl.launch.step_metrics import step_metrics
-from asyncrl.launch.timeline import trace_step
 from asyncrl.learner import Span, Step
+from asyncrl.report.records import dropped_records, eval_records, sample_records
+from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.timeline import trace_step
 from asyncrl.telemetry.trace import TraceWriter
-from asyncrl.trainer.estimate import Estimator
-from asyncrl.trainer.plan import Planner
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
-from asyncrl.wire.schema import decode_group, encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 
 LIMITS = GroupLimits(vocabulary=100, rollouts=2, max_tokens=24)
 WHOLE = replace(LIMITS, whole=True)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.commands import up
 from asyncrl.errors import StoreError
-from asyncrl.launch import own_store, up
-from asyncrl.launch.directory import RunDirectory
+from asyncrl.launch import own_store
+from asyncrl.run.directory import RunDirectory
 from asyncrl.supervisor import ProcessSpec, Supervisor
 
 

@@ -12,6 +12,7 @@ PROTOCOL = (
     "wire",
     "engine",
     "rewards",
+    "batch",
     "trainer",
     "generator.py",
     "learner.py",

@@ -19,13 +19,14 @@ from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_
 from asyncrl.config.schema import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
-from asyncrl.rewards.load import ANSWER_CHARACTERS
+from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, Weights, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
-from asyncrl.wire import codec, schema
+from asyncrl.wire import codec
+from asyncrl.wire import group_frames as schema
 from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
-from asyncrl.wire.messages import MessageCodec
-from asyncrl.wire.schema import GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, REASON_CHARACTERS, decode_group, encode_group
+from asyncrl.wire.group_frames import GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, REASON_CHARACTERS, decode_group, encode_group
+from asyncrl.wire.typed_messages import MessageCodec
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 KEY = b"the run's key"

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.wire.schema import decode_group
+from asyncrl.wire.group_frames import decode_group
 from tests.fuzz.frame_cases import Seen, case_of, check, corpus, frame_of, mutants
 
 

@@ -1,0 +1,59 @@
+"""The coefficients of KL and entropy: constants, or steered after each step. Every rank computes the same."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from asyncrl.algo.entropy import acting_bonus, adapt_bonus
+from asyncrl.algo.kl import adapt_coefficient
+from asyncrl.algo.metrics import finish, merge
+from asyncrl.config.algorithm import EntropyConfig, KLConfig
+from asyncrl.trainer.base import StepResult
+
+
+class Coefficients:
+    """What the next step uses; the steered ones are part of a checkpoint, the constants stay the config's."""
+
+    def __init__(self, kl: KLConfig, entropy: EntropyConfig, state: Mapping[str, float] | None = None) -> None:
+        """`state` is what `state()` returned before a restart."""
+        state = state or {}
+        self._kl_config, self._entropy_config = kl, entropy
+        self.kl = state.get("kl", kl.coefficient) if kl.target else kl.coefficient
+        self._bonus = state.get("entropy", entropy.coefficient) if entropy.target else entropy.coefficient
+        self._measured = state.get("measured_entropy", math.inf)
+        """Nothing is measured at the beginning, so nothing is too low."""
+
+    @property
+    def entropy(self) -> float:
+        """Of the bonus in the loss; 0 while the entropy is above its target."""
+        if self._entropy_config.target is None:
+            return self._bonus
+        return acting_bonus(self._bonus, self._measured, target=self._entropy_config.target)
+
+    def adapt(self, results: Sequence[StepResult], *, sequences: int) -> None:
+        """Take in the reduced metrics of a step over `sequences` sequences. What is missing or not finite changes nothing."""
+        measured = finish(merge(result.metrics for result in results))
+        kl_now = measured.get("policy/kl_reference", math.nan)
+        entropy_now = measured.get("policy/entropy", math.nan)
+        if (target := self._kl_config.target) and math.isfinite(kl_now):
+            horizon = self._kl_config.horizon
+            self.kl = adapt_coefficient(self.kl, kl_now, target=target, horizon=horizon, steps=sequences)
+        if (target := self._entropy_config.target) and math.isfinite(entropy_now):
+            step, maximum = self._entropy_config.step, self._entropy_config.maximum
+            self._bonus = adapt_bonus(self._bonus, entropy_now, target=target, step=step, maximum=maximum)
+            self._measured = entropy_now
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint: plain finite numbers."""
+        state = {"kl": self.kl} if self._kl_config.target else {}
+        if self._entropy_config.target:
+            state["entropy"] = self._bonus
+            if math.isfinite(self._measured):
+                state["measured_entropy"] = self._measured
+        return state
+
+    def metrics(self) -> dict[str, float]:
+        """Those that are in use, under their published names."""
+        published = {"policy/kl_coefficient": self.kl} if self._kl_config.coefficient else {}
+        if self._entropy_config.coefficient or self._entropy_config.target:
+            published["policy/entropy_coefficient"] = self.entropy
+        return published

@@ -1,0 +1,124 @@
+"""From rewards and measured columns to advantages and returns, over the whole batch and equal on every rank.
+
+Axes in names:  S sequences (rollouts) of the batch, T its action tokens before any mask.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algo import registry
+from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.token_advantages import value_targets
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.errors import ConfigError
+from asyncrl.types import Group, Rollout
+
+GREEDY = "greedy_rewards_group"
+USABLE = frozenset({"values_T", "logprobs_T", "reference_logprobs_T", "sum_squared_probs_T", GREEDY})
+"""Columns of `GroupRewards` that cost extra and are there when an advantage needs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What one batch's rewards became."""
+
+    rewards: GroupRewards
+    """Shaped, as the advantages saw them."""
+    advantages_T: Tensor
+    returns_T: Tensor | None
+    """What a critic is trained on; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """The advantage of an algorithm, with what stands between it and the rewards."""
+
+    advantage: Callable[[GroupRewards], Tensor]
+    max_response_tokens: int
+    parts: Sequence[str] = ()
+    """Names of the parts of the reward. What a group brings besides (from before a resume) is left out, what it lacks is 0."""
+    shaping: Sequence[Callable[..., float]] = ()
+    penalty: Callable[[Tensor, Tensor], Tensor] | None = None
+    """KL estimator, where the KL is subtracted from the reward of every token."""
+    targets: Callable[[GroupRewards], Tensor] | None = None
+    """Returns for a critic."""
+    needs_greedy: bool = False
+
+    @classmethod
+    def build(cls, algorithm: AlgorithmConfig, *, max_response_tokens: int, parts: Sequence[str]) -> "Estimator":
+        """Resolve names of `algorithm`. Raises ConfigError."""
+        advantage, kl = algorithm.advantage, algorithm.kl
+        needs = registry.needs("advantage", advantage.name)
+        if unknown := needs - USABLE:
+            raise ConfigError(f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}")
+        known = inspect.signature(value_targets).parameters
+        discounts = {name: value for name, value in advantage.params.items() if name in known}
+        return cls(
+            advantage=registry.resolve("advantage", advantage.name, advantage.params),
+            max_response_tokens=max_response_tokens,
+            parts=parts,
+            shaping=[registry.resolve("shaping", choice.name, choice.params) for choice in algorithm.shaping],
+            penalty=registry.resolve("kl", kl.estimator.name, kl.estimator.params)
+            if kl.coefficient and kl.placement == "reward"
+            else None,
+            targets=partial(value_targets, **discounts) if "values_T" in needs else None,
+            needs_greedy=GREEDY in needs,
+        )
+
+    def estimate(self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float) -> Estimates:
+        """Advantages and returns of every action token, of masked ones too."""
+        rewards = self._rewards(groups, measured)
+        if self.penalty is not None:
+            kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
+            rewards = replace(rewards, token_rewards_T=-kl_coefficient * kl_T)
+        return Estimates(
+            rewards=rewards,
+            advantages_T=self.advantage(rewards),
+            returns_T=self.targets(rewards) if self.targets is not None else None,
+        )
+
+    def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
+        return GroupRewards(
+            rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
+            group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
+            num_groups=len(groups),
+            lengths_S=lengths_S,
+            sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
+            parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in self.parts},
+            values_T=measured.get("values_T"),
+            greedy_rewards_group=_greedy(groups) if self.needs_greedy else None,
+            truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+            behaviour_logprobs_T=torch.from_numpy(
+                np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
+            ),
+            logprobs_T=measured.get("logprobs_T"),
+            reference_logprobs_T=measured.get("reference_logprobs_T"),
+            sum_squared_probs_T=measured.get("sum_squared_probs_T"),
+        )
+
+    def _shape(self, rollout: Rollout) -> float:
+        reward = rollout.reward
+        for shape in self.shaping:
+            reward = shape(
+                reward,
+                response_tokens=len(rollout.response_ids),
+                max_response_tokens=self.max_response_tokens,
+                finish_reason=rollout.finish_reason,
+            )
+        return reward
+
+
+def _greedy(groups: Sequence[Group]) -> Tensor:
+    """[G] as the reward functions gave it: shaping is about the length of sampled responses, and the paper has none.
+
+    A group without one was rejected when it was taken, so there is one for each.
+    """
+    return torch.tensor([group.greedy_reward for group in groups if group.greedy_reward is not None])

@@ -1,0 +1,65 @@
+"""Columns that cost a forward pass, over all action tokens of a batch, before its advantages are made.
+
+Axes in names:  C columns, T action tokens of the batch before any mask.
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algo import registry
+from asyncrl.batch.packing import TrainSample, deal, microbatch
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import BatchConfig
+from asyncrl.trainer.base import COLUMNS, Trainer
+
+
+def columns_of(algorithm: AlgorithmConfig, batch: BatchConfig) -> frozenset[str]:
+    """What `Trainer.measure` must measure for this algorithm; nothing for the default."""
+    columns = registry.needs("advantage", algorithm.advantage.name) & COLUMNS
+    if algorithm.kl.coefficient:
+        columns |= {"reference_logprobs_T"}
+        if algorithm.kl.placement == "reward":
+            columns |= {"logprobs_T"}
+    if measures_proximal(algorithm, batch):
+        columns |= {"logprobs_T"}
+    return columns
+
+
+def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:
+    """With one optimizer step per batch the proximal policy is the one that the step itself evaluates.
+
+    Weights that are divided by their mean over the step must be known before it all the same.
+    """
+    return algorithm.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or normalises(algorithm))
+
+
+def normalises(algorithm: AlgorithmConfig) -> bool:
+    """Whether the correction's weights depend on all tokens of the optimizer step."""
+    return bool(algorithm.correction.params.get("normalise"))
+
+
+def measure(
+    trainer: Trainer, sequences: Sequence[TrainSample], columns: Collection[str], *, budget_tokens: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The columns of all kept tokens, float32 [T] in the order of `sequences`, the same on every rank.
+
+    Each rank measures its share of packed micro-batches. Without columns nothing runs and nothing is sent.
+    """
+    if not columns:
+        return {}
+    names = sorted(columns)
+    shares = deal(sequences, budget_tokens, trainer.ranks)
+    batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.rank]]
+    measured = trainer.measure(batches, names)
+    mine = [torch.cat([part[name] for part in measured]).float().cpu().numpy() for name in names] if measured else []
+    parts = trainer.gather(b"".join(column.tobytes() for column in mine))
+    ends = np.cumsum([int(sequence.keep.sum()) for sequence in sequences])
+    columns_CT = np.empty((len(names), int(ends[-1]) if len(ends) else 0), dtype=np.float32)
+    for part, bins in zip(parts, shares, strict=True):
+        owned = [np.arange(ends[i] - sequences[i].keep.sum(), ends[i]) for members in bins for i in members]
+        if owned:
+            columns_CT[:, np.concatenate(owned)] = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
+    return {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}

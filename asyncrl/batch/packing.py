@@ -1,0 +1,151 @@
+"""From sequences of unequal length to micro-batches of nearly equal work. Pure and deterministic: every rank computes the same.
+
+Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T its action tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.algo.tokens import TokenBatch
+from asyncrl.errors import ShapeError
+from asyncrl.trainer.base import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSample:
+    """One prompt and response as the trainer sees it; all columns but `prompt_ids` have one entry per response token."""
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    keep: NDArray[np.bool_]
+    """True where the token takes part: an action, in the loss one that no mask (staleness, overlong) has taken out."""
+    behaviour_logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    lag: NDArray[np.int64]
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """What was measured or made of it, under the names of `TokenBatch`; the same names in all sequences of a batch."""
+
+    def __post_init__(self) -> None:
+        fields = ("keep", "behaviour_logprobs", "advantages", "lag")
+        columns = {**{name: getattr(self, name) for name in fields}, **self.columns}
+        wrong = {name: len(column) for name, column in columns.items() if len(column) != len(self.response_ids)}
+        if wrong:
+            raise ShapeError(
+                f"sequence has {len(self.response_ids)} response tokens, but {wrong}; one entry per response token is needed"
+            )
+        if len(self.prompt_ids) == 0:
+            raise ShapeError("sequence has an empty prompt; the first response token needs a token before it that predicts it")
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
+    """Indices of `lengths` in bins of at most `budget_tokens` with even loads, in as few rounds of `ranks` bins as possible.
+
+    First-fit decreasing says how many rounds. Their bins are filled anew, if that fits: each item, longest first, goes to the
+    emptiest bin. So every rank has work in every round, as long as there are as many items. Raises ShapeError when an item
+    alone is over the budget.
+    """
+    longest = max(lengths, default=0)
+    if longest > budget_tokens:
+        raise ShapeError(
+            f"a sequence of {longest} tokens exceeds the budget of {budget_tokens} tokens; raise learner.tokens_per_microbatch"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    first_fit = _fill(order, lengths, budget_tokens)
+    num_bins = min(-(-len(first_fit) // ranks) * ranks, len(lengths))
+    balanced = _balance(order, lengths, budget_tokens, num_bins)
+    return [sorted(members) for members in balanced or first_fit]
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for i in order:
+        place = next((b for b, load in enumerate(loads) if load + lengths[i] <= budget_tokens), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            loads.append(0)
+        bins[place].append(i)
+        loads[place] += lengths[i]
+    return bins
+
+
+def _balance(order: Sequence[int], lengths: Sequence[int], budget_tokens: int, num_bins: int) -> list[list[int]] | None:
+    """None where the even spread does not fit into `num_bins`."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for i in order:
+        place = loads.index(min(loads))
+        if loads[place] + lengths[i] > budget_tokens:
+            return None
+        bins[place].append(i)
+        loads[place] += lengths[i]
+    return bins
+
+
+def share_out(bins: Sequence[Sequence[int]], ranks: int, lengths: Sequence[int]) -> list[list[list[int]]]:
+    """The bins of each rank: the same number for every rank, empty ones where they do not divide, rounds of equal work.
+
+    Ranks meet in a collective after every micro-batch, so bins of similar size are dealt in the same round; the
+    direction alternates, so that no rank gets the larger bin of every round.
+    """
+    order = sorted(range(len(bins)), key=lambda b: (-sum(lengths[i] for i in bins[b]), b))
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for turn, start in enumerate(range(0, len(order), ranks)):
+        dealt = [list(bins[b]) for b in order[start : start + ranks]]
+        dealt += [[]] * (ranks - len(dealt))
+        for rank, members in enumerate(dealt if turn % 2 == 0 else reversed(dealt)):
+            shares[rank].append(members)
+    return shares
+
+
+def deal(sequences: Sequence[TrainSample], budget_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Indices of the sequences with a kept token: of each rank, of each of its micro-batches."""
+    kept = [i for i, sequence in enumerate(sequences) if sequence.keep.any()]
+    lengths = [sequences[i].tokens for i in kept]
+    shares = share_out(pack(lengths, budget_tokens, ranks), ranks, lengths)
+    return [[[kept[j] for j in members] for members in bins] for bins in shares]
+
+
+def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroBatch:
+    """The sequences end to end; only kept tokens become action tokens. No sequences give an empty micro-batch."""
+    starts = np.cumsum([0] + [sequence.tokens for sequence in sequences])
+    # A response token at response offset r stands at start + prompt + r and is predicted by the token before it.
+    kept = [np.flatnonzero(sequence.keep) for sequence in sequences]
+    sources = [start + len(sequence.prompt_ids) + r - 1 for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)]
+
+    def joined(columns: Iterable[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+        return _joined([column[r] for column, r in zip(columns, kept, strict=True)], dtype, device)
+
+    measured = sequences[0].columns if sequences else {}
+    tokens = TokenBatch(
+        sequence_T=_joined([np.full(len(r), s) for s, r in enumerate(kept)], torch.int64, device),
+        num_sequences=len(sequences),
+        behaviour_logprobs_T=joined((sequence.behaviour_logprobs for sequence in sequences), torch.float32),
+        advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
+        lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
+        **{name: joined((sequence.columns[name] for sequence in sequences), torch.float32) for name in measured},
+    )
+    ids = [part for sequence in sequences for part in (sequence.prompt_ids, sequence.response_ids)]
+    return MicroBatch(
+        input_ids_N=_joined(ids, torch.int64, device),
+        position_ids_N=_joined([np.arange(sequence.tokens) for sequence in sequences], torch.int64, device),
+        sequence_starts=tuple(starts.tolist()),
+        source_T=_joined(sources, torch.int64, device),
+        target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
+        tokens=tokens,
+    )
+
+
+def _joined(parts: Sequence[NDArray[np.generic]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    return torch.from_numpy(joined).to(device=device, dtype=dtype)

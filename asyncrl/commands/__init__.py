@@ -1,0 +1,1 @@
+"""What the commands do to a run: up, down, join, scale, look."""

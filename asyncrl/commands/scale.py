@@ -1,0 +1,139 @@
+"""Generators started and drained while a run goes on: `asyncrl scale generators=+2` writes a number, the supervisor follows."""
+
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from asyncrl.errors import RunError
+from asyncrl.files import read_record, replace_text
+from asyncrl.run.directory import RunDirectory, find_run
+from asyncrl.supervisor import ProcessSpec, Supervisor
+
+log = logging.getLogger(__name__)
+
+PREFIX = "g"
+MOST = 1024
+"""Generators on one host: more is a slip of the finger."""
+FOLLOW_S = 60.0
+"""For the supervisor to start or drain what was asked for."""
+
+
+class Scaled:
+    """The generators of one supervisor. A context manager: `asyncrl scale` is refused when it is left."""
+
+    def __init__(self, supervisor: Supervisor, make: Callable[[int, int], ProcessSpec], path: Path) -> None:
+        """`make` is given an index and the number of generators."""
+        self._supervisor = supervisor
+        self._make = make
+        self._path = path
+        self._wanted = 0
+        self._started: set[str] = set()
+
+    def begin(self, count: int) -> None:
+        """Start `count` generators; with 0 they join by themselves, and there is nothing to scale."""
+        if count:
+            self._grow(count, is_extra=False)
+
+    def tend(self) -> None:
+        """Once a tick: follow the number that was written, and leave out who could not be started."""
+        staying = [name for name, stays in self._supervisor.names.items() if stays and name in self._started]
+        if len(staying) < self._wanted:  # an extra one was given up
+            write_wanted(self._path, len(staying))
+            self._wanted = len(staying)
+        wanted = read_wanted(self._path)
+        if wanted is None and self._wanted:
+            write_wanted(self._path, self._wanted)
+        if wanted is None or wanted == self._wanted:
+            return
+        log.info("generators: %d -> %d", self._wanted, wanted)
+        if wanted > self._wanted:
+            self._grow(wanted, is_extra=True)
+        else:
+            for name in sorted(staying, key=_index)[wanted:]:
+                self._supervisor.drain(name)
+            self._wanted = wanted
+
+    def __enter__(self) -> Self:
+        self._forget()  # of a run that was killed
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _grow(self, wanted: int, *, is_extra: bool) -> None:
+        taken = self._supervisor.names  # also of those that are leaving
+        free = (index for index in range(2 * MOST) if f"{PREFIX}{index}" not in taken)
+        for _ in range(wanted - self._wanted):
+            spec = replace(self._make(next(free), wanted), is_extra=is_extra)
+            self._supervisor.add(spec)
+            self._started.add(spec.name)
+        self._wanted = wanted
+
+
+def scale_run(change: str, run: Path | None) -> None:
+    """Write how many generators there shall be, and wait until the supervisor has followed. Raises RunError."""
+    directory = find_run(run)
+    found = re.fullmatch(r"generators=([+-]?)(\d+)", change)
+    if found is None:
+        raise RunError(f"found `{change}`; allowed is generators=+2 (more), generators=-1 (fewer) or generators=4 (that many)")
+    now = read_wanted(directory.scale)
+    if now is None or directory.supervisor() is None:
+        raise RunError(
+            f"{directory.path} starts no generators here now: `asyncrl up` does; beside `asyncrl learner`, or from another host, "
+            "they join with `asyncrl generator --count N`"
+        )
+    wanted = {"": 0, "+": now, "-": now}[found[1]] + int(found[2]) * (-1 if found[1] == "-" else 1)
+    if not 1 <= wanted <= MOST:
+        raise RunError(f"generators={found[1]}{found[2]} would make {wanted} of {now}; allowed is 1 to {MOST}")
+    before = _running(directory)
+    write_wanted(directory.scale, wanted)
+    after = _follow(directory, wanted)
+    said = f"generators: {now} -> {wanted}"
+    if started := sorted(after - before, key=_index):
+        said += f"; started: {', '.join(started)} (the model is loaded first)"
+    if left := sorted(before - after, key=_index):
+        said += f"; left: {', '.join(left)} (their tickets are given back)"
+    print(said)  # noqa: T201 - the command's output
+
+
+def _follow(directory: RunDirectory, wanted: int) -> set[str]:
+    """Names of the generators, once there are as many as wanted."""
+    until_s = time.monotonic() + FOLLOW_S
+    while len(now := _running(directory)) != wanted:
+        if time.monotonic() > until_s:
+            raise RunError(
+                f"{wanted} generators were asked for, and after {FOLLOW_S:.0f} s {len(now)} are there; see "
+                f"{directory.logs / 'supervisor.jsonl'}"
+            )
+        time.sleep(0.1)
+    return now
+
+
+def _running(directory: RunDirectory) -> set[str]:
+    return {name for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
+
+
+def _index(name: str) -> int:
+    return int(name.removeprefix(PREFIX))
+
+
+def read_wanted(path: Path) -> int | None:
+    """None where there is nothing to scale, or no number."""
+    wanted = (read_record(path) or {}).get("generators")
+    return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
+
+
+def write_wanted(path: Path, count: int) -> None:
+    """The inverse of `read_wanted`."""
+    replace_text(path, json.dumps({"generators": count}))

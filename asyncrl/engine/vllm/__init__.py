@@ -1,0 +1,1 @@
+"""The engine on vLLM, and what runs inside vLLM's own processes."""

@@ -1,0 +1,282 @@
+"""vLLM as the engine: one AsyncLLM in this process's care, its core and workers in child processes.
+
+No HTTP server: vLLM's routes for weight updates are unauthenticated, and none of them exists here.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.base import EngineStats, SamplingSpec
+from asyncrl.engine.vllm.args import Device, engine_args, set_environment
+from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
+from asyncrl.errors import EngineError, ResultError, TransferError
+from asyncrl.types import Rollout, Weights
+from asyncrl.weights.base import UpdateOrder
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+"""The receiver's own deadline is to fire first: it knows what it waited for."""
+_CLOSE_S = 5.0
+_LOOK_S = 0.2
+
+
+class VLLMEngine:
+    """The `Engine` interface on vLLM.
+
+    Versions and the prefix cache: every request carries the number of the update before which it was submitted as
+    its cache salt, so that it never reads prefix blocks of a request from before that update. Requests in flight
+    keep their own KV cache, unless `generator.recompute_kv`.
+    """
+
+    def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
+        """Use `start`."""
+        self._llm = llm
+        self._deadline_s = deadline_s
+        self._recompute_kv = recompute_kv
+        self._weights = Weights(0)
+        self._updates = 0  # begun so far: the cache salt
+        self._received = False
+        self._request_ids = itertools.count()
+        self._running: dict[asyncio.Task[list[Rollout]], int] = {}
+        self._sampled_tokens = 0
+        self._paused_since_s: float | None = None
+        self._paused_s = 0.0
+
+    @classmethod
+    async def start(
+        cls,
+        model: ModelConfig,
+        generator: GeneratorConfig,
+        sampling: SamplingConfig,
+        weights: WeightsConfig,
+        *,
+        device: Device,
+    ) -> Self:
+        """Load the model as version 0; blocks the loop for half a minute.
+
+        Not in a thread: the kernel ends the engine's processes when the thread that started them ends.
+        Raises EngineError when vLLM does not start.
+        """
+        set_environment(generator, weights, device=device)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
+            # Not kept in a variable here: something in vLLM holds on to this frame.
+            engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
+        await engine._call(engine._llm.update_weight_version(label(engine._weights)), "label the first weights")
+        return engine
+
+    @property
+    def weights(self) -> Weights:
+        """Those in use; version -1 while they are dirty."""
+        return self._weights
+
+    # --- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        """`count` unscored rollouts; see `Engine.sample`."""
+        task = asyncio.create_task(self._sample(prompt_ids, count, spec))
+        self._running[task] = count
+        task.add_done_callback(self._running.pop)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._deadline_s))[0]:
+                if self._paused_since_s is None:  # else it may be receiving, which has a deadline of its own
+                    await self._call(self._llm.is_paused(), "say whether it is alive")
+        finally:
+            task.cancel()  # when this one was cancelled or the engine hangs; else it is done
+        if task.cancelled():
+            raise EngineError("the request was dropped: the engine was closed or its weights turned out to be wrong")
+        return task.result()
+
+    async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=count,
+            temperature=spec.temperature,
+            max_tokens=spec.max_response_tokens,
+            stop=list(spec.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(spec.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._generate(prompt_ids, params)
+        rollouts = [to_rollout(prompt_ids, completion) for completion in output.outputs]
+        self._sampled_tokens += sum(len(rollout.response_ids) for rollout in rollouts)
+        return rollouts
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities of token_ids[1:]; see `Engine.score`."""
+        from vllm import SamplingParams
+
+        if self._paused_since_s is not None:
+            raise EngineError("score: the engine is paused for a weight update; finish the update first")
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        output = await self._call(self._generate(token_ids, params), f"score {len(token_ids)} tokens")
+        return token_logprobs(output.prompt_logprobs, token_ids)[1:]
+
+    async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Any:
+        """The last output of one request."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = tokens_input(list(prompt_ids), cache_salt=str(self._updates))
+        output = None
+        try:
+            async for newest in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+                output = newest
+        except EngineDeadError as error:
+            raise _dead() from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise ResultError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
+        return output
+
+    async def abort_requests(self) -> None:
+        """Drop every running request: their callers get EngineError."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await self._call(asyncio.wait(tasks), f"drop {len(tasks)} requests")
+
+    # --- weight updates --------------------------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        """Pause sampling and keep the requests; see `Engine.begin_update`."""
+        self._weights = Weights(-1)
+        self._received = False
+        self._updates += 1
+        if self._paused_since_s is not None:
+            return  # since an update that failed
+        self._paused_since_s = time.monotonic()
+        # Not `pause_generation`: it sleeps 20 ms on top, for the order in which a reader would like to see outputs.
+        pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+        await self._call(pause, "pause its requests")
+
+    async def receive(self, order: UpdateOrder) -> None:
+        """Receive the parameters of one order; see `Engine.receive`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._paused_since_s is None:
+            raise EngineError("receive: requests are running; begin the update first")
+        where = f"weights of version {order.version} over {order.transport}"
+        try:
+            await asyncio.wait_for(self._receive(order), order.deadline_s + _GRACE_S)
+        except TimeoutError as error:
+            raise TransferError(
+                f"{where}: not loaded within {order.deadline_s:g} s; they are incomplete, send them again"
+            ) from error
+        except EngineDeadError as error:
+            raise _dead() from error
+        except Exception as error:  # the worker's exception arrives as text in a bare Exception
+            raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
+        self._received = True
+
+    async def _receive(self, order: UpdateOrder) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = {"transport": order.transport, "deadline_s": order.deadline_s, "details": order.details}
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._llm.finish_weight_update()
+
+    async def finish_update(self, weights: Weights) -> None:
+        """Make what was received current as `weights` and resume sampling."""
+        if self._paused_since_s is None or not self._received:
+            raise EngineError(f"finish_update({weights}): no weights were received")
+        await self._call(self._llm.update_weight_version(label(weights)), f"label its weights {weights}")
+        self._weights = weights
+        await self._call(self._llm.resume_generation(), "resume its requests")
+        self._paused_s += time.monotonic() - self._paused_since_s
+        self._paused_since_s = None
+
+    # --- the processes ---------------------------------------------------------------------------------------------
+
+    async def progress(self) -> None:
+        """See `Engine.progress`. Without a bound: an engine that receives weights answers when it has them."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        before = self._sampled()
+        while self._running and self._paused_since_s is None:
+            await asyncio.sleep(_LOOK_S)
+            if self._sampled() != before:
+                return
+        try:
+            await self._llm.is_paused()
+        except EngineDeadError as error:
+            raise _dead() from error
+
+    def _sampled(self) -> tuple[int, int]:
+        """Tokens of requests that have ended and of those that run. vLLM tells of the latter in its own bookkeeping only."""
+        states = self._llm.output_processor.request_states.values()
+        return self._sampled_tokens, sum(state.detokenizer.num_output_tokens() for state in states)
+
+    def stats(self) -> EngineStats:
+        """Counters for telemetry; tokens count when their rollout ends."""
+        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
+        return EngineStats(
+            sampled_tokens=self._sampled_tokens,
+            running_requests=sum(self._running.values()),
+            paused_s=self._paused_s + pausing_s,
+        )
+
+    async def close(self) -> None:
+        """Stop the engine's processes, by force after a few seconds; requests that still run end with EngineError."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        llm, self._llm = self._llm, None  # its finalizer fails when it outlives vLLM's modules
+        processes = _engine_processes(llm)
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # else it reports the end of the engine as a crash
+        await asyncio.to_thread(llm.shutdown, _CLOSE_S)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, processes, _CLOSE_S)
+
+    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await asyncio.wait_for(call, self._deadline_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"vLLM's engine process did not {what} within {self._deadline_s:g} s; restart the generator"
+            ) from error
+        except EngineDeadError as error:
+            raise _dead() from error
+
+
+def _engine_processes(llm: Any) -> list[psutil.Process]:
+    """The core and its workers."""
+    found = []
+    manager = llm.engine_core.resources.engine_manager
+    for core in manager.processes if manager is not None else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(core.pid)
+            found += [*process.children(recursive=True), process]
+    return found
+
+
+def _dead() -> EngineError:
+    return EngineError("vLLM's engine process has died; its log says why, and the generator must be restarted")

@@ -1,0 +1,248 @@
+"""One generator process: `python -m asyncrl.launch.generator_process --id g0 --store URL --config FILE`."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from asyncrl import __version__
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.run_record import RunRecord
+from asyncrl.config.load import load_config
+from asyncrl.config.resolved import config_hash, host_digest, wants_greedy
+from asyncrl.config.schema import Config, GeneratorConfig
+from asyncrl.control.base import Hello
+from asyncrl.control.client import ControlClient
+from asyncrl.data.prompts import PromptSource, vocabulary_size
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.sampler import Sampler
+from asyncrl.engine.vllm.args import Device
+from asyncrl.errors import ControlError, StoreError
+from asyncrl.evaluation import lane_name, round_version
+from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.launch.roles import run_role
+from asyncrl.launch.wiring import (
+    eval_lane,
+    eval_limits,
+    eval_rules,
+    join_store,
+    open_exporter,
+    train_lane,
+    train_limits,
+    wire_key,
+)
+from asyncrl.processes import die_with_spawner
+from asyncrl.progress import Pace, begin
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import join_keys
+from asyncrl.telemetry.alarms import Alarms
+from asyncrl.telemetry.fanout import Trackers
+from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.logs import LogContext, setup_logging
+from asyncrl.weights.base import choose_transport, receivable
+from asyncrl.weights.staging import GlooStaging
+
+log = logging.getLogger(__name__)
+
+LEARNER_START_S = 600.0
+"""A learner that loads a large model takes its time."""
+
+
+def main() -> None:
+    """Parse arguments and generate until the run is over."""
+    parser = argparse.ArgumentParser(prog="asyncrl-generator")
+    parser.add_argument("--id", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--from-record", action="store_true", help="the config came from the store: the learner is to confirm it")
+    arguments = parser.parse_args()
+
+    def role() -> None:
+        config = load_config(arguments.config)
+        # Not the config's: run.root may be relative to another working directory, that of the learner.
+        directory = RunDirectory(arguments.config.parent)
+        context = setup_logging(arguments.id, directory.logs, console=True)
+        try:
+            hello = _hello(config, arguments.id, confirm=arguments.from_record)
+            asyncio.run(_generate(config, hello, join_store(config, arguments.store), directory, context))
+        except asyncio.CancelledError:
+            raise SystemExit(128 + signal.SIGTERM) from None
+
+    run_role(role)
+
+
+async def _generate(config: Config, hello: Hello, store: StoreConnection, directory: RunDirectory, context: LogContext) -> None:
+    log.info("importing vLLM")
+    from asyncrl.engine.vllm.engine import VLLMEngine
+
+    generator_id = hello.generator_id
+    log.info("reading the prompts")
+    prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    device = resolve_device(config)
+    begin("load the model", Pace.SLOW)
+    scorer = RewardPool(config.reward, directory.path.parent)
+    log.info("starting the reward processes")
+    await scorer.start()  # first: a function that cannot be loaded is known in a second
+    log.info("starting the engine, which loads the model and warms up")
+    engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
+    begin("wait for the learner", Pace.SLOW)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
+    log.info("calling the learner")
+    record = RunRecord(store, join_keys().record)
+    control = ControlClient(
+        await _control_endpoint(store, record),
+        find_learner=partial(_endpoint_now, record),
+        heartbeat_s=config.control.heartbeat_s,
+        timeout_s=config.control.timeout_s,
+        wire_key=wire_key(),
+        keys=join_keys().control,
+    )
+    tracker = generator_trackers(config, directory, generator_id)
+    staging = GlooStaging(directory.weights)
+    try:
+        await Generator(
+            engine=engine,
+            lanes=lanes(config, store, prompts, vocabulary_size(config.model)),
+            sampler=Sampler(engine, scorer, prompts.decode, generator_id),
+            staging=staging,
+            control=control,
+            tracker=tracker,
+            settings=GeneratorSettings(
+                max_running=config.generator.max_running,
+                lease_s=config.generator.lease_s,
+                heartbeat_s=config.control.heartbeat_s,
+                probe_limit=config.weights.probe_limit,
+                dtype=config.model.dtype,
+                wire_key=wire_key(),
+            ),
+            on_version=context.follow,
+        ).run(
+            replace(
+                hello,
+                transports=receivable(choose_transport(config.weights.transport, device=device)),
+                rows=prompts.fingerprint,
+            )
+        )
+    finally:
+        await scorer.close()
+        await engine.close()
+        staging.close()
+        tracker.close()
+
+
+def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:
+    """JSONL always, Prometheus when asked for; W&B and its like get one run from the learner."""
+    trackers = Trackers(
+        [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")], Alarms(probe_limit=config.weights.probe_limit)
+    )
+    if exporter := open_exporter(config, directory, generator_id):
+        trackers.add(exporter)
+    return trackers
+
+
+async def _endpoint_now(record: RunRecord) -> str:
+    """Where the learner listens at this moment; empty when nobody can say."""
+    try:
+        return (await asyncio.to_thread(record.read)).control_endpoint
+    except StoreError as error:
+        log.warning("where the learner listens cannot be read: %s", error)
+        return ""
+
+
+async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
+    """Where the learner listens. It may still be loading its model: until then there may be no record, or a wrong one."""
+    until_s, told = time.monotonic() + LEARNER_START_S, ""
+    while True:
+        found = "no learner has said where it listens"
+        try:
+            if endpoint := (await asyncio.to_thread(record.read)).control_endpoint:
+                return endpoint
+        except StoreError as error:
+            found = str(error)
+        if time.monotonic() > until_s:
+            raise ControlError(f"store {store.url}: {LEARNER_START_S:.0f} s without a learner; start it. Last: {found}")
+        if found != told:
+            told = found
+            log.info("waiting for the learner: %s", found)
+        await asyncio.sleep(0.2)
+
+
+def resolve_device(config: Config) -> Device:
+    """cuda where there is one, unless the learner was told to stay on the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
+
+
+def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:
+    """Evaluation first: it is small, and people wait for it."""
+    held_out = prompts.eval_prompts(config.eval.prompts)
+    found = []
+    if held_out:
+        found.append(
+            Lane(
+                name=lane_name(**eval_rules(config, len(held_out))),
+                buffer=eval_lane(config, store, len(held_out)),
+                prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
+                spec=sampling_spec(config, config.eval.temperature),
+                limits=eval_limits(config, vocabulary),
+                minimum_version=lambda ticket: round_version(
+                    ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
+                ),
+            )
+        )
+    found.append(
+        Lane(
+            name="train",
+            buffer=train_lane(config, store),
+            prompt=prompts.prompt,
+            spec=sampling_spec(config, config.sampling.temperature),
+            limits=train_limits(config, vocabulary),
+            greedy=wants_greedy(config),
+            minimum_version=lambda ticket: ticket.minimum_version,
+        )
+    )
+    return found
+
+
+def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
+    """How a lane samples."""
+    return SamplingSpec(
+        temperature=temperature, max_response_tokens=config.sampling.max_response_tokens, stop=config.sampling.stop
+    )
+
+
+def share(generator: GeneratorConfig) -> GeneratorConfig:
+    """With the threads that the supervisor allots, unless the config says how many."""
+    allotted = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return generator.model_copy(update={"threads": generator.threads or allotted})
+
+
+def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:
+    return Hello(
+        generator_id=generator_id,
+        incarnation=uuid.uuid4().hex[:12],
+        release=__version__,
+        config_hash=config_hash(config),
+        version=0,
+        tensor_parallel=config.generator.tensor_parallel,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        host_digest=host_digest(config) if confirm else "",
+    )
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # in the engine's processes, which wait minutes for a dead parent before they load our plugin
+    die_with_spawner()

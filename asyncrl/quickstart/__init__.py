@@ -1,0 +1,1 @@
+"""The tiny model and the data of the quick start."""

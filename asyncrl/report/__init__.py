@@ -1,0 +1,1 @@
+"""What the learner reports of a step: metrics, samples, timeline."""

@@ -1,0 +1,344 @@
+"""Checkpoints that are whole or not there: written aside, signed, made durable, then renamed into place.
+
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, generators of random numbers, `hf/` export), the learner's
+`state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key. DeepSpeed's files are pickles, so
+nothing is loaded whose manifest does not verify. Order of a save, each line durable before the next:
+
+    trainer's files, state.json   in .writing-step-000012/
+    MANIFEST.json                 ... and every directory
+    rename to step-000012/        ... and the parent directory
+    NEWEST                        the number of the step, so that a directory that is gone is missed
+    removal of the oldest
+
+A run that has saved something never begins again by itself: where nothing of it can be loaded, `load` raises
+CheckpointsRefused with the reason of each directory.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import CheckpointError, CheckpointsRefused
+from asyncrl.progress import beat
+from asyncrl.run.file_ops import FileOps
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+EXPORT = "hf"
+NEWEST = "NEWEST"
+REJECTED = "rejected-"
+UNFINISHED = ".writing-"
+
+
+class Saveable(Protocol):
+    """The part of `Trainer` that checkpoints need."""
+
+    @property
+    def rank(self) -> int: ...
+    def broadcast(self, value: bytes | None) -> bytes: ...
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+class CheckpointStore:
+    """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others follow."""
+
+    def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
+        """`key` is the run's secret: with it a manifest is signed, without it none verifies."""
+        self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
+
+    def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
+        """Make a durable checkpoint of `step`, then prune; the oldest kept step, on every rank. `state` must survive JSON.
+
+        A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when one of
+        them cannot write: what was there before is still there, and the space that the attempt took is free again.
+        """
+        writing = self._directory / f"{UNFINISHED}{_name(step)}"
+        if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
+            try:
+                trainer.save(writing)
+                self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
+            except CheckpointError:
+                if trainer.rank == 0 and writing.exists():
+                    self._give_up(writing)
+                raise
+        return self._on_rank_0(trainer, lambda: self._conclude(step))
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that verifies; those that do not are logged with the reason and passed over."""
+        newest, passed_over = self._newest(self.verify)
+        for reason in passed_over.values():
+            log.warning("checkpoint passed over: %s", reason)
+        return newest
+
+    def load(self, trainer: Saveable) -> dict[str, Any] | None:
+        """Restore `trainer` from the newest valid checkpoint and return the state saved with it; None when nothing was saved.
+
+        Newer ones that did not verify are set aside as `rejected-...`, so that they count neither as kept nor as newest.
+        Raises CheckpointsRefused when something was saved and nothing of it verifies.
+        """
+        step = self._on_rank_0(trainer, self._choose)
+        if step < 0:
+            return None
+        directory = self._directory / _name(step)
+        trainer.load(directory)
+        return self.state(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The learner's state of a kept step, as it was written: what the store may forget follows from it.
+
+        Raises CheckpointError.
+        """
+        directory = self._directory / _name(step)
+        self._verify_state(directory)
+        return dict(json.loads(_read(directory / STATE)))
+
+    def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint whose state is what was written, and that state. It takes no time: nothing else is looked at."""
+        newest, _ = self._newest(self._verify_state)
+        return None if newest is None else (newest, self.state(_step(newest)))
+
+    def require_signature(self) -> None:
+        """Before anything is started: raises CheckpointsRefused when something was saved, and nothing with this key.
+
+        Reads manifests only, so that it takes no time; `load` looks at everything.
+        """
+        newest, passed_over = self._newest(self._manifest)
+        if newest is None:
+            self._require_beginning(passed_over)
+
+    def verify(self, directory: Path) -> None:
+        """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
+        manifest = self._manifest(directory)
+        if _name(manifest["step"]) != directory.name:
+            raise CheckpointError(f"{directory}: signed as step {manifest['step']}; give the directory its name back")
+        expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
+        found.pop(MANIFEST)
+        if expected.keys() != found.keys():
+            names = sorted(expected.keys() ^ found.keys())
+            raise CheckpointError(
+                f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or remove it"
+            )
+        for name, path in found.items():
+            if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
+                raise CheckpointError(f"{directory}: {name} is not what was written; restore the directory or remove it")
+
+    def _verify_state(self, directory: Path) -> None:
+        if self._manifest(directory)["files"].get(STATE) != _sha256(directory / STATE):
+            raise CheckpointError(f"{directory}: {STATE} is not what was written; restore the directory or remove it")
+
+    def _manifest(self, directory: Path) -> dict[str, Any]:
+        """What was signed with our key. Raises CheckpointError."""
+        manifest = _parse(directory / MANIFEST)
+        if not hmac.compare_digest(self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()):
+            raise CheckpointError(
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it or remove it"
+            )
+        return manifest
+
+    def _newest(self, check: Callable[[Path], object]) -> tuple[Path | None, dict[Path, CheckpointError]]:
+        """The newest directory that passes, and why newer ones did not."""
+        passed_over: dict[Path, CheckpointError] = {}
+        for directory in reversed(self._steps()):
+            try:
+                check(directory)
+            except CheckpointError as error:
+                passed_over[directory] = error
+            else:
+                return directory, passed_over
+        return None, passed_over
+
+    def _require_beginning(self, passed_over: dict[Path, CheckpointError]) -> None:
+        """Raises CheckpointsRefused unless nothing was ever saved here."""
+        reasons = [str(error) for error in passed_over.values()]
+        reasons += [self._why_rejected(name) for name in self._names() if name.startswith(f"{REJECTED}step-")]
+        if not reasons and (saved := self._newest_saved()):
+            reasons = [f"{self._directory / _name(saved)}: it was saved here, and is gone"]
+        if reasons:
+            lines = "".join(f"\n  {reason}" for reason in reasons)
+            raise CheckpointsRefused(
+                f"{self._directory}: training was saved here, and nothing of it can be loaded:{lines}\n"
+                "restore one of these directories, or run.key, from a copy; --fresh throws away what was trained and starts anew"
+            )
+
+    def _why_rejected(self, name: str) -> str:
+        directory = self._directory / name
+        try:
+            self._manifest(directory)
+        except CheckpointError as error:
+            return str(error)
+        return f"{directory}: set aside earlier; if you have mended it, name it {name.removeprefix(REJECTED)}"
+
+    def _newest_saved(self) -> int:
+        """The step of the last save; 0 when nothing was saved, or nobody knows."""
+        try:
+            return int((self._directory / NEWEST).read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read (%s); the next save writes it anew", self._directory / NEWEST, error)
+            return 0
+
+    def _on_rank_0(self, trainer: Saveable, action: Callable[[], int]) -> int:
+        """Rank 0's result on every rank; its failure too, so that nobody waits for a rank that has given up."""
+        if trainer.rank > 0:
+            return _result(trainer.broadcast(None))
+        try:
+            outcome: dict[str, Any] = {"value": int(action())}
+        except CheckpointsRefused as error:
+            outcome = {"refused": str(error)}
+        except (OSError, CheckpointError) as error:
+            outcome = {"error": f"{self._directory}: {error}"}
+        return _result(trainer.broadcast(json.dumps(outcome).encode()))
+
+    def _prepare(self, step: int, writing: Path) -> bool:
+        """False when the step needs no writing; leftovers of crashed saves are removed."""
+        target = self._directory / _name(step)
+        if target.exists():
+            try:
+                self.verify(target)
+            except CheckpointError as error:
+                self._set_aside(target, error)
+            else:
+                self._files.fsync(self._directory)
+                return False
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files.fsync(self._directory.parent)
+        for name in self._names():
+            if name.startswith(UNFINISHED):
+                self._files.remove(self._directory / name)
+        self._require_space()
+        writing.mkdir()
+        return True
+
+    def _require_space(self) -> None:
+        """Say at once what a long write would find out: the next checkpoint is as large as the newest."""
+        needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
+        if (free := self._files.free_bytes(self._directory)) < needed:
+            raise CheckpointError(
+                f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has {free / 2**20:.1f} MiB "
+                "left for the next one; make room there"
+            )
+
+    def _give_up(self, writing: Path) -> None:
+        try:
+            self._files.remove(writing)
+        except OSError as error:
+            log.warning("%s is of no use and could not be removed now (%s); the next save removes it", writing, error)
+
+    def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
+        self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
+        files = list(_files_in(writing))
+        for path in files:
+            self._files.fsync(path)
+        manifest: dict[str, Any] = {"step": step, "files": {str(path.relative_to(writing)): _sha256(path) for path in files}}
+        manifest["hmac"] = self._sign(manifest)
+        self._files.write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
+        self._files.fsync(writing / MANIFEST)
+        for directory in [*(path for path in writing.rglob("*") if path.is_dir()), writing]:
+            self._files.fsync(directory)
+        self._files.rename(writing, self._directory / _name(step))
+        self._files.fsync(self._directory)
+        return True
+
+    def _conclude(self, step: int) -> int:
+        """What follows a durable checkpoint; the oldest step that is kept."""
+        if self._newest_saved() != step:
+            self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
+            self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
+            if (self._directory / NEWEST).is_dir():  # nobody's
+                self._files.remove(self._directory / NEWEST)
+            self._files.rename(self._directory / f"{UNFINISHED}{NEWEST}", self._directory / NEWEST)
+        steps = self._steps()
+        for directory in steps[: -self._keep]:
+            self._files.remove(directory)
+        return _step(steps[-self._keep :][0])
+
+    def _choose(self) -> int:
+        newest, passed_over = self._newest(self.verify)
+        if newest is None:
+            self._require_beginning(passed_over)
+            return -1
+        for directory, reason in passed_over.items():
+            log.warning("checkpoint passed over: %s", reason)
+            self._set_aside(directory, reason)
+        if self._newest_saved() > _step(newest) and not passed_over:
+            log.warning("step %d was saved and is gone; the run goes on from %s", self._newest_saved(), newest)
+        return _step(newest)
+
+    def _set_aside(self, directory: Path, reason: object) -> None:
+        aside = directory.with_name(f"{REJECTED}{directory.name}")
+        if os.path.lexists(aside):
+            self._files.remove(aside)
+        log.warning("checkpoint set aside as %s: %s", aside, reason)
+        self._files.rename(directory, aside)
+
+    def _steps(self) -> list[Path]:
+        """Directories of checkpoints, oldest first."""
+        return sorted((self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)), key=_step)
+
+    def _names(self) -> list[str]:
+        """Of all entries; a directory that cannot be listed is not taken for an empty one."""
+        try:
+            return sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            return []
+
+    def _sign(self, manifest: dict[str, Any]) -> str:
+        content = {key: value for key, value in manifest.items() if key != "hmac"}
+        return hmac.new(self._key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06}"
+
+
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    beat()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); use a step that is kept") from error
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it")
+    return manifest
+
+
+def _result(message: bytes) -> int:
+    outcome = json.loads(message)
+    if "refused" in outcome:
+        raise CheckpointsRefused(outcome["refused"])
+    if "error" in outcome:
+        raise CheckpointError(outcome["error"])
+    return int(outcome["value"])

@@ -1,0 +1,84 @@
+"""The lock of a run: only one process may write its checkpoints."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from asyncrl.errors import RunError
+
+LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
+
+
+class RunLock:
+    """Exclusive leave for what only one process may do, such as writing a run's checkpoints; freed by the kernel when it dies."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock in file `path`. Raises RunError naming the holder."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+            try:
+                self._take(path)
+            except BaseException:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be locked: {error}; it must be a file that you may write, on a file system with locks"
+            ) from error
+
+    def _take(self, path: Path) -> None:
+        for attempt in range(LOCK_ATTEMPTS):  # who looks whether it is held holds it for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise RunError(
+                        f"{path}: this run is held by {holder_of(path)}; stop that process first, or choose another run.name"
+                    ) from None
+                time.sleep(LOCK_PAUSE_S)
+        with contextlib.suppress(OSError):  # a name for people; a full disk takes none
+            self._file.truncate(0)
+            self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+
+    def release(self) -> None:
+        """Free the lock; the file stays, so that nobody locks a file that another is about to delete."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process, here or on another host, holds the lock in file `path`. Raises RunError."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be read: {error}; it says whether the run is up, and must be a file that you may read"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def holder_of(path: Path) -> str:
+    """What the holder of a lock wrote about itself."""
+    try:
+        return path.read_text(errors="replace").strip() or "a process that left no name"
+    except OSError:
+        return "a process that cannot be named"

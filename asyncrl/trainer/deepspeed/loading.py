@@ -1,0 +1,62 @@
+"""Hugging Face directories: in, as policies, and out, as exports."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import DataError
+from asyncrl.trainer.deepspeed.attention import choose_attention
+from asyncrl.trainer.deepspeed.critic import ValueModule
+from asyncrl.trainer.deepspeed.policy import PolicyModule
+
+
+def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> PolicyModule:
+    """The model of `config` on `device`, without dropout. Raises DataError where it cannot be loaded."""
+    # Checkpointing is active in training mode only; without dropout nothing else depends on the mode.
+    return PolicyModule(_load(config, device, gradient_checkpointing)).train()
+
+
+def load_critic(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> ValueModule:
+    """The same model with a new value head in the place of its output layer. Raises DataError."""
+    return ValueModule(_load(config, device, gradient_checkpointing).base_model).train()
+
+
+def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: bool) -> Any:
+    dtype = getattr(torch, config.dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=choose_attention(device, dtype),
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
+            "give a Hugging Face directory with config.json and safetensors, or a hub name"
+        ) from error
+    _remove_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device)
+
+
+def _remove_dropout(model: Any) -> None:
+    """Dropout would make the same weights give different log-probabilities: a ratio that is not 1 on policy."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def export_model(model: Any, state: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
+    """Write `state` as safetensors with the model's config and tokenizer: a directory that generators and others load."""
+    model.save_pretrained(directory, state_dict=state)
+    tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,138 @@
+"""A Hugging Face causal language model as a policy: log-probabilities of action tokens, and nothing larger.
+
+Axes in names:  N packed tokens, T action tokens, C one chunk of them, D hidden size, V vocabulary, R what is asked of each token.
+The logits of at most one chunk exist at any time, forward and backward: [C, V], never [N, V].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.deepspeed.attention import attention_kwargs
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config keys of architectures that do more to their logits than the output layer."""
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], and the entropy of p = softmax(z).
+
+    z = hidden @ weight.T / temperature. `with_squares` asks for a third row, the sum of p ** 2, which passes no gradient on.
+    Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
+    dL/dz = g (onehot(target) - p) - e p (ln p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int, with_squares: bool
+    ) -> Tensor:
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)  # at least float32
+        columns_RT = torch.empty(3 if with_squares else 2, len(target_T), dtype=dtype, device=hidden_TD.device)
+        logsumexp_T = torch.empty_like(columns_RT[0])
+        for start in range(0, len(target_T), chunk):
+            part = slice(start, start + chunk)
+            logits_CV = linear(hidden_TD[part], weight_VD).to(dtype).div_(temperature)
+            peak_C = logits_CV.amax(-1)
+            exp_CV = (logits_CV - peak_C[:, None]).exp_()
+            sum_C = exp_CV.sum(-1)
+            logsumexp_T[part] = peak_C + sum_C.log()
+            columns_RT[0, part] = logits_CV.gather(-1, target_T[part, None]).squeeze(-1) - logsumexp_T[part]
+            columns_RT[1, part] = logsumexp_T[part] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+            if with_squares:
+                columns_RT[2, part] = torch.linalg.vecdot(exp_CV, exp_CV) / sum_C.square()
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, columns_RT[1].clone())
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return columns_RT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, target_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        gradient_T, entropy_gradient_T = gradients[0][:2]
+        with_entropy = bool(entropy_gradient_T.any())
+        hidden_gradient_TD = torch.empty_like(hidden_TD)
+        # Not in the weight's dtype, so that many chunks in bfloat16 do not round each other away.
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
+        for start in range(0, len(target_T), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p_CV = linear(hidden_TD[part], weight_VD).to(entropy_T.dtype).div_(ctx.temperature).sub_(logsumexp_T[part, None])
+            logit_gradient_CV = log_p_CV.exp()
+            factor_CV = -gradient_T[part, None]
+            if with_entropy:
+                factor_CV = factor_CV - entropy_gradient_T[part, None] * log_p_CV.add_(entropy_T[part, None])
+            logit_gradient_CV.mul_(factor_CV).scatter_add_(-1, target_T[part, None], gradient_T[part, None])
+            logit_gradient_CV = logit_gradient_CV.div_(ctx.temperature).to(hidden_TD.dtype)
+            torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
+            weight_gradient_VD += logit_gradient_CV.T @ hidden_TD[part]
+        return hidden_gradient_TD, weight_gradient_VD.to(weight_VD.dtype), None, None, None, None
+
+
+class LogprobHead(nn.Module):
+    """The output layer, asked for log-probabilities of given tokens in place of logits.
+
+    It shares the weight of the model's own output layer (and of the embedding, where tied). It is called once per micro-batch,
+    however many chunks that has, and returns one tensor, whatever the loss makes of it: ranks that share weights gather them
+    when a module runs and when a gradient reaches one of its outputs, and must do so in the same order.
+    """
+
+    def __init__(self, output_layer: nn.Module) -> None:
+        super().__init__()
+        if getattr(output_layer, "bias", None) is not None:
+            raise ConfigError(
+                f"model: output layer {type(output_layer).__name__} has a bias, which is not supported; choose another model"
+            )
+        self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
+
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int, with_squares: bool) -> Tensor:
+        """columns_RT of `TokenLogprobs`, in nats, float32; logits are divided by `temperature`."""
+        arguments = (hidden_TD, self.weight, target_T, temperature, chunk, with_squares)
+        columns_RT: Tensor = TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+        return columns_RT
+
+
+class PolicyModule(nn.Module):
+    """The model and its log-probability head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
+        if transforms:
+            raise ConfigError(
+                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a model without"
+            )
+        self.model = model
+        self.head = LogprobHead(model.get_output_embeddings())
+
+    def forward(
+        self,
+        input_ids_N: Tensor,
+        position_ids_N: Tensor,
+        sequence_starts: Sequence[int],
+        source_T: Tensor,
+        target_T: Tensor,
+        temperature: float,
+        chunk: int,
+        with_squares: bool = False,
+    ) -> Tensor:
+        """columns_RT, float32, as predicted at the packed positions `source_T`.
+
+        The log-probability of `target_T`, the entropy, and with `with_squares` the sum of all squared probabilities.
+        """
+        hidden_ND = hidden_states(self.model.base_model, input_ids_N, position_ids_N, sequence_starts)
+        columns_RT: Tensor = self.head(hidden_ND[source_T], target_T, temperature, chunk, with_squares)
+        return columns_RT
+
+
+def hidden_states(backbone: Any, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int]) -> Tensor:
+    """hidden_ND: the last hidden state of every token of a packed batch, from a model without output layer."""
+    outputs = backbone(
+        input_ids=input_ids_N[None],
+        position_ids=position_ids_N[None],
+        use_cache=False,
+        **attention_kwargs(backbone.config._attn_implementation, sequence_starts, input_ids_N.device),
+    )
+    hidden_ND: Tensor = outputs.last_hidden_state[0]
+    return hidden_ND

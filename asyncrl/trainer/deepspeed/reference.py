@@ -1,0 +1,86 @@
+"""The reference model: frozen, or a moving average of the policy."""
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.trainer.deepspeed.engine_settings import inference_settings
+from asyncrl.trainer.deepspeed.policy import PolicyModule
+from asyncrl.trainer.deepspeed.trained_model import whole_parameters
+from asyncrl.trainer.deepspeed.writes import Writes
+
+FILE = "model.safetensors"
+
+
+class Reference:
+    """A second copy of the policy's model, sharded as the policy is. Every rank calls every method, in the same order."""
+
+    def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
+        """`policy` is loaded for this and will not be trained."""
+        self._policy = policy.requires_grad_(False)
+        # Below stage 3 every rank holds all weights.
+        settings = inference_settings(dtype=dtype, stage=stage)
+        self.module: Any = deepspeed.initialize(model=policy, config=settings)[0] if stage == 3 else policy
+        self._updates = 0
+
+    @property
+    def moved(self) -> bool:
+        """False as long as it is what was loaded."""
+        return self._updates > 0
+
+    def update(self, policy: PolicyModule, decay: float) -> None:
+        """reference = decay * reference + (1 - decay) * policy, in place and on this rank's shards alone."""
+        self._updates += 1
+        # The same noise on every rank and after a resume: replicas stay equal.
+        noise = torch.Generator(next(policy.parameters()).device).manual_seed(self._updates)
+        for mine, theirs in zip(self._policy.parameters(), policy.parameters(), strict=True):
+            mix(_shard(mine), _shard(theirs), decay, noise)
+            if hasattr(mine, "partition"):
+                mine.partition()  # small parameters stay gathered between passes: drop that copy, it is stale
+
+    def save(self, directory: Path, rank: int, writes: Writes) -> None:
+        """Write the weights into `directory`, on rank 0; `writes` has what failed."""
+        state = {name: tensor.detach().cpu().clone() for name, tensor in whole_parameters(self._policy.model) if rank == 0}
+        if rank == 0:
+            writes.attempt(directory.mkdir)
+            writes.attempt(lambda: save_file(state, directory / FILE, metadata={"updates": str(self._updates)}))
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`."""
+        with safe_open(directory / FILE, framework="pt") as file:
+            self._updates = int(file.metadata()["updates"])
+            for name, tensor in whole_parameters(self._policy.model, write=True):
+                tensor.data.copy_(file.get_tensor(name))
+
+    def close(self) -> None:
+        """Free the engine of a sharded reference."""
+        if self.module is not self._policy:
+            self.module.destroy()
+
+
+def _shard(parameter: Any) -> Tensor:
+    """What this rank holds of it, flat where it is sharded."""
+    shard: Tensor = getattr(parameter, "ds_tensor", parameter).data
+    return shard
+
+
+def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> None:
+    """mine = decay * mine + (1 - decay) * theirs, in place.
+
+    To the nearest bfloat16, a share below 0.4 % would vanish every time and the average would stand still. So bfloat16 rounds up
+    or down at random with the probabilities that make the mean exact: bfloat16 is the upper half of a float32, and a random
+    number added to the lower half carries into the upper one as often as it should.
+    """
+    if mine.dtype != torch.bfloat16:
+        mine.lerp_(theirs, 1 - decay)
+        return
+    mixed = torch.lerp(mine.float(), theirs.float(), 1 - decay)
+    bits = mixed.view(torch.int32)
+    bits += torch.randint(1 << 16, bits.shape, generator=noise, dtype=torch.int32, device=bits.device)
+    bits &= -(1 << 16)
+    mine.copy_(mixed)

@@ -1,0 +1,130 @@
+"""One model with its DeepSpeed engine: forward passes over micro-batches, and optimizer steps on a sum of gradients.
+
+The gradient of a step is the plain sum over micro-batches and ranks: DeepSpeed's mean over ranks is undone and its division by
+accumulation steps switched off, so that the gradient does not depend on how a batch was cut.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from asyncrl.algo.metrics import merge
+from asyncrl.config.algorithm import OptimizerConfig
+from asyncrl.errors import CheckpointError
+from asyncrl.progress import beat
+from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
+from asyncrl.trainer.deepspeed.collectives import Ranks
+from asyncrl.trainer.deepspeed.engine_settings import configure, engine_settings, warm_up
+from asyncrl.trainer.deepspeed.writes import Writes
+
+
+class TrainedModel:
+    """A module under ZeRO stage 0 to 3. Every rank calls every method, in the same order."""
+
+    def __init__(self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks) -> None:
+        self._ranks, self._stage, self._optimizer = ranks, stage, optimizer
+        self.engine: Any = deepspeed.initialize(
+            model=module,
+            config=engine_settings(optimizer, dtype=dtype, stage=stage),
+            lr_scheduler=lambda adamw: warm_up(adamw, optimizer.warmup_steps),
+        )[0]
+
+    def step(
+        self,
+        microbatches: Sequence[MicroBatch],
+        outputs: Callable[[MicroBatch], Tensor],
+        loss: Callable[[MicroBatch, Tensor], LossSums],
+    ) -> StepResult:
+        """See `Trainer.step`; `outputs` runs the engine on one micro-batch, `loss` gets what it returned."""
+        lr = float(self.engine.get_lr()[0])
+        if not microbatches:
+            return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
+        sums: Mapping[str, float] = {}
+        for i, microbatch in enumerate(microbatches):
+            beat()
+            self.engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
+            sums = merge([sums, self._backward(microbatch, outputs(microbatch), loss)])
+        grad_norm = self._apply()
+        metrics = self._reduce(sums) | {"skipped_steps": float(not math.isfinite(grad_norm))}
+        return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
+
+    def save(self, directory: Path, tag: str, writes: Writes) -> None:
+        """Parameters, optimizer and scheduler into `directory/tag`; `writes` has what failed."""
+        files = self.engine.checkpoint_engine
+        write = type(files).save
+        files.save = lambda state_dict, path: writes.attempt(lambda: write(files, state_dict, path))
+        self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+
+    def load(self, directory: Path, tag: str) -> None:
+        """The inverse of `save`, but for the optimizer's numbers: they are the config's, not those of before.
+
+        Raises CheckpointError where DeepSpeed finds nothing to load.
+        """
+        path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
+        if path is None:
+            raise CheckpointError(f"{directory / tag}: DeepSpeed finds no state here; resume from another checkpoint")
+        configure(self.engine.optimizer, self.engine.lr_scheduler, self._optimizer)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.destroy()
+
+    def _backward(
+        self, microbatch: MicroBatch, outputs: Tensor, loss: Callable[[MicroBatch, Tensor], LossSums]
+    ) -> Mapping[str, float]:
+        # Without action tokens: the sum of nothing, a zero gradient for every parameter.
+        empty = microbatch.target_T.numel() == 0
+        sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)
+        # A non-finite loss may still have a finite gradient; as NaN it reaches the norm, which all ranks see.
+        poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
+        self.engine.backward(sums.loss * (self._ranks.count * poison), scale_wrt_gas=False)
+        return sums.metrics
+
+    def _apply(self) -> float:
+        """Clip and apply the gradient if it is finite, else drop it; the norm before clipping, inf or nan if dropped."""
+        if self._stage > 0:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+        if math.isfinite(grad_norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return grad_norm
+
+    def _reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
+
+
+def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
+    """The module's outputs at the micro-batch's sources; `arguments` follow the packed tokens.
+
+    An empty micro-batch runs one token, because ranks that share weights gather them together.
+    """
+    ran = microbatch
+    if microbatch.input_ids_N.numel() == 0:
+        zero = torch.zeros(1, dtype=torch.int64, device=microbatch.input_ids_N.device)
+        ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1))
+    outputs: Tensor = module(ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T, *arguments)
+    return outputs
+
+
+def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter of a model, gathered from all ranks where sharded, until the next is asked for; exhaust it on every rank.
+
+    With `write`, what rank 0 made of a sharded one goes back to all shards.
+    """
+    for name, parameter in model.named_parameters():
+        sharded = hasattr(parameter, "ds_tensor")
+        beat()
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None) if sharded else nullcontext():
+            yield name, parameter

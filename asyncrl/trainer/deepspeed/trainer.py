@@ -1,0 +1,190 @@
+"""The trainer on DeepSpeed: ZeRO 0 to 3, any number of ranks, micro-batches of any number and size."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.progress import beat
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
+from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
+from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
+from asyncrl.trainer.deepspeed.loading import export_model, load_critic, load_policy
+from asyncrl.trainer.deepspeed.memory_use import zero_stage
+from asyncrl.trainer.deepspeed.reference import Reference
+from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
+from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, whole_parameters
+from asyncrl.trainer.deepspeed.writes import Writes
+
+POLICY, CRITIC = "engine", "critic"
+"""Directories of DeepSpeed's own files inside a checkpoint."""
+REFERENCE = "reference"
+"""Directory of a reference that has moved; a frozen one is loaded from where it came from."""
+
+M = TypeVar("M", TrainedModel, Reference)
+
+
+class DeepSpeedTrainer:
+    """`Trainer` on DeepSpeed engines; one per process at a time, because the process group is global."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        learner: LearnerConfig,
+        *,
+        temperature: float,
+        rendezvous: Rendezvous | None = None,
+        reference: bool = False,
+        critic: CriticConfig | None = None,
+    ) -> None:
+        """Load the policy, and once more as the reference and as the critic if asked. Raises DataError, ConfigError, RunError."""
+        rendezvous = rendezvous or Rendezvous()
+        self._model_config, self._temperature, self._chunk = model, temperature, learner.logprob_chunk_tokens
+        self.device = choose_device(learner, rendezvous.local_rank)
+        self._ranks = Ranks(rendezvous, self.device)
+        join_deepspeed(rendezvous.local_rank)
+        self._stage = zero_stage(model, learner)
+        checkpointing = learner.gradient_checkpointing
+        policy = load_policy(model, self.device, gradient_checkpointing=checkpointing)
+        shared: dict[str, Any] = {"dtype": model.dtype, "stage": self._stage}
+        self._policy = TrainedModel(policy, learner.optimizer, ranks=self._ranks, **shared)
+        self._reference = Reference(load_policy(model, self.device), **shared) if reference else None
+        self._critic: TrainedModel | None = None
+        if critic is not None:
+            module = load_critic(model, self.device, gradient_checkpointing=checkpointing)
+            self._critic = TrainedModel(module, critic.optimizer, ranks=self._ranks, **shared)
+
+    @property
+    def rank(self) -> int:
+        """0 .. ranks - 1."""
+        return self._ranks.rank
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self._ranks.count
+
+    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+        """See `Trainer`. Each model runs once per micro-batch, whatever is asked of it."""
+        with torch.no_grad():
+            return [self._measure(microbatch, columns) for microbatch in microbatches]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Trainer`."""
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        positions = torch.arange(len(ids), device=self.device)
+        with torch.no_grad():
+            logprobs_T, _ = self._policy.engine(ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk)
+        return [float(value) for value in logprobs_T]
+
+    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+        """See `Trainer`."""
+        return self._policy.step(
+            microbatches,
+            lambda microbatch: self._token_columns(self._policy.engine, microbatch),
+            lambda microbatch, columns_RT: loss(microbatch, columns_RT[0], columns_RT[1]),
+        )
+
+    def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
+        """See `Trainer`."""
+        critic = _built(self._critic, "critic")
+        return critic.step(microbatches, lambda microbatch: run(critic.engine, microbatch), loss)
+
+    def update_reference(self, decay: float) -> None:
+        """See `Trainer`."""
+        _built(self._reference, "reference").update(self._policy.engine.module, decay)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer`. A tensor is valid until the next one is asked for; exhaust the iterator on every rank."""
+        for name, parameter in whole_parameters(self._policy.engine.module.model):
+            yield name, parameter.detach()
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        """See `Trainer`."""
+        return self._ranks.broadcast(value)
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """See `Trainer`."""
+        return self._ranks.gather(value)
+
+    def save(self, directory: Path) -> None:
+        """See `Trainer`. Returns when the files of all ranks are there; making them durable is the caller's."""
+        writes = Writes()
+        self._policy.save(directory, POLICY, writes)
+        if self._critic is not None:
+            self._critic.save(directory, CRITIC, writes)
+        if self._reference is not None and self._reference.moved:
+            self._reference.save(directory / REFERENCE, self.rank, writes)
+        writes.attempt(lambda: save_rng(directory / f"rng-{self.rank:04}.safetensors"))
+        state = {name: tensor.cpu().clone() for name, tensor in self.parameters() if self.rank == 0}
+        if self.rank == 0:
+            model = self._policy.engine.module.model
+            writes.attempt(lambda: export_model(model, state, self._model_config, directory / "hf"))
+            writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(self._layout)))
+        failures = [failure.decode() for failure in self.gather(writes.failure.encode())]
+        if any(failures):
+            found = "; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+            raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
+
+    def load(self, directory: Path) -> None:
+        """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises ConfigError for another layout."""
+        found = json.loads((directory / "trainer.json").read_text())
+        # A reference goes on from either; one that is no longer asked for is left behind.
+        layout = self._layout | {"moved_reference": found.get("moved_reference")}
+        if found != layout:
+            raise ConfigError(
+                f"{directory}: written by {found}, but this learner is {layout}; resume with the same learner.ranks, "
+                f"learner.zero_stage, model.dtype and algorithm, or start a new run with model.path={directory / 'hf'}"
+            )
+        self._policy.load(directory, POLICY)
+        if self._critic is not None:
+            self._critic.load(directory, CRITIC)
+        if self._reference is not None and layout["moved_reference"]:
+            self._reference.load(directory / REFERENCE)
+        load_rng(directory / f"rng-{self.rank:04}.safetensors")
+
+    def close(self) -> None:
+        """Free the engines and leave the process group."""
+        for model in (self._policy, self._critic, self._reference):
+            if model is not None:
+                model.close()
+        deepspeed.comm.destroy_process_group()
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "ranks": self.ranks,
+            "zero_stage": self._stage,
+            "dtype": self._model_config.dtype,
+            "critic": self._critic is not None,
+            "moved_reference": self._reference is not None and self._reference.moved,
+        }
+
+    def _measure(self, microbatch: MicroBatch, columns: Collection[str]) -> dict[str, Tensor]:
+        beat()
+        measured: dict[str, Tensor] = {}
+        if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
+            columns_RT = self._token_columns(self._policy.engine, microbatch, "sum_squared_probs_T" in columns)
+            measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
+        if "reference_logprobs_T" in columns:
+            reference = _built(self._reference, "reference")
+            measured["reference_logprobs_T"] = self._token_columns(reference.module, microbatch)[0]
+        if "values_T" in columns:
+            measured["values_T"] = run(_built(self._critic, "critic").engine, microbatch)
+        return {name: measured[name] for name in columns}
+
+    def _token_columns(self, policy: Any, microbatch: MicroBatch, with_squares: bool = False) -> Tensor:
+        return run(policy, microbatch, microbatch.target_T, self._temperature, self._chunk, with_squares)
+
+
+def _built(model: M | None, name: str) -> M:
+    if model is None:
+        raise RuntimeError(f"DeepSpeedTrainer was built without a {name}; pass `{name}`")
+    return model
