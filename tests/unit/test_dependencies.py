@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 
 from asyncrl.errors import MissingLibrary
 from asyncrl.extras import from_extra
-from asyncrl.telemetry.charts import lines
-from asyncrl.telemetry.page import render_page
+from asyncrl.results.charts import lines
+from asyncrl.results.page import render_page
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
