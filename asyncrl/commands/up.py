@@ -179,7 +179,7 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
     """The learner, or who starts its ranks when there are several."""
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
-    module = "learner" if config.learner.ranks == 1 else "ranks"
+    module = "learner_process" if config.learner.ranks == 1 else "ranks"
     argv = [sys.executable, "-m", f"asyncrl.launch.{module}", "--config", str(directory.config), "--store", store_url]
     return ProcessSpec(
         name="learner",
