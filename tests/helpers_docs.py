@@ -9,7 +9,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")])
 PROGRAMS = {
     "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "make", "mkdir", "mypy", "pip", "pytest", "python",
     "ruff", "sbatch", "sed", "source", "tensorboard", "trackio", "vllm", "wandb",

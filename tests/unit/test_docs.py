@@ -43,7 +43,7 @@ def test_other_defaults_and_other_names_are_noticed():
 
 
 def test_links_lead_somewhere():
-    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+    for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
