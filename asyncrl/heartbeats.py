@@ -1,0 +1,86 @@
+"""What a generator reports of itself: progress to its supervisor, heartbeats to the learner, metrics to trackers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.adoption import Adoption
+from asyncrl.control.base import GeneratorControl, Heartbeat, Hello
+from asyncrl.engine.base import Engine
+from asyncrl.engine.sampler import Sampler
+from asyncrl.progress import beat
+from asyncrl.telemetry.base import Tracker
+
+PROGRESS_S = 1.0
+LOG_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Heartbeats:
+    """The two tasks `show_progress` and `run`, and the counters that only they read."""
+
+    engine: Engine
+    sampler: Sampler
+    weights: Adoption
+    control: GeneratorControl
+    tracker: Tracker
+    every_s: float
+    holds_tickets: Callable[[], bool]
+    groups: int = 0
+    """Groups that the store has accepted."""
+    failed: int = 0
+    """Tickets whose reward or result failed."""
+    _started_s: float = field(default_factory=time.monotonic)
+
+    async def show_progress(self) -> None:
+        """Tell the supervisor that both the event loop and the engine get on: one without the other does not count."""
+        while True:
+            await self.engine.progress()
+            beat()
+            await asyncio.sleep(PROGRESS_S)
+
+    async def run(self, hello: Hello) -> None:
+        """Send a heartbeat every `every_s`, and log the same metrics every few seconds."""
+        tokens_before, at_s, logged_at_s = 0, time.monotonic(), 0.0
+        while True:
+            now_s = time.monotonic()
+            metrics = self._metrics(tokens_before, max(now_s - at_s, 1e-6))
+            tokens_before, at_s = int(metrics["sampled_tokens"]), now_s
+            self.control.beat(
+                Heartbeat(
+                    generator_id=hello.generator_id,
+                    incarnation=hello.incarnation,
+                    version=self.weights.version,
+                    state=self._state(),
+                    metrics=metrics,
+                )
+            )
+            if now_s - logged_at_s >= LOG_S:
+                logged_at_s = now_s
+                self.tracker.log(metrics)
+            await asyncio.sleep(self.every_s)
+
+    def _metrics(self, tokens_before: int, elapsed_s: float) -> Mapping[str, float]:
+        stats = self.engine.stats()
+        alive_s = time.monotonic() - self._started_s
+        return {
+            "sampled_tokens": stats.sampled_tokens,
+            "tokens_per_s": (stats.sampled_tokens - tokens_before) / elapsed_s,
+            "running_requests": stats.running_requests,
+            "paused_s": stats.paused_s,
+            "idle_s": alive_s - self.sampler.busy.total_s(),
+            "alive_s": alive_s,
+            "groups": self.groups,
+            "rewards_failed": self.failed,
+            "version": self.weights.version,
+        }
+
+    def _state(self) -> str:
+        if self.weights.is_updating:
+            return "updating"
+        if self.weights.version < 0:
+            return "dirty"
+        if self.sampler.busy.running:
+            return "sampling"
+        return "waiting_weights" if self.holds_tickets() else "waiting_tickets"
