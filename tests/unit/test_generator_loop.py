@@ -625,7 +625,7 @@ def test_it_gets_on_only_while_its_engine_does(monkeypatch):
     """The supervisor's sign of life: an event loop that turns under an engine that stands still is none."""
     beats: list[str] = []
     monkeypatch.setattr("asyncrl.heartbeats.PROGRESS_S", 0.01)
-    monkeypatch.setattr(generator_module, "beat", lambda: beats.append("beat"))
+    monkeypatch.setattr("asyncrl.heartbeats.beat", lambda: beats.append("beat"))
     monkeypatch.setattr(generator_module, "begin", beats.append)
     world, goes_on = World(), asyncio.Event()
     monkeypatch.setattr(world.engine, "progress", goes_on.wait)
