@@ -14,7 +14,8 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Intake, make_judge
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
 from asyncrl.types import INITIAL, Group, History, Rollout, VersionSpan, Weights

@@ -2,39 +2,25 @@
 
 import logging
 import math
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import credit_limit
-from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.base import DEADLY, LearnerBuffer, Take, kind_of, one_line
-from asyncrl.buffer.gate import DEAD, Gate
+from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
+from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError
 from asyncrl.types import INITIAL, Group, History, time_of_day
 
 log = logging.getLogger(__name__)
 
-DISCARDED_LINEAGE = "discarded_lineage"
-"""Reason of groups sampled by weights that the learner lost."""
-
-MEND_S = 60.0
-"""Silence after which the store is made to agree with the ledger: what somebody wrote into it may keep tickets from everybody."""
-FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
-"""Kinds of reasons that something is wrong with; others are those of filters, or of settings that have changed."""
-
-MOST_KINDS = 20
-"""Once groups were rejected for so many, a kind that is new counts as `OTHER`."""
-KIND_CHARACTERS = 40
-OTHER = "other"
-
-Judge = Callable[[Group, int], str | None]
-"""(group, version being trained) -> reason to reject it, or None."""
+# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so that
+# no generator gets the missing tickets.
+REPAIR_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +35,24 @@ class Collected:
     """Unix seconds by ticket id, of both kinds."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """What the step under way has so far."""
+
+    accepted: list[Group] = field(default_factory=list)
+    rejected: list[tuple[Group, str]] = field(default_factory=list)
+    unfit: Counter[str] = field(default_factory=Counter)
+    """Rejections that count against `max_refills`, by kind."""
+    takes: int = 0
+    taken_at: dict[int, float] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class Intake:
     """Collects `groups` accepted groups per step from one lane.
 
-    Rejected groups give their credit back at once: the limit announced to the generators grows by one for
-    each, so that refilling can never starve. Every id enters the ledger the moment it is taken.
+    A rejected group gives its credit back immediately: the limit announced to the generators grows by one for
+    each, so that refilling can never starve. Every id enters the ledger when it is taken.
     """
 
     buffer: LearnerBuffer
@@ -67,26 +65,22 @@ class Intake:
     max_refills: int
     stall_s: float
     history: History = INITIAL
-    """Of the weights that are trained."""
+    """History of the weights being trained."""
     name_of: Callable[[int], int] = int
-    """The id of a group by which everybody else knows the id that `buffer` gives it."""
-    _accepted: list[Group] = field(default_factory=list)
-    _rejected: list[tuple[Group, str]] = field(default_factory=list)
-    _takes: int = 0
-    _taken_at: dict[int, float] = field(default_factory=dict)
+    """Maps an id of `buffer` to the ticket id that the rest of the program uses."""
+    _step: _Step = field(default_factory=_Step)
     _settled: dict[str, Any] = field(init=False)
-    _arrived: int = 0
-    _waiting_for: int = -1
     _version: int = -1
-    """That `_trained` belongs to."""
+    """The version that `_trained` belongs to."""
     _trained: int = 0
     """Groups in the weights of `_version`; the ledger counts those of a step as soon as the step has them."""
     _issued_before: int = 0
-    """The last id that was issued before this learner came."""
-    _unfit: Counter[str] = field(default_factory=Counter)
-    """Rejections of this step that count against `max_refills`."""
+    """The last id that was issued before this learner recovered the store."""
+    _arrived: int = 0
+    """Groups that the store had counted when the last check for a stall was made."""
+    _waiting_for: int = -1
     _last_progress_s: float = field(default_factory=time.monotonic)
-    _mended_at_s: float = -math.inf
+    _repaired_at_s: float = -math.inf
 
     def __post_init__(self) -> None:
         self._settled = self.ledger.to_dict()
@@ -115,9 +109,9 @@ class Intake:
             RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of groups.
         """
         until_s = time.monotonic() + wait_s
-        if version != self._waiting_for:  # before that the learner was busy: nobody was waiting
+        if version != self._waiting_for:  # until now the learner was busy with the previous step
             self._waiting_for, self._last_progress_s = version, time.monotonic()
-        while len(self._accepted) < self.groups:
+        while len(self._step.accepted) < self.groups:
             if self._take(version):
                 continue
             if time.monotonic() >= until_s:
@@ -137,7 +131,7 @@ class Intake:
     def _take(self, version: int) -> bool:
         """One take, if enough groups are there."""
         try:
-            take = self.buffer.take(self.ledger, self.groups - len(self._accepted), window=self.window)
+            take = self.buffer.take(self.ledger, self.groups - len(self._step.accepted), window=self.window)
             if take is not None:
                 self._sort(take, version)
         except BufferGap as gap:
@@ -150,87 +144,48 @@ class Intake:
         log.warning("the store forgot part of this run and is brought up to date from the ledger: %s", gap)
         self.recover(version)
 
-    def _finish(self) -> Collected:
-        collected = Collected(
-            groups=tuple(self._accepted), rejected=tuple(self._rejected), takes=self._takes, taken_at=self._taken_at
-        )
-        self.ledger.trained += len(self._accepted)
-        self._settled = self.ledger.to_dict()
-        self._accepted, self._rejected, self._takes, self._taken_at = [], [], 0, {}
-        self._unfit.clear()
-        return collected
-
     def _sort(self, take: Take, version: int) -> None:
+        """Accept or reject every group of a take, and book its ids."""
         groups = self.gate.groups(self.buffer, take, self.name_of)
         if groups is None:
             return
+        step = self._step
         self.ledger.consume(take.ids)
         self._last_progress_s = time.monotonic()
-        self._takes += 1
-        self._taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
+        step.takes += 1
+        step.taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
         for ticket_id, group in zip(take.ids, groups, strict=True):
-            reason = self._reason(group, version)
+            reason = reason_to_reject(group, version, judge=self.judge, known_kinds=self.ledger.rejected)
             if reason is None:
-                self._accepted.append(group)
+                step.accepted.append(group)
             else:
-                self._rejected.append((group, reason))
+                step.rejected.append((group, reason))
                 self.ledger.count_rejected(kind := kind_of(reason))
-                # The filters and settings of today are not to blame for what was issued before them; it is bounded, too.
+                # Today's filters and settings are not to blame for groups that were issued before them; and there
+                # is a limited number of those.
                 if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
-                    self._unfit[kind] += 1
-        if self._rejected:
+                    step.unfit[kind] += 1
+        if step.rejected:
             self.open(version)
-        self._check_refills()
-
-    def _reason(self, group: Group, version: int) -> str | None:
-        """Why it is not trained. A filter of the user's that cannot judge a group costs that group."""
-        if group.dead_reason is not None:
-            return group.dead_reason
-        try:
-            reason = self.judge(group, version)
-            return None if reason is None else self._bounded(reason)
-        except Exception as error:
-            log.exception("group %d cannot be judged and is not trained", group.ticket_id, extra={"ticket_id": group.ticket_id})
-            return one_line(f"filter_failed: {type(error).__name__}: {error}")
-
-    def _bounded(self, reason: str) -> str:
-        """A filter's reason as it is kept: its kind is part of a metric's name and a key of the ledger in every checkpoint."""
-        if not isinstance(reason, str):
-            raise TypeError(f"a filter returned {reason!r:.100}; it must return a reason, as text, or None")
-        kind = re.sub(r"[^A-Za-z0-9_.-]", "_", kind_of(reason).strip())[:KIND_CHARACTERS] or "unnamed"
-        if kind not in self.ledger.rejected and len(self.ledger.rejected) >= MOST_KINDS:
-            if OTHER not in self.ledger.rejected:
-                log.warning(
-                    "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, the first is `%s`. "
-                    "Write what differs from group to group behind a colon: the text before it is the kind, the name of a metric",
-                    *(MOST_KINDS, OTHER, one_line(reason)[:200]),
-                )
-            kind = OTHER
-        return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
-
-    def _check_refills(self) -> None:
         most = self.max_refills * self.groups
-        if (unfit := self._unfit.total()) > most:
-            [(commonest, _)] = self._unfit.most_common(1)
-            example = next(reason for _, reason in reversed(self._rejected) if kind_of(reason) == commonest)
-            cure = (
-                f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
-                if commonest in FAULTS
-                else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
-            )
-            raise RunError(
-                f"one optimizer step: {unfit} groups were rejected in {self._takes} takes ({dict(self._unfit)}), only "
-                f"{len(self._accepted)} of {self.groups} accepted; algorithm.max_refills allows {most} rejections. {cure}"
-            )
+        if step.unfit.total() > most:
+            raise too_many_rejected(step.unfit, step.rejected, step.takes, f"{len(step.accepted)} of {self.groups}", most)
+
+    def _finish(self) -> Collected:
+        step = self._step
+        self.ledger.trained += len(step.accepted)
+        self._settled = self.ledger.to_dict()
+        self._step = _Step()
+        return Collected(groups=tuple(step.accepted), rejected=tuple(step.rejected), takes=step.takes, taken_at=step.taken_at)
 
     def _check_stall(self, version: int) -> None:
         arrived = self.buffer.audit().counters.get("put", 0)
         if arrived != self._arrived:
             self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
-        if silent_s > min(MEND_S, self.stall_s / 2) and self._mended_at_s < self._last_progress_s:
+        if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
             log.info("no group arrived for %.0f s; the store is made to agree with the ledger, should it be to blame", silent_s)
-            self._mended_at_s = time.monotonic()
+            self._repaired_at_s = time.monotonic()
             self.recover(version)
         if silent_s > self.stall_s:
             raise RunError(
@@ -243,37 +198,3 @@ class Intake:
             self._version, self._trained = version, self.ledger.trained
         rejected = self.ledger.total_rejected
         return credit_limit(self._trained, max_lag=self.max_lag, groups=self.groups, rejected=rejected)
-
-
-def make_judge(
-    filters: Sequence[Callable[[GroupOutcome], str | None]],
-    *,
-    drop_older_than: int | None,
-    needs_greedy: bool = False,
-    history: History = INITIAL,
-) -> Judge:
-    """Rejects what cannot be trained on, and what the group filters reject.
-
-    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the learner lost them
-    when it went back to a checkpoint), groups with a token older than `drop_older_than` (unless `staleness.policy` is drop, only
-    those can be whose ticket was issued for steps that the learner lost), and, where the advantage needs a greedy reward,
-    groups without one (of an earlier algorithm).
-    """
-
-    def judge(group: Group, version: int) -> str | None:
-        sampled_by = {span.weights for rollout in group.rollouts for span in rollout.version_spans}
-        versions = [weights.version for weights in sampled_by] or [version]
-        if max(versions) > version or not all(weights in history for weights in sampled_by):
-            return DISCARDED_LINEAGE
-        if drop_older_than is not None and version - min(versions) > drop_older_than:
-            return "stale"
-        if needs_greedy and group.greedy_reward is None:
-            return "no_greedy_reward"
-        outcome = GroupOutcome(
-            rewards=tuple(rollout.reward for rollout in group.rollouts),
-            lengths=tuple(len(rollout.response_ids) for rollout in group.rollouts),
-            finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
-        )
-        return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
-
-    return judge

@@ -7,7 +7,8 @@ from asyncrl.algo import registry
 from asyncrl.batch.estimate import GREEDY
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Intake, make_judge
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, load_rows

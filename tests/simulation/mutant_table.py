@@ -78,9 +78,7 @@ REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if
 HEAL = client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")
 MEND = client("intake", "            self.recover(version)\n", "            pass\n", after="def _check_stall")
 OPEN_WAITING = client("intake", "self.open(version)  # a store that lost only this", "pass  # a store that lost only this")
-OPEN_REJECTED = client(
-    "intake", "if self._rejected:\n            self.open(version)", "if False:\n            self.open(version)"
-)
+OPEN_REJECTED = client("intake", "if step.rejected:\n            self.open(version)", "if False:\n            self.open(version)")
 
 MUTANTS = [
     # -- moves of an id
@@ -209,12 +207,12 @@ MUTANTS = [
     one("the credit is not told again to a store that forgot it", OPEN_WAITING),
     one("a rejected group does not give its credit back at once", OPEN_REJECTED, survives="it does when the learner next waits"),
     two("a rejected group never gives its credit back", OPEN_WAITING, OPEN_REJECTED),
-    one("a group that is newer than its learner is trained", client("intake", "if max(versions) > version or not all(", "if not all("),
+    one("a group that is newer than its learner is trained", client("judge", "if max(versions) > version or not all(", "if not all("),
         survives="only weights of a lost history are newer, and these are found by their lineage"),
-    one("a group one version ahead is trained, of any history", client("intake", "if max(versions) > version or not all(weights in history for weights in sampled_by):", "if max(versions) > version + 1:")),
+    one("a group one version ahead is trained, of any history", client("judge", "if max(versions) > version or not all(weights in history for weights in sampled_by):", "if max(versions) > version + 1:")),
     # -- histories
-    one("a group of a lost history is trained when its number has come again", client("intake", " or not all(weights in history for weights in sampled_by):", ":")),
-    one("the judge sees the last span of a rollout only", client("intake", "for span in rollout.version_spans}", "for span in rollout.version_spans[-1:]}")),
+    one("a group of a lost history is trained when its number has come again", client("judge", " or not all(weights in history for weights in sampled_by):", ":")),
+    one("the judge sees the last span of a rollout only", client("judge", "for span in rollout.version_spans}", "for span in rollout.version_spans[-1:]}")),
     one("all that an earlier learner made belongs to the history", types("weights.lineage == last.lineage and weights.version <= last.version", "weights.lineage == last.lineage")),
     one("the history has one version of an earlier learner too many", types("and weights.version <= last.version", "and weights.version <= last.version + 1")),
     one("the history has one version of an earlier learner too few", types("and weights.version <= last.version", "and weights.version < last.version")),
@@ -236,7 +234,7 @@ MUTANTS = [
     one("a take that is undone stays assigned", lua("    call('HDEL', k.takes, later)\n", "", after="local function unassign_from")),
     one("a take that is undone leaves its groups taken", lua("    for _, id in ipairs(undone.ids) do call('ZADD', k.ready, id, id) end\n", "")),
     one("the credit assumes one batch size for the whole past", client("intake", "credit_limit(self._trained, max_lag", "credit_limit(version * self.groups, max_lag")),
-    one("the window of a refill is unbounded", client("intake", "window=self.window)", "window=self.window if not self._accepted else 1 << 30)")),
+    one("the window of a refill is unbounded", client("intake", "window=self.window)", "window=self.window if not self._step.accepted else 1 << 30)")),
     # -- holders that die of a ticket
     one("a death is not counted", lua("      add(k.deaths, id, 1)\n", "")),
     one("what is given back counts as a death", lua("for _, id in ipairs(ids) do issue_again(k, id) end\n  count(k, 'returned'", "lost_by_holder(k, ids)\n  count(k, 'returned'")),
@@ -282,16 +280,16 @@ MUTANTS = [
     one("leases end with whole seconds", lua("* 1000 + math.floor(tonumber(time[2]) / 1000)", "* 1000")),
     one("attempts of done ids stay", lua("ipairs{k.frames, k.attempts, k.deaths}", "ipairs{k.frames, k.deaths}")),
     one("a recovery does not lower what is committed", lua("'committed', args[4], 'most'", "'committed', math.max(meta(k, 'committed'), args[4]), 'most'")),
-    one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(self._accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(self._accepted)\n")),
+    one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(step.accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(step.accepted)\n")),
     one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
     one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),
     one("a damaged checkpoint is loaded", Edit("asyncrl/run/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
     # -- the rest of the client
-    one("a group beyond the bound is trained", client("intake", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
+    one("a group beyond the bound is trained", client("judge", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
     one("a gap is not healed", HEAL, survives="the store is made to agree with the ledger when no group has come for a minute"),
     two("a gap is never healed", HEAL, MEND),
     one("rejected groups are not counted", client("intake", "self.ledger.count_rejected(kind := kind_of(reason))", "kind = kind_of(reason)")),
-    one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._accepted, self", "        self._accepted, self")),
+    one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._step = _Step()", "        self._step = _Step()")),
     one("the ledger enters no ids", client("ledger", "        self.above.update(ids)\n", "")),
     one("the ledger enters ids twice", REPEATED_IDS, survives="the store never assigns an id twice"),
     one("the ledger saves no ids above the watermark", client("ledger", '"above": sorted(self.above)', '"above": []')),

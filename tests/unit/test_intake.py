@@ -10,7 +10,8 @@ import pytest
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, kind_of
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import MOST_KINDS, Intake, make_judge
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import MOST_KINDS, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError

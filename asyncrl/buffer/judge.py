@@ -1,0 +1,109 @@
+"""Which groups are not trained, and why. A reason begins with its kind, under which it is counted: `kind: details`."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from asyncrl.algo.filters import GroupOutcome
+from asyncrl.algo.trainable import UNTRAINABLE
+from asyncrl.buffer.base import DEADLY, kind_of, one_line
+from asyncrl.buffer.gate import DEAD
+from asyncrl.errors import RunError
+from asyncrl.types import INITIAL, Group, History
+
+log = logging.getLogger(__name__)
+
+Judge = Callable[[Group, int], str | None]
+"""(group, version being trained) -> reason to reject it, or None."""
+
+# The kind of groups that were sampled by weights which the learner lost when it went back to a checkpoint.
+DISCARDED_LINEAGE = "discarded_lineage"
+# Kinds that mean a fault. All other kinds come from filters, or from settings that changed before a resume.
+FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
+
+# A kind is the name of a metric and a key of the ledger in every checkpoint, so users' filters cannot make many or long ones.
+MOST_KINDS = 20
+KIND_CHARACTERS = 40
+OTHER = "other"
+
+
+def make_judge(
+    filters: Sequence[Callable[[GroupOutcome], str | None]],
+    *,
+    drop_older_than: int | None,
+    needs_greedy: bool = False,
+    history: History = INITIAL,
+) -> Judge:
+    """Rejects what cannot be trained on, and what the group filters reject.
+
+    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the learner lost them
+    when it went back to a checkpoint), groups with a token older than `drop_older_than` (unless `staleness.policy` is drop, only
+    those can be whose ticket was issued for steps that the learner lost), and, where the advantage needs a greedy reward,
+    groups without one (of an earlier algorithm).
+    """
+
+    def judge(group: Group, version: int) -> str | None:
+        sampled_by = {span.weights for rollout in group.rollouts for span in rollout.version_spans}
+        versions = [weights.version for weights in sampled_by] or [version]
+        if max(versions) > version or not all(weights in history for weights in sampled_by):
+            return DISCARDED_LINEAGE
+        if drop_older_than is not None and version - min(versions) > drop_older_than:
+            return "stale"
+        if needs_greedy and group.greedy_reward is None:
+            return "no_greedy_reward"
+        outcome = GroupOutcome(
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+            lengths=tuple(len(rollout.response_ids) for rollout in group.rollouts),
+            finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
+        )
+        return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
+
+    return judge
+
+
+def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: Collection[str]) -> str | None:
+    """Why `group` is not trained, or None. A user's filter that raises costs the group that it was asked about.
+
+    `known_kinds` are those counted so far: after `MOST_KINDS` of them a new kind counts as `OTHER`.
+    """
+    if group.dead_reason is not None:
+        return group.dead_reason
+    try:
+        reason = judge(group, version)
+        return None if reason is None else _with_bounded_kind(reason, known_kinds)
+    except Exception as error:
+        log.exception("group %d cannot be judged and is not trained", group.ticket_id, extra={"ticket_id": group.ticket_id})
+        return one_line(f"filter_failed: {type(error).__name__}: {error}")
+
+
+def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
+    if not isinstance(reason, str):
+        raise TypeError(f"a filter returned {reason!r:.100}; it must return a reason, as text, or None")
+    kind = re.sub(r"[^A-Za-z0-9_.-]", "_", kind_of(reason).strip())[:KIND_CHARACTERS] or "unnamed"
+    if kind not in known_kinds and len(known_kinds) >= MOST_KINDS:
+        if OTHER not in known_kinds:
+            log.warning(
+                "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, the first is `%s`. "
+                "Write what differs from group to group behind a colon: the text before it is the kind, the name of a metric",
+                *(MOST_KINDS, OTHER, one_line(reason)[:200]),
+            )
+        kind = OTHER
+    return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
+
+
+def too_many_rejected(
+    unfit: Counter[str], rejected: Sequence[tuple[Group, str]], takes: int, accepted: str, most: int
+) -> RunError:
+    """The error for a step that rejected more than `most` groups: `unfit` by kind, `accepted` such as "3 of 8"."""
+    [(commonest, _)] = unfit.most_common(1)
+    example = next(reason for _, reason in reversed(rejected) if kind_of(reason) == commonest)
+    cure = (
+        f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
+        if commonest in FAULTS
+        else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
+    )
+    return RunError(
+        f"one optimizer step: {unfit.total()} groups were rejected in {takes} takes ({dict(unfit)}), only "
+        f"{accepted} accepted; algorithm.max_refills allows {most} rejections. {cure}"
+    )
