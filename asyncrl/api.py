@@ -37,10 +37,10 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
+# A YAML file, the same as a dictionary, or a checked config. In a dictionary a reward may be the function
+# itself.
 ConfigSource = Path | str | Mapping[str, Any] | Config
-"""A YAML file, the same as a dictionary, or a checked config. In a dictionary a reward may be the function itself."""
-_LAST_WORDS = 2000
-"""Characters of a failed run's output that its error quotes."""
+_LAST_WORDS = 2000  # characters of a failed run's output that its error quotes
 _POLL_S = 0.2
 
 

@@ -22,8 +22,7 @@ class BestEffort:
     """Where something may fail. Each kind of failure is told once, all are counted, and the next call tries again."""
 
     def __init__(self) -> None:
-        self.failures: Counter[str] = Counter()
-        """By what was tried."""
+        self.failures: Counter[str] = Counter()  # by what was tried
         self._failing: dict[str, tuple[type[Exception], object]] = {}
 
     @contextmanager

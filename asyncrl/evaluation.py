@@ -26,8 +26,7 @@ from asyncrl.types import INITIAL, Group, History
 
 log = logging.getLogger(__name__)
 
-MOST_VOTES = 64
-"""The largest k of maj@k below that of all rollouts: its cost grows faster than k."""
+MOST_VOTES = 64  # the largest k of maj@k below that of all rollouts: its cost grows faster than k
 
 
 def round_version(index: int, *, every: int, steps: int) -> int:
@@ -127,20 +126,16 @@ class Evaluation:
     buffer: LearnerBuffer
     ledger: Ledger
     gate: Gate
-    prompts: int
-    """N; 0 when there is no held-out data: then no round is ever due."""
+    prompts: int  # N; 0 when there is no held-out data: then no round is ever due
     every: int
     steps: int
-    asked: str
-    """As in `lane_name`."""
-    history: History = INITIAL
-    """Of the weights that may answer."""
-    _opened: int = field(default=0, init=False)
-    """Rounds that may be answered, from the first of the run on."""
+    asked: str  # as in `lane_name`
+    history: History = INITIAL  # of the weights that may answer
+    _opened: int = field(default=0, init=False)  # rounds that may be answered, from the first of the run on
+    # Groups of the current round that are taken already: fewer than N after a frame was refused.
     _round: list[Group] = field(default_factory=list, init=False)
-    """Groups of the current round that are taken already: fewer than N after a frame was refused."""
+    # The ledger after the last whole round: what of a round is only in memory is taken again after a crash.
     _finished: dict[str, Any] = field(init=False)
-    """The ledger after the last whole round: what of a round is only in memory is taken again after a crash."""
 
     def __post_init__(self) -> None:
         self._finished = self.ledger.to_dict()

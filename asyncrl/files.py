@@ -11,6 +11,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+# What to do about an error of the operating system, by its number.
 CURES: Mapping[int, str] = {
     errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
     errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
@@ -25,7 +26,6 @@ CURES: Mapping[int, str] = {
     errno.EMFILE: "allow more open files: ulimit -n 65536",
     errno.EIO: "look at the disk: dmesg says more",
 }
-"""What to do about an error of the operating system, by its number."""
 
 _told: set[tuple[str, str]] = set()
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-VARIABLE = "ASYNCRL_PROGRESS"
-"""descriptor:place"""
+VARIABLE = "ASYNCRL_PROGRESS"  # descriptor:place
 _SIGN = struct.Struct("<QB55s")
 _QUICK_S = 30.0
 _LONGEST_LOOK_S = 1.0
@@ -27,10 +26,8 @@ class Pace(IntEnum):
     """How long a process may be silent."""
 
     NORMAL = 0
-    SLOW = 1
-    """A model is loaded, a checkpoint written, a user's code runs."""
-    QUICK = 2
-    """It only waits, and says so every second."""
+    SLOW = 1  # A model is loaded, a checkpoint written, a user's code runs
+    QUICK = 2  # it only waits, and says so every second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import typer
 
 from asyncrl.errors import ConfigError
 
+# An override as other trainers write it: a dotted key behind a prefix. No option of ours has a dot.
 PREFIXED = re.compile(r"(--|\+{1,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
-"""An override as other trainers write it: a dotted key behind a prefix. No option of ours has a dot."""
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option.")
 ]

@@ -13,8 +13,9 @@ from asyncrl.cli.main import FAULT, MISTAKE
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
+# What typer raises for a wrong command line: click's own, or that of the click which newer releases bring
+# along.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""What typer raises for a wrong command line: click's own, or that of the click which newer releases bring along."""
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> int:

@@ -15,10 +15,8 @@ from asyncrl.errors import RunError
 class Wish:
     """One thing that a config wants of the host."""
 
-    key: str
-    """Where the config says so."""
-    text: str
-    """What `--allow` must name: a Python file, a module, `model:PATH` or `variable:NAME`."""
+    key: str  # where the config says so
+    text: str  # what `--allow` must name: a Python file, a module, `model:PATH` or `variable:NAME`
 
 
 def wishes(config: Config) -> Iterator[Wish]:

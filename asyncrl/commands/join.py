@@ -42,8 +42,7 @@ class _Found:
     url: str
     keys: JoinKeys
     record: StoredRun
-    learners: RunDirectory | None
-    """The learner's run directory, where this machine sees it."""
+    learners: RunDirectory | None  # the learner's run directory, where this machine sees it
 
 
 def run_generators(

@@ -19,10 +19,8 @@ from asyncrl.supervisor import ProcessSpec, Supervisor
 log = logging.getLogger(__name__)
 
 PREFIX = "g"
-MOST = 1024
-"""Generators on one host: more is a slip of the finger."""
-FOLLOW_S = 60.0
-"""For the supervisor to start or drain what was asked for."""
+MOST = 1024  # generators on one host: more is a slip of the finger
+FOLLOW_S = 60.0  # for the supervisor to start or drain what was asked for
 
 
 class Scaled:

@@ -36,8 +36,7 @@ from asyncrl.run.saved import Saved, nothing_left, read_saved, refuse_changes
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
-LEAVE_S = 20.0
-"""After the learner has finished, generators get this long to leave by themselves."""
+LEAVE_S = 20.0  # after the learner has finished, generators get this long to leave by themselves
 
 
 def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None) -> int:
@@ -249,8 +248,7 @@ def generator_spec(
 class Stopped:
     """How a supervisor was told to stop."""
 
-    status: int = 0
-    """Exit status of a command that a signal ended: 128 and its number, as shells have it."""
+    status: int = 0  # exit status of a command that a signal ended: 128 and its number, as shells have it
 
 
 @contextmanager

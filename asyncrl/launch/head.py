@@ -36,7 +36,7 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import join_keys, run_keys
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.saved import values_to_keep
-from asyncrl.telemetry.exported_status import status_families
+from asyncrl.telemetry.exporter import status_families
 from asyncrl.telemetry.fanout import open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.weights.base import choose_transport

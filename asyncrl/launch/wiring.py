@@ -15,8 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.evaluation import lane_name
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import JoinKeys, RunKeys, join_keys, process_keys
-from asyncrl.telemetry.exporter import Exporter
-from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
 
 STORE_VARIABLE = "ASYNCRL_STORE_URL"
 

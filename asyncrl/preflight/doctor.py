@@ -16,8 +16,7 @@ from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
-IMPORT_S = 240.0
-"""vLLM takes half a minute where the disk is cold."""
+IMPORT_S = 240.0  # vLLM takes half a minute where the disk is cold
 
 
 def examine(config_path: Path | None, overrides: Sequence[str], *, as_json: bool) -> bool:

@@ -21,8 +21,8 @@ from asyncrl.trainer.deepspeed.memory_use import (
 )
 
 GIB = 1 << 30
+# Private memory of a rank with a sender, and of a generator with its engine and rewards, before the model.
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
-"""Private memory of a rank with a sender, and of a generator with its engine and rewards, before the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from asyncrl.trainer.deepspeed.memory_use import ModelShape
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 
-TIGHT = 0.9
-"""Share of a memory above which it is called tight: numbers here are estimates."""
+TIGHT = 0.9  # share of a memory above which it is called tight: numbers here are estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

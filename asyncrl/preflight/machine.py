@@ -19,10 +19,8 @@ ASK_S = 20.0
 class Machine:
     """Memory that a run may use."""
 
-    memory_bytes: int
-    """Of the host, available now."""
-    gpu_bytes: tuple[int, ...]
-    """Total of each GPU."""
+    memory_bytes: int  # of the host, available now
+    gpu_bytes: tuple[int, ...]  # total of each GPU
 
 
 def this_machine() -> Machine:

@@ -27,9 +27,10 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.text import number, visible
 
+# Columns that hold an answer, the first that is there.
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")
-"""Columns that hold an answer, the first that is there."""
 KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
+# What models say early in training or late at night: nothing, nonsense, other alphabets, no end.
 WRONG = (
     "",
     "I do not know.",
@@ -39,18 +40,15 @@ WRONG = (
     "答案 \U0001f600 \x00 \u202e",
     "no " * 2000,
 )
-"""What models say early in training or late at night: nothing, nonsense, other alphabets, no end."""
 PRINTED_S = 0.05
-TIMEOUTS = 3
-"""A part that hung this often is not tried further."""
+TIMEOUTS = 3  # A part that hung this often is not tried further
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One response to be scored."""
 
-    kind: str
-    """reference | wrong | sample"""
+    kind: str  # reference | wrong | sample
     given: RewardInput
 
 
@@ -59,15 +57,13 @@ class Tried:
     """What became of a part."""
 
     function: RewardFunctionConfig
-    scores: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of response."""
+    scores: dict[str, list[float]] = field(default_factory=dict)  # by kind of response
+    # Of the responses that were scored, see `Rollout.answer`.
     answers: list[str | None] = field(default_factory=list)
-    """Of the responses that were scored, see `Rollout.answer`."""
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
-    printed: str = ""
-    """The end of what the function printed."""
+    printed: str = ""  # the end of what the function printed
 
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> bool:

@@ -13,8 +13,7 @@ from asyncrl.errors import DataError
 from asyncrl.preflight.sources import Missing, reward_form
 from asyncrl.rewards.forms import Form
 
-SHOWN = 3
-"""Rows named for one kind of mistake."""
+SHOWN = 3  # rows named for one kind of mistake
 
 
 def row_problems(config: Config) -> Iterator[Finding]:

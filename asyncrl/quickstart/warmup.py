@@ -32,8 +32,7 @@ Row = dict[str, str]
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = "0123456789+="
-IGNORED = -100
-"""Label of tokens that are no answer, as torch's cross-entropy knows it."""
+IGNORED = -100  # label of tokens that are no answer, as torch's cross-entropy knows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +42,14 @@ class WarmupSettings:
     seed: int = 0
     layers: int = 3
     hidden: int = 128
-    heads: int = 4
-    """Head size 32: the smallest that vLLM's CPU attention takes."""
+    heads: int = 4  # head size 32: the smallest that vLLM's CPU attention takes
     intermediate: int = 384
+    # About 1 / sqrt(hidden): with the usual 0.02 so small a model takes three times as many sums to get
+    # going.
     initializer_range: float = 0.08
-    """About 1 / sqrt(hidden): with the usual 0.02 so small a model takes three times as many sums to get going."""
     test_rows: int = 512
-    correct_share: float = 0.35
-    """Of the warm-up's sums; the others forget the carries."""
-    lr: float = 1e-3
-    """Rises for `lr_rise` steps, then falls linearly to 0."""
+    correct_share: float = 0.35  # of the warm-up's sums; the others forget the carries
+    lr: float = 1e-3  # rises for `lr_rise` steps, then falls linearly to 0
     lr_rise: int = 20
     batch: int = 128
     steps: int = 500
@@ -71,8 +68,7 @@ class WarmupResult:
     model: Path
     train: Path
     test: Path
-    accuracy: float
-    """Greedy, on all held-out sums."""
+    accuracy: float  # greedy, on all held-out sums
     seconds: float
 
 

@@ -21,8 +21,7 @@ from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.history import Series
 from asyncrl.telemetry.text import number, visible
 
-MOST_ROWS = 20
-"""Of the table of values on a terminal, evenly spread; a CSV file has all."""
+MOST_ROWS = 20  # of the table of values on a terminal, evenly spread; a CSV file has all
 MOST_COLUMNS = 4
 CURVE_LINES = 12
 NEAREST = 5
@@ -32,8 +31,7 @@ NEAREST = 5
 class Metric:
     """All values of one name."""
 
-    axis: str
-    """step, or seconds since the run's first start."""
+    axis: str  # step, or seconds since the run's first start
     series: Series
 
 
@@ -154,5 +152,5 @@ def _html(archive: Archive, chosen: Mapping[str, Metric]) -> str:
     )
 
 
+# By the ending of the file.
 FORMATS: Mapping[str, Callable[[Archive, Mapping[str, Metric]], str]] = {".html": _html, ".csv": _csv}
-"""By the ending of the file."""

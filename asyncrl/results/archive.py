@@ -29,10 +29,9 @@ class Archive:
     config: dict[str, Any]
     status: StatusSnapshot | None
     history: History
+    # Unix seconds of every line of the learner's, also of steps that a resume did again.
     learner_times: list[float]
-    """Unix seconds of every line of the learner's, also of steps that a resume did again."""
-    generators: dict[str, list[Row]]
-    """Lines of each generator."""
+    generators: dict[str, list[Row]]  # lines of each generator
     starts: list[Start] = field(default_factory=list)
 
     @property

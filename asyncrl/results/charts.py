@@ -8,10 +8,8 @@ from asyncrl.extras import from_extra
 from asyncrl.telemetry.history import Points, thinned
 from asyncrl.telemetry.text import visible
 
-MOST_POINTS = 1500
-"""Of one curve: more than there are pixels for."""
-FEW_POINTS = 40
-"""So few are marked."""
+MOST_POINTS = 1500  # of one curve: more than there are pixels for
+FEW_POINTS = 40  # so few are marked
 COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0f8b8d", "#6b7280")
 GRID = "#e6e9ed"
 
@@ -21,8 +19,7 @@ class Chart:
     """A figure with its title, which stands outside it: a legend may need several rows."""
 
     title: str
-    figure: Any
-    """Of plotly."""
+    figure: Any  # of plotly
 
 
 def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False) -> Chart:

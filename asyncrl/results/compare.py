@@ -17,8 +17,8 @@ from asyncrl.results.text_table import Table, terminal_table
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.text import duration, number
 
+# Also drawn by minutes: a run that needs fewer steps may need more time.
 OVER_TIME = ("eval/accuracy", "reward/mean")
-"""Also drawn by minutes: a run that needs fewer steps may need more time."""
 SAME_BY_NATURE = frozenset({"run.name", "run.root"})
 
 

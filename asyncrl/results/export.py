@@ -14,8 +14,7 @@ from asyncrl.run.directory import RunDirectory, find_run, write_directory
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
 CARD = "README.md"
-SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")
-"""Metrics of the card."""
+SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
 TRAINING_PARTS = ("model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval")
 
 

@@ -34,13 +34,11 @@ class Section:
 
     title: str
     note: str = ""
-    facts: Sequence[tuple[str, str]] = ()
-    """(name, value)"""
+    facts: Sequence[tuple[str, str]] = ()  # (name, value)
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     samples: Sequence[SampleRecord] = ()
-    text: str = ""
-    """Shown as it is, behind `text_title`."""
+    text: str = ""  # shown as it is, behind `text_title`
     text_title: str = ""
 
 

@@ -9,10 +9,8 @@ from asyncrl.results.archive import Archive
 from asyncrl.results.charts import Chart, areas, bars, lines
 from asyncrl.telemetry.history import REJECTED, Points, Row, Series
 
-MOST_GENERATORS = 8
-"""Drawn one by one: those that waited most."""
-BANDS = ("short", "medium", "long")
-"""Those of `algo.metrics`, which needs torch."""
+MOST_GENERATORS = 8  # drawn one by one: those that waited most
+BANDS = ("short", "medium", "long")  # those of `algo.metrics`, which needs torch
 LENGTH_REJECTED = "groups/length_rejected_"
 
 
@@ -21,8 +19,7 @@ class Curve:
     """A chart over steps."""
 
     title: str
-    names: tuple[str, ...]
-    """Metrics or globs; the first is the one to compare runs by."""
+    names: tuple[str, ...]  # metrics or globs; the first is the one to compare runs by
     y: str = ""
     log: bool = False
 

@@ -20,10 +20,8 @@ HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",
     "staleness/mean", "idle/learner",
 )  # fmt: skip
-LOWER_IS_NOT_BETTER = ("eval/", "reward/")
-"""Metrics of which the largest value is the best."""
-SHOWN = 4
-"""Samples of each kind."""
+LOWER_IS_NOT_BETTER = ("eval/", "reward/")  # metrics of which the largest value is the best
+SHOWN = 4  # samples of each kind
 
 
 def write_report(run: Path | None, to: Path | None) -> None:

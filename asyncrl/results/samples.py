@@ -21,8 +21,7 @@ from asyncrl.telemetry.state import sample_from
 from asyncrl.telemetry.status import read_status
 
 FOLLOW_S = 0.5
-FOLLOWED_BYTES = 1 << 20
-"""Of what was there before, at most so much is looked through."""
+FOLLOWED_BYTES = 1 << 20  # of what was there before, at most so much is looked through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +30,8 @@ class Wanted:
 
     count: int
     step: int | None = None
-    kind: str | None = None
-    """train | eval | dropped"""
-    order: Literal["newest", "best", "worst"] = "newest"
-    """Best and worst are by reward; of equals the newest."""
+    kind: str | None = None  # train | eval | dropped
+    order: Literal["newest", "best", "worst"] = "newest"  # best and worst are by reward; of equals the newest
 
     def fits(self, sample: SampleRecord) -> bool:
         """Whether it is of the step and kind."""

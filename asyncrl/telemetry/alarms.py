@@ -1,4 +1,4 @@
-"""Alarms: which of a step's metrics announce that the run is about to be lost, with one log line when each begins and ends.
+"""Alarms: metrics of a step that announce a failing run. Each logs one line when it begins and one when it ends.
 
     entropy     the policy has stopped exploring
     ess         the step rests on few of its tokens
@@ -7,9 +7,11 @@
     length      responses suddenly grow
     truncated   most responses are cut off
     no_signal   rewards within the groups do not differ, so nothing is learned
+    untrainable the learner rejected groups that cannot be trained on
+    deadly      groups were given up because processes died of them
     audit       the buffer has lost an id, or has it twice
 
-A threshold is where a person should look, not where training breaks: an alarm stops nothing.
+A threshold marks where a person should look, not where training breaks: an alarm stops nothing.
 """
 
 import logging
@@ -23,35 +25,30 @@ from asyncrl.telemetry.text import number
 log = logging.getLogger(__name__)
 
 PREFIX = "alarm/"
+# Entropy in nats per token. 0.02 means that one token in 35 is a fair coin and all others are certain: the rollouts
+# of a group are nearly the same. This bound is for runs that begin with a low entropy.
 ENTROPY_NATS = 0.02
-"""As if one token in 35 were a fair coin and all others certain: the rollouts of a group are nearly the same."""
+# Share of the first entropy. Runs trade entropy for reward, most of it early (arXiv:2505.22617): the last tenth gains
+# little, and a run that is stopped here can continue from a checkpoint that still explores.
 ENTROPY_SHARE = 0.1
-"""Of the first entropy. Reward is bought with entropy, most of it early (arXiv:2505.22617): the last tenth buys little, while
-a run stopped here can go on from a checkpoint with room to explore. The bound in nats is for runs that begin low."""
 ESS = 0.5
-PROBE_SHARE = 0.5
-"""Of the limit beyond which weights are dirty: to be looked at before generators stop sampling."""
-SKIPPED = 3
-"""Optimizer steps left out within the window: one is a spike, three are a habit."""
+PROBE_SHARE = 0.5  # share of weights.probe_limit: look before generators reject the weights and stop sampling
+SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
+# Mean length against the mean of the window. Reasoning may lengthen responses over a whole run, but should not double
+# them within one window.
 GROWTH = 2.0
-"""Length against the mean of the window. Reasoning may make responses longer for a whole run, but not twice within it."""
 TRUNCATED = 0.5
-FLAT_STEPS = 5
-"""In a row in which every group is flat: of a small batch one may be, by luck."""
-WINDOW = 20
-"""Steps that are remembered."""
-QUIET_STEPS = 5
-"""An alarm ends after this many steps without cause in a row, so that a metric at its threshold is not told every step."""
+FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
+WINDOW = 20  # steps that are remembered
+QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold must not log every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What an alarm compares with."""
+    """Earlier metrics that an alarm compares with."""
 
-    first: Mapping[str, float]
-    """First value of each metric in this process: after a resume it begins anew."""
-    recent: Sequence[Mapping[str, float]]
-    """Metrics of the steps before, at most `WINDOW`."""
+    first: Mapping[str, float]  # first value of each metric in this process: a resume starts over
+    recent: Sequence[Mapping[str, float]]  # metrics of the steps before, at most `WINDOW`
     probe_limit: float
 
 
@@ -60,8 +57,7 @@ class Alarm:
     """One kind of alarm."""
 
     metric: str
-    rings: Callable[[float, Past], bool]
-    """(value of the metric, not NaN; past) -> whether there is cause."""
+    rings: Callable[[float, Past], bool]  # (value of the metric, not NaN; past) -> whether there is cause
     cure: str
 
 
@@ -122,28 +118,27 @@ ALARMS: Mapping[str, Alarm] = {
 
 
 def causes(metrics: Mapping[str, float], past: Past) -> dict[str, bool]:
-    """Whether each alarm has cause; only those whose metric is there, so evaluations and checkpoints ask nothing."""
+    """Whether each alarm has cause, for alarms whose metric is present: records of evaluations and checkpoints have none."""
     values = {name: metrics[alarm.metric] for name, alarm in ALARMS.items() if alarm.metric in metrics}
     return {name: not math.isnan(value) and ALARMS[name].rings(value, past) for name, value in values.items()}
 
 
 def ringing(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the alarms that ring in logged metrics."""
+    """Names of the active alarms in logged metrics."""
     return [name.removeprefix(PREFIX) for name, value in metrics.items() if name.startswith(PREFIX) and value]
 
 
 @dataclass(slots=True)
 class Alarms:
-    """Watches one step after the other."""
+    """Checks the metrics of each step and remembers which alarms are active."""
 
     probe_limit: float
     _first: dict[str, float] = field(default_factory=dict)
     _recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _quiet_steps: dict[str, int] = field(default_factory=dict)
-    """Of the alarms that ring."""
+    _quiet_steps: dict[str, int] = field(default_factory=dict)  # steps without cause, for each active alarm
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """`alarm/<name>` 1 or 0 for each alarm whose metric is there; logs those that begin and end."""
+        """`alarm/<name>`, 1 or 0, for each alarm whose metric is present. Logs alarms that begin or end."""
         watched = {alarm.metric: metrics[alarm.metric] for alarm in ALARMS.values() if alarm.metric in metrics}
         if not watched:
             return {}

@@ -1,6 +1,6 @@
-"""The dashboard as a pure function of a state: what to look at first comes first, and every line fits.
+"""The dashboard as a pure function of a state, the most urgent lines first.
 
-A line is a `Text` cut to the width. Sections share the height: figures always, then the curve, generators, samples.
+Every line is a `Text` cut to the width. Sections share the height: figures always, then the curve, generators, samples.
 """
 
 from collections import Counter
@@ -19,12 +19,9 @@ from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.state import DashboardState
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
 
-SILENT_S = 10.0
-"""A learner or generator silent this long is worth a warning."""
-NOTE_S = 60.0
-"""For which a warning of a process is shown."""
-NARROWEST = 20
-"""Columns: on a narrower terminal lines are broken by it."""
+SILENT_S = 10.0  # a learner or generator that is silent this long gets a warning
+NOTE_S = 60.0  # seconds for which the dashboard shows a warning from a log
+NARROWEST = 20  # columns; a narrower terminal wraps the lines
 STATE_STYLES = {
     "sampling": "green",
     "training": "green",
@@ -33,13 +30,12 @@ STATE_STYLES = {
     "failed": "red",
     "stopped": "yellow",
 }
-UNLIMITED_LINES = 40
-"""As if the terminal were this high below the figures, where its height does not matter."""
+UNLIMITED_LINES = 40  # height below the figures that is assumed where the height of the terminal does not matter
 Line = Text
 
 
 def render(state: DashboardState, width: int, height: int | None = None) -> Group:
-    """What to print at `width` columns; cut to `height` lines where given (at least 12), else as long as it takes."""
+    """The dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
     figures = [
         _header(state, width),
@@ -88,7 +84,7 @@ def _advice(state: DashboardState, width: int) -> Line:
 
 
 def _alarms(state: DashboardState, width: int) -> list[Line]:
-    """One red line while any alarm rings: what it is about and, as far as there is room, what to do."""
+    """One red line while an alarm is active: its metric and, as far as there is room, what to do."""
     alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
     if not alarms:
         return []
@@ -135,7 +131,7 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
 
 
 def _ledger(state: DashboardState, width: int) -> list[Line]:
-    """Where every issued id is, and what was dropped: the promise that nothing is lost."""
+    """Where every issued id is, which shows that nothing is lost, and what was dropped."""
     audit = state.status.audit if state.status else None
     lines = []
     if audit:
@@ -172,11 +168,11 @@ def _curves(state: DashboardState, width: int, height: int) -> list[Line]:
 
 
 def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
-    """A head line, then one line each; where not all have room, the worst, and the others in one line."""
+    """A head line, then one line per generator; without room for all, the worst ones and a summary line."""
     if not state.members:
         return [Text("no generators have joined", "yellow")]
     newest = state.status.version if state.status else max(member.version for member in state.members)
-    by_name = sorted(state.members, key=lambda member: (not _in_trouble(member), _natural(member.generator_id)))
+    by_name = sorted(state.members, key=lambda member: (not _in_trouble(member), len(member.generator_id), member.generator_id))
     fit = len(by_name) < height
     shown = by_name if fit else sorted(by_name, key=lambda member: _wellness(member, newest))[: height - 2]
     id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
@@ -190,7 +186,7 @@ def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
 
 
 def _wellness(member: MemberStatus, newest: int) -> tuple[bool, int, float]:
-    """Low for who is in trouble, far behind, or slow."""
+    """A sort key that puts generators in trouble first, then those far behind, then slow ones."""
     behind = newest - member.version if member.version >= 0 else 0
     return not _in_trouble(member), -behind, member.metrics.get("tokens_per_s", 0.0)
 
@@ -199,16 +195,12 @@ def _in_trouble(member: MemberStatus) -> bool:
     return member.state == "dirty" or member.silent_s > SILENT_S
 
 
-def _natural(generator_id: str) -> tuple[int, str]:
-    return len(generator_id), generator_id
-
-
 def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
     tokens, running = member.metrics.get("tokens_per_s"), member.metrics.get("running_requests")
     name = one_line(Text(visible(member.generator_id)), id_width)
     name.pad_right(id_width - name.cell_len)
     silent = f"  silent {duration(member.silent_s)}" if member.silent_s > SILENT_S else ""
-    # While weights arrive there is no version: what is half received samples nothing.
+    # A generator has no version while weights arrive: it cannot sample with half of them.
     version, behind = (f"v{member.version}", str(newest - member.version)) if member.version >= 0 else ("-", "-")
     figures = f" {version:>8} {behind:>6} {number(tokens):>8} {number(running):>7}"
     state_text = (f" {member.state:<16.16}", STATE_STYLES.get(member.state, "yellow"))
@@ -216,7 +208,7 @@ def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
 
 
 def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
-    """All of them in one line; what does not fit is left out, the least telling first."""
+    """All generators in one line; parts that do not fit are left out, the least informative first."""
     tokens = sum(member.metrics.get("tokens_per_s", 0.0) for member in members)
     states = Counter(member.state for member in members)
     behind = max((newest - member.version for member in members if member.version >= 0), default=0)
@@ -231,7 +223,7 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
 
 
 def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
-    """The newest rollouts, each a head line, its prompt's end and as much of its response as there is room for."""
+    """The newest rollouts: a head line, the end of the prompt, and as much of the response as there is room for."""
     if height < 3:
         return []
     count = max(1, min(3, height // 4))
@@ -240,7 +232,7 @@ def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
 
 
 def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
-    """A rollout in at most `height` lines (2: without its prompt); without markup, control characters shown."""
+    """A rollout in at most `height` lines (with 2, without its prompt), control characters made visible."""
     width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = [version for version, _ in sample.versions]
@@ -261,7 +253,7 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
 
 
 def _end_of(text: str, width: int) -> str:
-    """The end of a prompt is the question."""
+    """The end of a prompt, which usually holds the question."""
     if cell_len(text) <= width:
         return text
     end = text[-width:]

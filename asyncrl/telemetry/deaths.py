@@ -1,22 +1,21 @@
-"""Why a process died, in a line, out of all that it printed; and whether it dies of the same again and again."""
+"""Finds in the output of a dead process the one line that says why, and counts deaths with the same reason."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-READ_BYTES = 1 << 20
-"""Of the end of a log: engines print thousands of lines."""
+READ_BYTES = 1 << 20  # read at most this much of the end of a log: engines print thousands of lines
 LONGEST, LINES = 400, 40
+# Colour codes, and the prefix of lines that vLLM's processes print.
 NOISE = re.compile(r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*")
-"""Colours, and what vLLM puts before the lines of its processes."""
+# The last line of a traceback, and the message with which our own processes end.
 ERROR = re.compile(r"(?:[A-Za-z_][\w.]*\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Gap|Fenced))\b: (?P<text>.*\S)")
-"""The last line of a traceback, and how our processes say what ended them."""
+# Errors that only point to another failure.
 VAGUE = re.compile(r"see (?:root cause|the) |failed core proc|TimeoutError|cancelled", re.IGNORECASE)
-"""Says only that something else has failed."""
 
 
 def last_error(text: str) -> str:
-    """The error that ended a process, and the first one before it where that tells more; else its last line."""
+    """The error that ended a process, with the first error where the last one is vague; without errors, the last line."""
     lines = [_plain(line) for line in text.splitlines()]
     errors = [found for line in lines if (found := ERROR.fullmatch(line) or ERROR.search(line.partition(": ")[2]))]
     said = [f"{found['name']}: {found['text']}" for found in errors]
@@ -27,7 +26,7 @@ def last_error(text: str) -> str:
 
 
 def last_message(text: str) -> str:
-    """The last error with the lines below it: an error of ours may be a list of mistakes. Without one, the last lines."""
+    """The last error with all lines below it, since our errors may list several mistakes; without errors, the last lines."""
     lines = text.rstrip().splitlines()[-LINES:]
     for index in reversed(range(len(lines))):
         if found := ERROR.search(_plain(lines[index])):
@@ -43,29 +42,28 @@ def _plain(line: str) -> str:
 
 @dataclass(slots=True)
 class Deaths:
-    """Of one process, one after the other."""
+    """The deaths of one process over its restarts."""
 
-    path: Path
-    """Where it prints, every life after the one before."""
-    words: str = ""
-    """Of the newest."""
-    in_a_row: int = 0
-    """Newest deaths with the same words, whatever numbers are in them."""
+    path: Path  # the file with the output of all restarts
+    words: str = ""  # last error of the newest death
+    in_a_row: int = 0  # newest deaths with the same last error, numbers in it aside
     _read_to: int = 0
 
     def __post_init__(self) -> None:
         self._read_to = self._size()
 
     def note(self) -> str:
-        """Read what the process that has just died printed; its last error."""
+        """Read the output of the process that has just died and return its last error."""
         words = last_error(self.printed())
-        same = words and _shape(words) == _shape(self.words)
+        # Numbers differ between restarts: ids, ports, times.
+        shape, last_shape = (re.sub(r"0x[0-9a-f]+|\d+", "#", text) for text in (words, self.words))
+        same = words and shape == last_shape
         self.in_a_row = self.in_a_row + 1 if same else 1
         self.words = words
         return words
 
     def printed(self) -> str:
-        """What it printed since the last call."""
+        """The output since the last call."""
         try:
             size = self._size()
             start, self._read_to = max(min(self._read_to, size), size - READ_BYTES), size
@@ -77,8 +75,3 @@ class Deaths:
 
     def _size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
-
-
-def _shape(words: str) -> str:
-    """Without what differs from life to life: ids, ports, times."""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", words)

@@ -1,13 +1,21 @@
-"""One process for Prometheus: `/metrics` with its newest numbers, `/health` with 503 while nothing moves.
+"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 while nothing moves.
 
-Where it listens is in a file beside the run, in the form of Prometheus's file-based discovery, so that one scrape
-configuration finds every process of every run, restarted and joined ones too.
+The address is written to a file in the run directory, in the format of Prometheus's file-based discovery, so that one
+scrape configuration finds every process of every run, including processes that restart or join later.
+
+One rule makes the Prometheus name from a name in docs/metrics.md:
+
+    asyncrl_ + the name with `_` for every other character + _ + its unit, unless the name ends with the unit already
+
+`time/step` becomes `asyncrl_time_step_seconds`, `completions/truncated_share` `asyncrl_completions_truncated_share`, and the
+bin `staleness/in_queue/3` `asyncrl_staleness_in_queue_share{bin="3"}`. Metrics of generators begin with `asyncrl_generator_`.
 """
 
 import contextlib
 import errno
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,39 +23,54 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, MetricsHandler
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from asyncrl.buffer.base import Audit
+from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.prometheus_names import prometheus_name
+from asyncrl.telemetry.base import BIN, SampleRecord
+from asyncrl.telemetry.status import StatusSnapshot
 
 log = logging.getLogger(__name__)
 
-KEPT = ("eval/", "time/checkpoint")
-"""What is not measured in every step: its last value stays."""
-PROGRESS = ("version", "sampled_tokens", "groups")
-"""Of a generator: one of them changes while it does anything."""
+PREFIX = "asyncrl_"
+GENERATOR_PREFIX = "asyncrl_generator_"
+PLACES = ("leased", "reissue", "ready", "taken", "done")
+KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
+PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes whenever a generator does something
+# (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
+UNITS = (
+    ("", r"(reward|hook|alarm)/.*"),
+    ("tokens_per_second", r".*tokens_per_s"),
+    ("seconds", r"time/.*|.*_s"),
+    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)|eval/(accuracy|pass@.*|maj@.*)"),
+    ("share", r"weight/(zero|truncated|rejected)(/.*)?|critic/(explained_variance|value_clipped)"),
+    ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
+    ("nats", r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|abs_log_ratio/max)"),
+    ("steps", r"(staleness|lag)/.*"),
+    ("tokens", r"(completions|eval|groups)/length_.*"),
+)
 
 
 class Exporter(Collector):
-    """A tracker that keeps the newest values and hands them to whoever asks over HTTP."""
+    """A tracker that keeps the newest values and serves them over HTTP."""
 
     def __init__(self, *, host: str, port: int, target: Path, run: str, process: str, prefix: str, stall_s: float) -> None:
         """Listen on `host`.
 
         Args:
             host: address to bind.
-            port: 0 is any free one; so is a port that is taken, with a message.
-            target: file that says where this process listens; removed by `close`.
+            port: port to bind. With 0, and with a message when the port is taken, any free port is used.
+            target: file that tells Prometheus where this process listens; `close` removes it.
             run: label of the target.
             process: label of the target.
-            prefix: of the names of everything that is logged.
-            stall_s: without progress for this long, `/health` says 503.
+            prefix: prefix of the names of all logged metrics.
+            stall_s: after this long without progress `/health` answers 503.
 
         Raises:
-            RunError: `host` is no address of this machine.
+            RunError: `host` is not an address of this machine.
         """
         self._prefix = prefix
         self._stall_s = stall_s
@@ -59,17 +82,22 @@ class Exporter(Collector):
         registry.register(self)
         self._server = _listen(host, port, _handler(registry, self._health))
         self._target = target
-        _announce(target, host, self.port, {"run": run, "process": process})
+        labels = {"run": run, "process": process}
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
+        except OSError as error:
+            log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, self.port, error)
         threading.Thread(target=self._server.serve_forever, name="asyncrl-metrics", daemon=True).start()
         log.info("metrics are at port %d of %s, for Prometheus in %s", self.port, host or "all interfaces", target)
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port in use."""
         return int(self._server.server_address[1])
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Keep the newest values; those of a whole step replace the last step's. By time, `PROGRESS` tells of progress."""
+        """Keep the newest values. A whole step replaces the last one; without a step, `PROGRESS` shows progress."""
         if step is None:
             self.moved(*(metrics.get(name) for name in PROGRESS))
         is_whole = step is None or "time/step" in metrics
@@ -77,14 +105,14 @@ class Exporter(Collector):
         self._values = old | dict(metrics)
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Nothing: Prometheus keeps numbers."""
+        """Do nothing: Prometheus keeps numbers only."""
 
     def show(self, families: Sequence[Metric]) -> None:
-        """Replace the families that stand beside what is logged."""
+        """Replace the families that are served beside the logged metrics."""
         self._families = families
 
     def moved(self, *marks: object) -> None:
-        """Tell what grows with progress: whenever it differs from the last call, there was some."""
+        """Report values that change with progress: a difference from the last call counts as progress."""
         if marks != self._marks:
             self._marks, self._moved_at_s = marks, time.monotonic()
 
@@ -96,36 +124,24 @@ class Exporter(Collector):
         self._server.server_close()
 
     def collect(self) -> Iterable[Metric]:
-        """What `/metrics` shows."""
-        own = (
-            *self._families,
-            gauge("asyncrl_progress_age_seconds", "since something was sampled, arrived or was trained", self._age_s),
-            gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
-        )
-        families = {family.name: family for family in self._logged()}
-        return (families | {family.name: family for family in own}).values()
-
-    def _logged(self) -> Iterable[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
+        """The families that `/metrics` serves."""
+        logged: dict[str, GaugeMetricFamily] = {}
         for name, value in sorted(self._values.items()):
             exported, labels = prometheus_name(name, self._prefix)
-            family = families.setdefault(exported, GaugeMetricFamily(exported, name, labels=list(labels)))
-            if labels or not family.samples:  # two names that become one are told apart in the files only
+            family = logged.setdefault(exported, GaugeMetricFamily(exported, name, labels=list(labels)))
+            if labels or not family.samples:  # two names that become one are distinct in the files only
                 family.add_metric(list(labels.values()), float(value))
-        return families.values()
-
-    @property
-    def _age_s(self) -> float:
-        return time.monotonic() - self._moved_at_s
+        age_s = time.monotonic() - self._moved_at_s
+        own = (
+            *self._families,
+            gauge("asyncrl_progress_age_seconds", "since something was sampled, arrived or was trained", age_s),
+            gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
+        )
+        return {family.name: family for family in (*logged.values(), *own)}.values()
 
     def _health(self) -> tuple[int, dict[str, float]]:
-        age_s = self._age_s
+        age_s = time.monotonic() - self._moved_at_s
         return (200 if age_s < self._stall_s else 503), {"progress_age_s": round(age_s, 3), "stall_s": self._stall_s}
-
-
-def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
-    """A family of one number."""
-    return GaugeMetricFamily(name, meaning, value=value)
 
 
 def _handler(registry: CollectorRegistry, health: Callable[[], tuple[int, dict[str, float]]]) -> type[MetricsHandler]:
@@ -162,9 +178,61 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
         return ThreadingHTTPServer((host, 0), handler)
 
 
-def _announce(target: Path, host: str, port: int, labels: Mapping[str, str]) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, json.dumps([{"targets": [f"{host}:{port}"], "labels": labels}]))
-    except OSError as error:
-        log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, port, error)
+def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str]]:
+    """(Prometheus name, labels) of a logged metric."""
+    found = BIN.fullmatch(name)
+    plain = prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", found["name"] if found else name)
+    if found:
+        return f"{plain}_share", {"bin": found["at"]}
+    unit = next((unit for unit, names in UNITS if re.fullmatch(names, name)), "")
+    plain = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", plain))
+    return (plain if not unit or f"_{unit}" in plain else f"{plain}_{unit}"), {}
+
+
+def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    """A family with one value."""
+    return GaugeMetricFamily(name, meaning, value=value)
+
+
+def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> list[Metric]:
+    """The learner's status as metrics, with the limits to compare it with: the store's bytes and the probe's nats."""
+    info = GaugeMetricFamily("asyncrl_run_info", "1, with the name and the state of the run", labels=["run", "state"])
+    info.add_metric([status.run, status.state], 1.0)
+    return [
+        info,
+        gauge("asyncrl_learner_step", "finished optimizer steps", status.step),
+        gauge("asyncrl_learner_target_step", "learner.steps", status.total_steps),
+        gauge("asyncrl_buffer_limit_bytes", "store.max_gib", max_bytes),
+        gauge("asyncrl_weights_probe_limit_nats", "weights.probe_limit", probe_limit),
+        *(_buffer(status.audit) if status.audit else ()),
+        *_members(status.members),
+        *(gauge(prometheus_name(f"weights/{name}")[0], f"weights/{name}", value) for name, value in status.counters.items()),
+    ]
+
+
+def _buffer(audit: Audit) -> Iterable[Metric]:
+    groups = GaugeMetricFamily("asyncrl_buffer_groups", "issued ids by where they are", labels=["place"])
+    for place in PLACES:
+        groups.add_metric([place], getattr(audit, place))
+    events = CounterMetricFamily("asyncrl_buffer_events", "what the store counted", labels=["event"])
+    for event, count in sorted(audit.counters.items()):
+        events.add_metric([event], count)
+    yield groups
+    yield events
+    yield gauge("asyncrl_buffer_issued_groups", "ids issued so far", audit.issued)
+    yield gauge("asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: always 0", audit.missing)
+    yield gauge("asyncrl_buffer_payload_bytes", "stored groups", audit.payload_bytes)
+
+
+def _members(members: Iterable[MemberStatus]) -> Iterable[Metric]:
+    version = GaugeMetricFamily(
+        "asyncrl_member_version", "policy version of a generator, -1: dirty weights", labels=["generator"]
+    )
+    silent = GaugeMetricFamily("asyncrl_member_silent_seconds", "since its last heartbeat", labels=["generator"])
+    states = GaugeMetricFamily("asyncrl_member_state", "1, with what a generator is doing", labels=["generator", "state"])
+    for member in members:
+        version.add_metric([member.generator_id], member.version)
+        silent.add_metric([member.generator_id], member.silent_s)
+        states.add_metric([member.generator_id, member.state], 1.0)
+    yield gauge("asyncrl_members", "generators that are there", len(version.samples))
+    yield from (version, silent, states)

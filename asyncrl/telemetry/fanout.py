@@ -1,4 +1,4 @@
-"""Several trackers behind one, and the alarms. A tracker that fails is told once and tried again; training never notices."""
+"""Sends metrics to all trackers and alarms. A tracker that fails is logged once and tried again; training goes on."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,34 +12,34 @@ from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.jsonl import JsonlTracker
 
+# Pause between attempts with a failing tracker. It grows, because some trackers need a minute to fail.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""Between two attempts with a tracker that fails: some take a minute to find out that they cannot be reached."""
 
 
 class Trackers:
-    """Hands everything to every tracker; one that fails is let alone for a while, and opened or asked again then."""
+    """Passes every call to every tracker. A tracker that fails is skipped for a while, then opened or called again."""
 
     def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
-        """Open each tracker. `alarms` watch what is logged by step."""
+        """Open each tracker. `alarms` watch the metrics that are logged by step."""
         self._alarms = alarms
         self._trackers = [_Kept(opener) for opener in openers]
         self._each("open", lambda tracker: None)
 
     def add(self, tracker: Tracker) -> None:
-        """One more, open already."""
+        """Add a tracker that is open already."""
         self._trackers.append(_Kept(lambda: tracker))
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Log to all, with the alarms."""
+        """Log to all trackers, with the alarms."""
         watched = metrics if step is None else {**metrics, **self._alarms.watch(metrics, step)}
         self._each("log", lambda tracker: tracker.log(watched, step=step))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Show rollouts to all."""
+        """Pass rollouts to all trackers."""
         self._each("samples", lambda tracker: tracker.samples(records))
 
     def close(self) -> None:
-        """Close all."""
+        """Close all trackers."""
         for kept in self._trackers:
             kept.close()
         self._trackers.clear()
@@ -50,7 +50,7 @@ class Trackers:
 
 
 class _Kept:
-    """One tracker. What it is not told while it is let alone, it never hears."""
+    """One tracker with its failures. Calls are dropped while it is paused."""
 
     def __init__(self, opener: Callable[[], Tracker]) -> None:
         self._opener = opener
@@ -64,7 +64,8 @@ class _Kept:
         if now_s < self._again_at_s:
             return
         with self._may_fail(f"{what} of {self._name}") as attempt:
-            call(self._opened())
+            self._tracker = self._tracker or self._opener()
+            call(self._tracker)
         if attempt.succeeded:
             self._pause_s = FIRST_PAUSE_S
         else:
@@ -81,10 +82,6 @@ class _Kept:
     def _name(self) -> str:
         return type(self._tracker).__name__ if self._tracker else "a tracker that is not open yet"
 
-    def _opened(self) -> Tracker:
-        self._tracker = self._tracker or self._opener()
-        return self._tracker
-
 
 def open_trackers(
     config: TelemetryConfig,
@@ -97,19 +94,18 @@ def open_trackers(
     resolved: Mapping[str, Any],
     step: int = 0,
 ) -> Trackers:
-    """The learner's trackers: JSONL always, the others when asked for. Their libraries are imported only then.
+    """The learner's trackers: JSONL always, the others if the config asks for them, importing their libraries only then.
 
     Args:
-        config: what was asked for.
-        run: its name.
-        key_id: of its key: a run that begins anew under its name has another, and writes over no old curves.
+        config: the telemetry section.
+        run: name of the run.
+        key_id: id of the run's key. A fresh run of the same name has another, so it does not overwrite old curves.
         directory: the run directory.
         metrics: JSONL file for metrics.
         samples: JSONL file for rollouts.
-        resolved: the whole config as plain values: to be shown, and for the limits that alarms go by.
-        step: finished steps; later ones that an earlier process logged are made again.
+        resolved: the whole config as plain values: trackers show it, alarms take their limits from it.
+        step: finished steps. Later steps that an earlier process logged will be logged again.
     """
-
     run_id = f"{run}-{key_id}"
 
     def open_wandb(mode: Literal["online", "offline"]) -> Tracker:

@@ -1,4 +1,4 @@
-"""Reading JSON lines back while others write them, and the series that a run's metrics make."""
+"""Reads JSON lines while another process writes them, and makes series of a run's metrics."""
 
 import bisect
 import json
@@ -11,14 +11,12 @@ from asyncrl.files import tell_unreadable
 
 REJECTED = "groups/rejected_"
 Row = dict[str, float]
-Series = tuple[tuple[int, float], ...]
-"""(step, value) in order of steps."""
-Points = Sequence[tuple[float, float]]
-"""(place, value) in order of places; a `Series` too."""
+Series = tuple[tuple[int, float], ...]  # (step, value), ascending
+Points = Sequence[tuple[float, float]]  # (place, value), ascending; a `Series` is one
 
 
 def thinned(points: Points, most: int) -> Points:
-    """At most `most`: means of equal runs, each at its last place."""
+    """At most `most` points: each is the mean of a run of points, at the place of the last of them."""
     size = -(-len(points) // most)
     if size <= 1:
         return points
@@ -27,18 +25,17 @@ def thinned(points: Points, most: int) -> Points:
 
 
 class Tail:
-    """New whole lines of a growing JSONL file, at every call those since the last one."""
+    """Reads a growing JSONL file: each call returns the complete lines that were added since the last call."""
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
         """Start at the beginning, or at most `last_bytes` before the end."""
         self.path = path
-        self.unreadable = 0
-        """Lines that were no JSON object, such as one torn by a crash."""
+        self.unreadable = 0  # lines that are not a JSON object, such as one that a crash cut off
         self._offset = max(0, self._size() - last_bytes) if last_bytes is not None else 0
         self._inside_line = self._offset > 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Objects written since the last call; a file that shrank is read again from its beginning."""
+        """Objects written since the last call. A file that has shrunk is read from its beginning."""
         size = self._size()
         if size < self._offset:
             self._offset, self._inside_line = 0, False
@@ -56,7 +53,9 @@ class Tail:
         lines = whole.split(b"\n") if newline else []
         if self._inside_line and lines:
             lines, self._inside_line = lines[1:], False
-        return [record for line in lines if line and (record := self._parse(line)) is not None]
+        records = [json_object(line) for line in lines if line]
+        self.unreadable += records.count(None)
+        return [record for record in records if record is not None]
 
     def _size(self) -> int:
         try:
@@ -64,36 +63,40 @@ class Tail:
         except OSError:
             return 0
 
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            return record
-        self.unreadable += 1
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None for anything else, such as a line that a crash cut off."""
+    try:
+        record = json.loads(line)
+    except ValueError:
         return None
+    return record if isinstance(record, dict) else None
+
+
+def numbers(record: Mapping[str, Any]) -> Row:
+    """The numeric values of a record."""
+    return {name: value for name, value in record.items() if isinstance(value, (int, float))}
 
 
 class History:
-    """Metrics by step. A step that is logged again (the run resumed from a checkpoint) replaces it and all after it.
+    """Metrics by step. A step that is logged again, after a resume, replaces that step and all later ones.
 
-    Evaluation may arrive steps later, and again after a resume: `eval/` metrics are added to their step and replace nothing else.
+    An evaluation may be logged steps later, and again after a resume: `eval/` metrics are added to their step and replace
+    nothing else.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
+        # Steps of the rows, ascending: the dashboard asks for the newest values often.
         self.steps: list[int] = []
-        """Of the rows, ascending: a reader asks for newest values many times a second."""
-        self.rejected: Counter[str] = Counter()
-        """Groups rejected in all steps, by reason."""
+        self.rejected: Counter[str] = Counter()  # groups rejected in all steps, by reason
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in one line; lines without a step are ignored, null values are left out."""
+        """Add one record. Records without a step are ignored, null values are left out."""
         step = record.get("step")
         if not isinstance(step, int):
             return
-        values = {name: float(value) for name, value in record.items() if _is_number(value) and name != "step"}
+        values = {name: float(value) for name, value in numbers(record).items() if name != "step" and not isinstance(value, bool)}
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
@@ -107,7 +110,7 @@ class History:
         row.update({name: value for name, value in values.items() if name != "time" or training or "time" not in row})
 
     def series(self, name: str) -> Series:
-        """All values of a metric."""
+        """All values of a metric, by step."""
         return tuple((step, row[name]) for step in self.steps if name in (row := self.rows[step]))
 
     def latest(self, name: str) -> float | None:
@@ -117,7 +120,3 @@ class History:
 
 def _rejected(row: Row) -> dict[str, int]:
     return {name.removeprefix(REJECTED): int(value) for name, value in row.items() if name.startswith(REJECTED)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Metrics and samples as JSON lines: always written, readable with any tool, whole after a crash up to the last line."""
+"""Metrics and samples as JSON lines: always written, readable with any tool, complete up to the last line after a crash."""
 
 import errno
 import json
@@ -17,18 +17,17 @@ from asyncrl.telemetry.base import SampleRecord
 
 log = logging.getLogger(__name__)
 
-WAITING = 1000
-"""Lines that are kept while their file cannot be written."""
+WAITING = 1000  # lines that are kept while their file cannot be written
 
 
 class JsonlTracker:
-    """One object a line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators have `"step": null`.
+    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step": null`.
 
-    JSON has no NaN and no infinity: such a value is null, and `nonfinite` counts how often each name had one so far.
+    JSON has no NaN and no infinity. Such a value becomes null, and `nonfinite` counts them by name.
     """
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
-        """Append to the file `metrics`; and rollouts to the file `samples`, if this process has any."""
+        """Append metrics to the file `metrics`, and rollouts to the file `samples` if this process writes any."""
         self._metrics = Lines(metrics)
         self._samples = Lines(samples) if samples else None
         self._nonfinite: Counter[str] = Counter()
@@ -55,13 +54,13 @@ class JsonlTracker:
 
 
 def finite(value: float) -> float | None:
-    """A plain number (of numpy and torch too), or None for NaN and infinity."""
+    """A plain number, also from numpy and torch; None for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def to_json(value: Any) -> Any:
-    """The same with None for every NaN and infinity, and strings for what JSON does not know."""
+    """The value as JSON can hold it: None for NaN and infinity, strings for types that JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -72,7 +71,7 @@ def to_json(value: Any) -> Any:
 
 
 class Lines:
-    """A file of JSON lines that may be out of reach for a while (a full disk): the newest lines wait until it takes them."""
+    """A file of JSON lines. While it cannot be written (a full disk), the newest lines wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,8 +82,8 @@ class Lines:
         self.write([])
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append one line for each record, after those that wait. Never raises OSError."""
-        # Lone surrogates (half an emoji from a tokenizer) survive as escapes: ensure_ascii stays on.
+        """Append one line for each record, after the waiting ones. Never raises OSError."""
+        # ensure_ascii stays on: lone surrogates (half an emoji from a tokenizer) become escapes.
         self._waiting.extend(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
         while len(self._waiting) > WAITING:
             self._waiting.popleft()
@@ -107,7 +106,7 @@ class Lines:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError:
-            self.close()  # it may end within a line, which opening it mends
+            self.close()  # the file may end within a line, which opening it repairs
             raise
         self._waiting.clear()
         if self._lost:
@@ -116,7 +115,7 @@ class Lines:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """False when somebody has deleted or replaced it."""
+    """False when the file has been deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
@@ -126,7 +125,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 def _open(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
-    # A killed process may have left half a line: what follows must not be glued to it.
+    # A killed process may have left half a line: end it, so that the next line starts on its own.
     if file.tell() > 0:
         file.seek(-1, 2)
         if file.read(1) != b"\n":

@@ -1,4 +1,4 @@
-"""Watching a run: a live dashboard on a terminal; elsewhere lines: each step, each warning, and what is being waited for."""
+"""Shows a running run: a dashboard on a terminal, otherwise one line per step, per warning, and for long waits."""
 
 import re
 import time
@@ -12,19 +12,17 @@ from rich.live import Live
 from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
-from asyncrl.telemetry.notes import Note
 from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share, visible
 
-INTERVAL_S = 1.0
-"""The learner says how it is once a second."""
+INTERVAL_S = 1.0  # the learner writes its status once a second
+# Silence before a line says what the run waits for. Once steps were made, the same wait is repeated less often.
 QUIET_S, LONG_QUIET_S = 9.0, 60.0
-"""Nobody who looks at lines should have to guess for longer; the same thing again is told less often once steps were made."""
-REPEAT_S = 60.0
+REPEAT_S = 60.0  # a warning that differs only in its numbers is repeated after this long
 
 
 class View(Protocol):
-    """Shows states one after the other."""
+    """Displays one state after the other."""
 
     def show(self, state: DashboardState) -> None: ...
 
@@ -32,7 +30,7 @@ class View(Protocol):
 
 
 class Dashboard:
-    """The whole terminal, redrawn with every state; the last picture stays when it is closed."""
+    """Fills the terminal and redraws it with every state; the last picture remains after `close`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -46,28 +44,28 @@ class Dashboard:
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal and print the last picture."""
         self._live.stop()
         if self._last:
             self._console.print(render(self._last, self._console.width))
 
 
 class PlainReporter:
-    """Lines for logs and pipes: one for each step and each new warning, and while neither comes what is being waited for."""
+    """Lines for logs and pipes: one per step and per new warning, and during silence one that says what the run waits for."""
 
     def __init__(self, write: Callable[[str], object] = print, *, since: float = 0.0) -> None:
-        """Steps from before `since` (Unix seconds) are left out: a run that is resumed has told them."""
+        """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
         self._write = write
         self._since = since
         self._step = -1
+        # When each warning, without its numbers, was shown last.
         self._told_at: dict[str, float] = {}
-        """Warnings, without their numbers: which repeats within a minute is left out."""
         self._noted_at = 0.0
         self._said_at = 0.0
         self._waiting = ""
 
     def show(self, state: DashboardState) -> None:
-        """Write what is new; after a learner went back, its steps are written again."""
+        """Write what is new. Steps that a restarted learner makes again are written again."""
         self._said_at = self._said_at or state.now
         steps = state.trained_steps
         self._step = min(self._step, steps[-1]) if steps else self._step
@@ -79,20 +77,17 @@ class PlainReporter:
         for note in state.notes:
             if note.at > self._noted_at:
                 self._noted_at = note.at
-                self._tell(note, state.now)
+                shape = re.sub(r"\d+", "#", str(note))
+                if state.now - self._told_at.get(shape, 0.0) >= REPEAT_S:
+                    self._told_at[shape] = state.now
+                    self._say(f"! {visible(str(note))}", state.now)
         quiet_s, waiting = state.now - self._said_at, waiting_for(state)
         if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not steps else LONG_QUIET_S):
             self._waiting = waiting
             self._say(f"{duration(state.elapsed_s)}  {waiting}" if state.elapsed_s is not None else waiting, state.now)
 
     def close(self) -> None:
-        """Nothing to give back."""
-
-    def _tell(self, note: Note, now: float) -> None:
-        shape = re.sub(r"\d+", "#", str(note))
-        if now - self._told_at.get(shape, 0.0) >= REPEAT_S:
-            self._told_at[shape] = now
-            self._say(f"! {visible(str(note))}", now)
+        """Do nothing: lines need no cleanup."""
 
     def _say(self, line: str, now: float) -> None:
         self._write(line)
@@ -100,7 +95,7 @@ class PlainReporter:
 
 
 def step_line(state: DashboardState, step: int) -> str:
-    """One step in one line."""
+    """A step as one line."""
     row = state.history.rows[step]
     at = row.get
     total = f"/{state.status.total_steps}" if state.status else ""
@@ -122,9 +117,9 @@ def step_line(state: DashboardState, step: int) -> str:
 
 
 def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> DashboardState:
-    """Show a run until `over()` or its status is final; returns the last state.
+    """Show a run until `over()` is true or its status is final, and return the last state.
 
-    On a terminal this is the dashboard, else one line per step. Ctrl-C leaves with KeyboardInterrupt, the terminal restored.
+    On a terminal this is the dashboard, otherwise lines. Ctrl-C raises KeyboardInterrupt after restoring the terminal.
     """
     console = console or Console()
     view: View = (

@@ -1,6 +1,6 @@
-"""Logs: one file of JSON lines per process, readable lines on the console; both with time, process and policy version.
+"""Logs: a file of JSON lines per process and readable lines on the console, with time, process and policy version.
 
-Modules log as ever, with `logging.getLogger(__name__)`; what they pass as `extra` becomes a field of its own:
+Modules log with `logging.getLogger(__name__)` as usual. Values passed as `extra` become fields:
 
     {"time": "2026-01-31T12:00:00.123456Z", "level": "warning", "process": "g0", "version": 7, "logger": "asyncrl.generator",
      "event": "ticket 12 of lane train failed: ...", "ticket_id": 12, "lane": "train"}
@@ -26,14 +26,13 @@ from asyncrl.processes import is_secret
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s v%(version)s %(name)s: %(message)s"
 ORDER = ("time", "level", "process", "rank", "version", "logger", "event")
-SECRET_CHARACTERS = 6
-"""A shorter value would be hidden wherever a word contains it."""
+SECRET_CHARACTERS = 6  # shorter values are not hidden: they occur inside ordinary words
 URL_LOGIN = r"(?<=://)[^\s/@\"']+(?=@)"
 HIDDEN = "***"
 
 
 class LogContext(logging.Filter):
-    """Adds role and version to every line."""
+    """Adds the process's role and policy version to every line."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -41,17 +40,17 @@ class LogContext(logging.Filter):
         self.version: int | str = "-"
 
     def follow(self, version: int) -> None:
-        """From here on the lines are of `version`."""
+        """Set the policy version of the following lines."""
         self.version = version
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always True; only adds to the record."""
+        """Add to the record and keep it."""
         record.role, record.version = self.role, self.version
         return True
 
 
 class _Redacted(logging.Formatter):
-    """What another formatter writes, without secrets."""
+    """Removes secrets from the output of another formatter."""
 
     def __init__(self, inner: logging.Formatter, secrets: re.Pattern[str]) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class _Redacted(logging.Formatter):
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
-    """A log that cannot be written is told once on standard error; every line tries again."""
+    """A log file that reports a failed write once on standard error and tries again with every line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
@@ -95,15 +94,15 @@ class _LogFile(logging.handlers.WatchedFileHandler):
         with Path(self.baseFilename).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
-            if file.read(1) not in (b"", b"\n"):  # what was written last was cut off
+            if file.read(1) not in (b"", b"\n"):  # the last line was cut off
                 stream.write("\n")
         return stream
 
 
 def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
-    """Log everything from INFO up to `directory/<role>.jsonl`; as readable lines to standard error too where `console`.
+    """Log from INFO up to `directory/<role>.jsonl`, and with `console` also as readable lines to standard error.
 
-    Calling it again replaces what the last call set up.
+    A second call replaces the handlers of the first.
     """
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
 
 
 def _secrets() -> re.Pattern[str]:
-    """What logs must not hold: logins in URLs, and values of environment variables that are secrets, also as JSON writes them."""
+    """Matches logins in URLs and the values of secret environment variables, plain and escaped as in JSON."""
     values = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= SECRET_CHARACTERS]
     found = {form for value in values for form in (value, json.dumps(value)[1:-1])}
     longest_first = sorted(found, key=len, reverse=True)  # one may contain another
@@ -139,14 +138,14 @@ def _json_formatter() -> logging.Formatter:
     fields: list[Processor] = [add_log_level, add_logger_name, ExtraAdder(), TimeStamper(fmt="iso", utc=True, key="time"), _named]
     return ProcessorFormatter(
         foreign_pre_chain=fields,
-        # Half an emoji from a tokenizer survives as an escape: json.dumps writes ASCII.
+        # json.dumps writes ASCII: half an emoji from a tokenizer becomes an escape.
         processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, JSONRenderer(json.dumps)],
     )
 
 
 def _named(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Our names, in reading order."""
-    for left in ("message", "asctime"):  # by the formatter of another handler
+    """Rename fields and put them in reading order."""
+    for left in ("message", "asctime"):  # added by the formatter of another handler
         event.pop(left, None)
     event["process"] = event.pop("role")
     if event["version"] == "-":

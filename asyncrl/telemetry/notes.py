@@ -1,4 +1,4 @@
-"""What the processes of a run say in their logs that a person should hear: warnings and errors, and what each is doing."""
+"""Reads from the logs of all processes what a person should see: warnings, errors, and what each process is doing."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,10 @@ from typing import Any
 
 from asyncrl.telemetry.history import Tail
 
-LAST_BYTES = 1 << 16
-"""Of logs that are there already."""
+LAST_BYTES = 1 << 16  # read at most this much of a log that exists already
 LOUD = ("warning", "error", "critical")
+# Loggers of our modules and of modules that are started with -m. Libraries warn about much that is harmless here.
 OWN = ("asyncrl", "__main__")
-"""Loggers below these, of our modules and of those that are started; libraries warn of much that is no trouble here."""
 BEGINS = re.compile(r"log of process \d+ begins")
 LONGEST = 600
 
@@ -22,8 +21,7 @@ LONGEST = 600
 class Note:
     """One line of a log."""
 
-    at: float
-    """Unix seconds."""
+    at: float  # Unix seconds
     process: str
     level: str
     text: str
@@ -36,16 +34,15 @@ class NoteReader:
     """Reads the logs of a run directory again and again, each time only what is new."""
 
     def __init__(self, directory: Path, *, since: float, without: str = "") -> None:
-        """`directory` holds the logs; left out is what was said before `since` (Unix seconds), and one process's log."""
+        """Read the logs in `directory`, except lines from before `since` (Unix seconds) and the log of `without`."""
         self._directory = directory
         self._without = without
         self._since = since
         self._tails: dict[str, Tail] = {}
-        self.doing: dict[str, str] = {}
-        """By process, the newest thing that it said of itself."""
+        self.doing: dict[str, str] = {}  # newest info line of each process
 
     def read(self) -> list[Note]:
-        """What is loud and new, in order of time."""
+        """New warnings and errors, in order of time."""
         for path in (path for path in sorted(self._directory.glob("*.jsonl")) if path.stem != self._without):
             self._tails.setdefault(path.stem, Tail(path, last_bytes=LAST_BYTES))
         found = [note for tail in self._tails.values() for record in tail.read() if (note := _note(record)) is not None]
@@ -55,13 +52,13 @@ class NoteReader:
 
 
 def _note(record: Mapping[str, Any]) -> Note | None:
-    """None for what is no line of ours."""
+    """The line as a note; None for lines of libraries."""
     try:
         at = datetime.fromisoformat(str(record["time"])).timestamp()
         logger, process, level, text = (str(record[name]) for name in ("logger", "process", "level", "event"))
     except (KeyError, ValueError):
         return None
-    if logger.partition(".")[0] not in OWN or record.get("rank"):  # rank 0 speaks for all
+    if logger.partition(".")[0] not in OWN or record.get("rank"):  # all ranks log alike: rank 0 is enough
         return None
     cause = str(record.get("exception") or "").strip().rpartition("\n")[2]
     return Note(at, process, level, f"{text}: {cause}"[:LONGEST] if cause else text[:LONGEST])

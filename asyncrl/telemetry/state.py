@@ -1,4 +1,4 @@
-"""Everything a dashboard shows, read from the files of a run directory: works in any process, also after the run."""
+"""The state that a dashboard shows, read from the files of a run directory by any process, also after the run."""
 
 import math
 import time
@@ -12,43 +12,37 @@ from typing import Any
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History, Row, Series, Tail
+from asyncrl.telemetry.history import History, Row, Series, Tail, numbers
 from asyncrl.telemetry.notes import Note, NoteReader
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
-SAMPLES = 8
-"""Rollouts kept for showing."""
+SAMPLES = 8  # rollouts kept for showing
 SAMPLE_BYTES = 1 << 20
-RECENT_ROWS = 12
-"""Lines of a generator's metrics that make its recent idle share: a minute."""
-RECENT_STEPS = 20
-"""Steps that make the speed for the time left, and the learner's idle share."""
+RECENT_ROWS = 12  # metric lines of a generator (one minute) that give its recent idle share
+RECENT_STEPS = 20  # steps that give the speed for the time left, and the learner's idle share
+# After this long without a step, and after the usual time of this many steps, the past speed predicts nothing.
 STUCK_S, STUCK_STEPS = 30.0, 5.0
-"""Without a step for so long, and for the time of so many steps, the speed of the last steps says nothing of the rest."""
 NOTES = 8
+# Counters of the buffer that count work given up or repeated.
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
-"""Counters of the buffer that tell of work given up or done again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardState:
-    """A run as far as its files tell."""
+    """A run, as its files describe it."""
 
     run: str
-    now: float
-    """Unix seconds when this was read."""
+    now: float  # Unix seconds when this was read
     status: StatusSnapshot | None = None
     history: History = field(default_factory=History)
     members: tuple[MemberStatus, ...] = ()
     samples: tuple[SampleRecord, ...] = ()
+    # Share of the last minute in which generators had nothing to sample; mean over generators.
     idle_generators: float | None = None
-    """Share of the last minute in which generators had nothing to sample; mean over generators."""
+    # Share of the last minute in which they stood still for new weights.
     paused_generators: float | None = None
-    """Share of the last minute in which they stood still for new weights."""
-    notes: tuple[Note, ...] = ()
-    """The newest warnings and errors of all processes, the last one last."""
-    doing: Mapping[str, str] = field(default_factory=dict)
-    """What each process said last of itself."""
+    notes: tuple[Note, ...] = ()  # the newest warnings and errors of all processes, the last one last
+    doing: Mapping[str, str] = field(default_factory=dict)  # what each process said last of itself
 
     def series(self, name: str) -> Series:
         """(step, value) pairs of a learner metric."""
@@ -86,12 +80,12 @@ class DashboardState:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Of all generators together."""
+        """Sum over all generators."""
         return sum(member.metrics.get("tokens_per_s", 0.0) for member in self.members)
 
     @property
     def elapsed_s(self) -> float | None:
-        """Since the learner's process began, up to its end."""
+        """Seconds since the learner's process began, up to its end."""
         if self.status is None:
             return None
         return (self.status.updated_at if self.status.is_final else self.now) - self.status.started_at
@@ -111,12 +105,12 @@ class DashboardState:
             return None
         seconds_per_step = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
         if self.now - recent[-1][1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
-            return None  # it does not get on at that speed
+            return None  # the run is stuck, so that speed says nothing
         return max(0, self.status.total_steps - self.step) * seconds_per_step
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What was not trained, or done again, by reason."""
+        """Number of groups that were not trained on or were sampled again, by reason."""
         counts = Counter(self.history.rejected)
         if self.status and self.status.audit:
             counts.update({name: count for name, count in self.status.audit.counters.items() if name in DROPS})
@@ -124,13 +118,13 @@ class DashboardState:
 
 
 class StateReader:
-    """Reads a run directory again and again, each time only what is new."""
+    """Reads a run directory repeatedly, each time only what is new."""
 
     def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
-        """`directory` is the run directory; it need not be complete yet.
+        """Read the run directory `directory`, which need not be complete yet.
 
-        Of a run that has just been started, `since` is when: status and notes from before are left out. `without` is a process
-        whose notes are shown in another way.
+        `since` is the start of a run that was just started: status and notes from before it are left out. The notes of the
+        process `without` are left out too.
         """
         self.directory = directory
         self._since = since or 0.0
@@ -144,7 +138,7 @@ class StateReader:
         self._recent_samples: deque[SampleRecord] = deque(maxlen=SAMPLES)
 
     def read(self) -> DashboardState:
-        """The state now. The history is shared with later reads and grows with them."""
+        """The state now. Its history is shared with later reads and grows with them."""
         for record in self._learner.read():
             self._history.add(record)
         self._recent_samples.extend(sample_from(record) for record in self._samples.read())
@@ -173,24 +167,24 @@ class StateReader:
             if path.name != "learner.jsonl" and path.stem not in self._generators:
                 self._generators[path.stem] = (Tail(path), deque(maxlen=RECENT_ROWS))
         for tail, rows in self._generators.values():
-            rows.extend({name: value for name, value in row.items() if isinstance(value, (int, float))} for row in tail.read())
+            rows.extend(map(numbers, tail.read()))
         return {name: rows for name, (_, rows) in self._generators.items()}
 
 
 def read_state(directory: Path) -> DashboardState:
-    """The state of a run directory now; empty where files are not there yet."""
+    """The state of a run directory now; empty as far as files are missing."""
     return StateReader(directory).read()
 
 
 def sample_from(record: Mapping[str, Any]) -> SampleRecord:
-    """A rollout as it was written; columns that this release does not know are left out, null is NaN."""
+    """A rollout from its JSON object. Null becomes NaN, unknown fields are left out."""
     known = {item.name: record[item.name] for item in fields(SampleRecord) if record.get(item.name) is not None}
     nothing = {"step": 0, "ticket_id": 0, "prompt": "", "response": "", "reward": math.nan, "parts": {}, "advantage": math.nan}
     return SampleRecord(**{**nothing, "versions": (), "finish_reason": "", "generator_id": "", **known})
 
 
 def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> tuple[MemberStatus, ...]:
-    """As the learner sees them; before it says anything, everybody who writes metrics."""
+    """The generators in the learner's status; before it writes one, those that write metrics."""
     if status is not None:
         return tuple(
             replace(member, metrics={**_last(rows.get(member.generator_id)), **member.metrics}) for member in status.members
@@ -206,7 +200,7 @@ def _last(rows: deque[Row] | None) -> Row:
 
 
 def _mean_share(generators: Iterable[deque[Row]], name: str) -> float | None:
-    """Growth of a generator's counter of seconds per second alive, over the recent lines; mean over generators."""
+    """Mean over generators of the growth of a counter of seconds per second alive, over the recent lines."""
     shares = []
     for lines in generators:
         if not lines or "alive_s" not in lines[-1]:

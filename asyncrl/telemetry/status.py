@@ -1,4 +1,4 @@
-"""What the learner says about itself once a second, in one small file that is never half written."""
+"""The learner's status, which it writes once a second to a small file that is replaced atomically."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSnapshot:
-    """One moment of a run."""
+    """State of a run at one moment."""
 
     run: str
     state: str
@@ -26,18 +26,18 @@ class StatusSnapshot:
     total_steps: int
     version: int
     started_at: float
-    """Unix seconds; of this process, not of the run before a resume."""
+    """Unix seconds at which this learner process began, so a resume starts over."""
     updated_at: float
     pid: int
     lag_bound: int | None = None
     members: tuple[MemberStatus, ...] = ()
     audit: Audit | None = None
     audit_mismatch: int = 0
-    """Ids that are nowhere (> 0) or in two places (< 0) and were so 10 s before: an alarm."""
+    """Number of ids that are nowhere (> 0) or in two places (< 0), if it lasted 10 s: an alarm."""
     counters: Mapping[str, float] = field(default_factory=dict)
-    """Of the control plane: joined, left, died, updates, updates_failed, ..."""
+    """Counters of the control plane: joined, left, died, updates, updates_failed, ..."""
     message: str = ""
-    """Why it failed or stopped."""
+    """The reason of a failure or stop."""
 
     @property
     def is_final(self) -> bool:
@@ -54,18 +54,21 @@ def status_json(snapshot: StatusSnapshot) -> dict[str, Any]:
 
 
 def write_status(path: Path, snapshot: StatusSnapshot) -> None:
-    """Replace the file at once."""
+    """Replace the file atomically."""
     replace_text(path, json.dumps(status_json(snapshot)))
 
 
 def read_status(path: Path) -> StatusSnapshot | None:
-    """The newest status; None when there is none, or none that can be read: the learner writes it anew each second."""
+    """The newest status; None when there is none or it cannot be read, since the learner rewrites it every second."""
     values = read_record(path)
     if values is None:
         return None
     try:
         values["counters"] = _numbers(values["counters"])
-        values["members"] = tuple(_member(member) for member in values["members"])
+        values["members"] = tuple(
+            MemberStatus(**{**_known(MemberStatus, member), "metrics": _numbers(member["metrics"])})
+            for member in values["members"]
+        )
         if values["audit"]:
             values["audit"] = Audit(**_known(Audit, values["audit"]))
         return StatusSnapshot(**_known(StatusSnapshot, values))
@@ -74,15 +77,11 @@ def read_status(path: Path) -> StatusSnapshot | None:
         return None
 
 
-def _member(values: Mapping[str, Any]) -> MemberStatus:
-    return MemberStatus(**{**_known(MemberStatus, values), "metrics": _numbers(values["metrics"])})
-
-
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a newer release may have added."""
+    """The values that `kind` has fields for: `missing` of an audit is computed, not stored."""
     names = {item.name for item in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

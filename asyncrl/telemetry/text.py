@@ -1,4 +1,4 @@
-"""Text and numbers for a terminal. What a model wrote is never markup and never reaches the terminal as control codes."""
+"""Text and numbers for a terminal. Text of a model is never read as markup, and its control codes become visible."""
 
 import math
 import unicodedata
@@ -9,12 +9,12 @@ SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 
 def visible(text: str) -> str:
-    """The same text with everything that could move the cursor, colour or reorder it shown as a sign."""
+    """The text with every character that could move the cursor, colour or reorder text replaced by a sign."""
     return "".join(_sign(character) for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """`visible`, but its lines stay lines."""
+    """`visible` for each line of a text."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
@@ -30,14 +30,14 @@ def _sign(character: str) -> str:
 
 
 def one_line(text: Text, width: int) -> Text:
-    """Cut to `width` cells, with an ellipsis where something is missing."""
+    """Cut a line to `width` cells, with an ellipsis where text is missing."""
     text.no_wrap = True
     text.truncate(width, overflow="ellipsis")
     return text
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Short: 0.512, 12.3, 1.2e-05; `-` when unknown."""
+    """A number in short form: 0.512, 12.3, 1.2e-05; `-` when unknown."""
     if value is None or math.isnan(value):
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -46,12 +46,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as percent."""
+    """A share as a percentage."""
     return "-" if value is None or math.isnan(value) else f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
 
 
 def duration(seconds: float | None) -> str:
-    """5s, 3m07s, 2h05m, 3d04h."""
+    """A time span such as 5s, 3m07s, 2h05m or 3d04h."""
     if seconds is None:
         return "-"
     whole = int(seconds)
@@ -62,7 +62,7 @@ def duration(seconds: float | None) -> str:
 
 
 def data_size(size_bytes: float) -> str:
-    """12.3 MiB."""
+    """A size such as 12.3 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""A timeline that Perfetto opens: events of the Chrome trace format, one a line, in an array that is never closed.
+"""A timeline for Perfetto: events of the Chrome trace format, one per line, in a JSON array that is never closed.
 
-Perfetto takes such an array as it is while it grows, and every line but the first is JSON before its last comma. An array rather
-than JSON lines, because of those it would read one line only.
+Perfetto accepts such an unfinished array, so the file can be opened while it grows. Of plain JSON lines it would read only
+one.
 """
 
 import json
@@ -12,15 +12,14 @@ from typing import IO, Any
 
 OPENING = b"[\n"
 END = b",\n"
-MAX_BYTES = 32 << 20
-"""Of one file: some 900 steps of 32 groups each. With the one before it, twice as much."""
+MAX_BYTES = 32 << 20  # size of one file, enough for about 900 steps of 32 groups; there are at most two files
 
 
 class TraceWriter:
     """Slices on tracks of processes. Any thread may write."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
-        """Go on in the file `path`; one that is full becomes `<stem>.1.json`, in place of the last one."""
+        """Append to the file `path`. A full file is renamed to `<stem>.1.json`, replacing the one before."""
         self._path = path
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -29,14 +28,14 @@ class TraceWriter:
         self._file = self._open()
 
     def slice(self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any) -> None:
-        """Something that took from `start_at` to `end_at`, in Unix seconds. What overlaps on a track must nest."""
+        """Add an event from `start_at` to `end_at`, in Unix seconds. Overlapping events of a track must nest."""
         with self._lock:
             self._name(process, track)
             event = {"ph": "X", "name": name, "ts": round(start_at * 1e6), "dur": round(end_at * 1e6) - round(start_at * 1e6)}
             self._write(event | _where(process, track) | {"args": details})
 
     def lane(self, process: str, start_at: float, end_at: float) -> str:
-        """A track of `process` that is free from `start_at` on, taken until `end_at`: for things that do not nest."""
+        """Reserve a track of `process` from `start_at` to `end_at`, for events that do not nest, and return its name."""
         with self._lock:
             ends = self._lanes.setdefault(process, [])
             free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))
@@ -77,5 +76,5 @@ class TraceWriter:
 
 
 def _where(process: str, track: str) -> dict[str, int]:
-    """Numbers for the names: the same in every process and after every restart."""
+    """Ids of a process and a track, the same in every process and after every restart."""
     return {"pid": zlib.crc32(process.encode()) >> 1, "tid": zlib.crc32(f"{process} {track}".encode()) >> 1}

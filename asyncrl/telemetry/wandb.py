@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline: one run, metrics by step, distributions, a table of samples now and then."""
+"""Weights & Biases, online or offline: metrics by step, distributions, and a table of samples every few steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.extras import from_extra
-from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.histograms import split
-from asyncrl.telemetry.tables import COLUMNS, SampleTables
+from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
 
 INIT_TIMEOUT_S = 60.0
+# Shown in the run's summary beside the last value: best reward, lowest entropy, whether an alarm was ever active.
 BEST = {"reward/mean": "max", "eval/accuracy": "max", "policy/entropy": "min", "mismatch/ess": "min", "alarm/*": "max"}
-"""What the run's summary tells besides the last value: best reward, worst entropy, whether an alarm ever rang."""
+# Logged a second time under one prefix, because W&B makes one section of a workspace for each prefix.
+# `deploy/wandb_overview.py` makes a report of them.
 OVERVIEW = (
     "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm", "mismatch/k3",
     "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step", "perf/learner_tokens_per_s",
 )  # fmt: skip
-"""Shown together as well: W&B makes a section of a workspace for each prefix. `deploy/wandb_overview.py` writes a report."""
 
 
 class WandbTracker:
-    """A W&B run of the same name as ours; a resumed run goes on in it."""
+    """A W&B run with the name of ours, continued by a resume."""
 
     def __init__(
         self,
@@ -33,12 +32,12 @@ class WandbTracker:
         directory: Path,
         config: Mapping[str, Any],
     ) -> None:
-        """Open the run. W&B knows it again by `run_id`; `directory` gets W&B's own files."""
+        """Open the run. W&B identifies it by `run_id` and keeps its own files in `directory`."""
         with from_extra("wandb"):
             import wandb
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-            # Without this, W&B would ask on a terminal that nobody looks at.
+            # Without this check, W&B would prompt on a terminal that nobody watches.
             raise RuntimeError("no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline")
         directory.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
@@ -53,7 +52,7 @@ class WandbTracker:
             config=dict(config),
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off"),
         )
-        # Their own step only grows; ours goes back when a run resumes from a checkpoint.
+        # W&B's own step can only grow, but ours goes back when a run resumes from a checkpoint.
         self._run.define_metric("*", step_metric="step")
         for metric, best in BEST.items():
             self._run.define_metric(metric, step_metric="step", summary=f"last,{best}")
@@ -66,11 +65,11 @@ class WandbTracker:
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Show rollouts as a table, where one is due."""
+        """Show rollouts as a table, every few steps."""
         if rows := self._tables.rows(records):
             table = self._wandb.Table(columns=list(COLUMNS), data=rows)
             self._run.log({"step": records[-1].step, f"samples/{records[-1].kind}": table})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload what is pending and close the run."""
         self._run.finish()

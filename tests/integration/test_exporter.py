@@ -13,9 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import RunError
-from asyncrl.telemetry.exported_status import status_families
-from asyncrl.telemetry.exporter import Exporter
-from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter, status_families
 from tests.unit.test_telemetry import snapshot
 
 pytestmark = pytest.mark.integration

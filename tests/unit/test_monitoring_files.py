@@ -16,8 +16,7 @@ from test_prometheus_names import BY_TIME, documented_units
 from test_telemetry import snapshot
 
 from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.exported_status import status_families
-from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX, prometheus_name
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, prometheus_name, status_families
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "asyncrl.json").read_text())

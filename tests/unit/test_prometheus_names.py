@@ -6,8 +6,7 @@ import pytest
 from test_metric_names import GUIDE, first_column
 from test_telemetry import snapshot
 
-from asyncrl.telemetry.exported_status import PLACES, status_families
-from asyncrl.telemetry.prometheus_names import GENERATOR_PREFIX, PREFIX, prometheus_name
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PLACES, PREFIX, prometheus_name, status_families
 
 UNITS = {"s": "seconds", "share": "share", "tokens": "tokens", "steps": "steps", "nats": "nats", "tokens/s": "tokens_per_second"}
 EXAMPLES = {"<pair>": "mismatch", "<band>": "short", "<steps>": "3", "<samples>": "8", "<name>": "mine", "<reason>": "stale"}

@@ -24,14 +24,12 @@ from asyncrl.config.schema import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
-from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
 from asyncrl.telemetry.fanout import Trackers, open_trackers
-from asyncrl.telemetry.histograms import split
 from asyncrl.telemetry.history import History, Tail
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, read_status, status_json, write_status
-from asyncrl.telemetry.tables import COLUMNS, SampleTables
 
 RESOLVED = {"weights": {"probe_limit": 0.05}}
 LAGS = {"staleness/in_queue/0": 0.625, "staleness/in_queue/2": 0.375}

@@ -16,10 +16,8 @@ from asyncrl.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-END_S = 5.0
-"""For a killed check to end."""
-OUTPUT_CHARACTERS = 400
-"""Of what a crashed check printed last."""
+END_S = 5.0  # for a killed check to end
+OUTPUT_CHARACTERS = 400  # of what a crashed check printed last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +49,8 @@ class Check:
     """One question."""
 
     name: str
-    run: Callable[[], Finding]
-    """An error that it raises counts as failed, with `fix`."""
-    fix: str
-    """What to do when it raises, crashes or hangs."""
+    run: Callable[[], Finding]  # an error that it raises counts as failed, with `fix`
+    fix: str  # what to do when it raises, crashes or hangs
     limit_s: float = 30.0
 
 

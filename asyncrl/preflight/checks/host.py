@@ -13,16 +13,15 @@ from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.telemetry.text import data_size
 
 MIB, GIB = 1 << 20, 1 << 30
+# vLLM's processes of one engine and NCCL's ranks meet in /dev/shm; containers get 64 MiB unless told
+# otherwise.
 SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 64 * MIB, GIB
-"""vLLM's processes of one engine and NCCL's ranks meet in /dev/shm; containers get 64 MiB unless told otherwise."""
-DISK_LEAST_BYTES = GIB
-"""Logs, metrics, samples and the store's file of a small run."""
+DISK_LEAST_BYTES = GIB  # logs, metrics, samples and the store's file of a small run
 WRITTEN_BYTES = 8 * MIB
+# A generator has about 60 files open, a learner about 40 and 10 for each generator.
 FILES_LEAST, FILES_GOOD = 256, 1024
-"""A generator has about 60 files open, a learner about 40 and 10 for each generator."""
 CLOCK_S = 0.2
-FIRST_POSSIBLE_S = 1735689600.0
-"""1 January 2025: before this release existed."""
+FIRST_POSSIBLE_S = 1735689600.0  # 1 January 2025: before this release existed
 
 
 def shared_memory(directory: Path = Path("/dev/shm")) -> Finding:

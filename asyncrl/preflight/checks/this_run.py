@@ -13,8 +13,7 @@ from asyncrl.launch.wiring import connect_store
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
 
-SKEW_S = 5.0
-"""Nothing of the protocol compares clocks of two hosts; people who read logs do."""
+SKEW_S = 5.0  # nothing of the protocol compares clocks of two hosts; people who read logs do
 STORE_RETRY_S = 5.0
 
 
