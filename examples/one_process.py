@@ -29,6 +29,7 @@ from asyncrl.algo.trainable import GroupLimits
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.plan import PlanSettings
 from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
@@ -304,7 +305,7 @@ def make_algorithm() -> Recipe:
         ranks=1,
         device=torch.device("cpu"),
     )
-    return Recipe.build(
+    return make_recipe(
         AlgorithmConfig(), BATCH, CriticConfig(), settings, reward_parts=["right"], max_response_tokens=RESPONSE_TOKENS
     )
 

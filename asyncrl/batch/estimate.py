@@ -3,25 +3,15 @@
 Axes in names:  S sequences (rollouts) of the batch, T its action tokens before any mask.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algo import registry
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.token_advantages import value_targets
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.errors import ConfigError
 from asyncrl.types import Group, Rollout
-
-GREEDY = "greedy_rewards_group"
-USABLE = frozenset({"values_T", "logprobs_T", "reference_logprobs_T", "sum_squared_probs_T", GREEDY})
-"""Columns of `GroupRewards` that cost extra and are there when an advantage needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +39,6 @@ class Estimator:
     targets: Callable[[GroupRewards], Tensor] | None = None
     """Returns for a critic."""
     needs_greedy: bool = False
-
-    @classmethod
-    def build(cls, algorithm: AlgorithmConfig, *, max_response_tokens: int, parts: Sequence[str]) -> "Estimator":
-        """Resolve names of `algorithm`. Raises ConfigError."""
-        advantage, kl = algorithm.advantage, algorithm.kl
-        needs = registry.needs("advantage", advantage.name)
-        if unknown := needs - USABLE:
-            raise ConfigError(f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}")
-        known = inspect.signature(value_targets).parameters
-        discounts = {name: value for name, value in advantage.params.items() if name in known}
-        return cls(
-            advantage=registry.resolve("advantage", advantage.name, advantage.params),
-            max_response_tokens=max_response_tokens,
-            parts=parts,
-            shaping=[registry.resolve("shaping", choice.name, choice.params) for choice in algorithm.shaping],
-            penalty=registry.resolve("kl", kl.estimator.name, kl.estimator.params)
-            if kl.coefficient and kl.placement == "reward"
-            else None,
-            targets=partial(value_targets, **discounts) if "values_T" in needs else None,
-            needs_greedy=GREEDY in needs,
-        )
 
     def estimate(self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float) -> Estimates:
         """Advantages and returns of every action token, of masked ones too."""

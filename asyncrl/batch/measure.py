@@ -9,36 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algo import registry
 from asyncrl.batch.packing import TrainSample, deal, microbatch
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import BatchConfig
-from asyncrl.trainer.base import COLUMNS, Trainer
-
-
-def columns_of(algorithm: AlgorithmConfig, batch: BatchConfig) -> frozenset[str]:
-    """What `Trainer.measure` must measure for this algorithm; nothing for the default."""
-    columns = registry.needs("advantage", algorithm.advantage.name) & COLUMNS
-    if algorithm.kl.coefficient:
-        columns |= {"reference_logprobs_T"}
-        if algorithm.kl.placement == "reward":
-            columns |= {"logprobs_T"}
-    if measures_proximal(algorithm, batch):
-        columns |= {"logprobs_T"}
-    return columns
-
-
-def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:
-    """With one optimizer step per batch the proximal policy is the one that the step itself evaluates.
-
-    Weights that are divided by their mean over the step must be known before it all the same.
-    """
-    return algorithm.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or normalises(algorithm))
-
-
-def normalises(algorithm: AlgorithmConfig) -> bool:
-    """Whether the correction's weights depend on all tokens of the optimizer step."""
-    return bool(algorithm.correction.params.get("normalise"))
+from asyncrl.trainer.base import Trainer
 
 
 def measure(

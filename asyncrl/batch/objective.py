@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,8 +15,6 @@ from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.value import value_loss
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.base import Choice
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, LossSums, MicroBatch
 
 LOSS = "loss"
@@ -37,25 +35,6 @@ class Objective:
     proximal: Literal["recompute", "log_linear", "behaviour"]
     max_response_tokens: int
     """What lengths are measured against in metrics."""
-
-    @classmethod
-    def build(cls, config: AlgorithmConfig, *, max_response_tokens: int) -> "Objective":
-        """Resolve names of `config`. Raises ConfigError."""
-
-        def resolve(kind: str, choice: Choice) -> Callable[..., Any]:
-            return registry.resolve(kind, choice.name, choice.params)
-
-        return cls(
-            policy_loss=resolve("policy_loss", config.policy_loss),
-            correction=resolve("correction", config.correction),
-            rejections=tuple(resolve("correction", choice) for choice in config.rejections),
-            aggregation=resolve("aggregation", config.aggregation),
-            kl=resolve("kl", config.kl.estimator),
-            kl_in_loss=config.kl.placement == "loss",
-            kl_bias_corrected=config.kl.bias_corrected,
-            proximal=config.proximal,
-            max_response_tokens=max_response_tokens,
-        )
 
     def loss(
         self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float, step: TokenBatch | None = None

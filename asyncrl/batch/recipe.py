@@ -1,15 +1,11 @@
 """What a run optimises: the choices of a config, resolved, in the order in which a step needs them."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.batch.coefficients import Coefficients
-from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.measure import columns_of, measures_proximal, normalises
 from asyncrl.batch.objective import Objective, critic_loss
-from asyncrl.batch.plan import Plan, Planner, PlanSettings
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.schema import BatchConfig
+from asyncrl.batch.plan import Plan, Planner
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.trainer.base import StepResult, Trainer
 
 
@@ -25,35 +21,6 @@ class Recipe:
     epochs: int
     reference_decay: float
     """1: the reference is frozen, or there is none."""
-
-    @classmethod
-    def build(
-        cls,
-        config: AlgorithmConfig,
-        batch: BatchConfig,
-        critic: CriticConfig,
-        settings: PlanSettings,
-        *,
-        max_response_tokens: int,
-        reward_parts: Sequence[str],
-        state: Mapping[str, float] | None = None,
-    ) -> "Recipe":
-        """Resolve every name; `state` is that of the coefficients before a restart. Raises ConfigError."""
-        columns = columns_of(config, batch)
-        return cls(
-            planner=Planner(
-                estimator=Estimator.build(config, max_response_tokens=max_response_tokens, parts=reward_parts),
-                columns=columns,
-                proximal=measures_proximal(config, batch),
-                over_step=normalises(config),
-                settings=settings,
-            ),
-            objective=Objective.build(config, max_response_tokens=max_response_tokens),
-            coefficients=Coefficients(config.kl, config.entropy, state),
-            critic=critic if "values_T" in columns else None,
-            epochs=batch.epochs,
-            reference_decay=config.kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
-        )
 
     def train_critic(self, trainer: Trainer, plan: Plan) -> tuple[StepResult, ...]:
         """The critic's optimizer steps; none without a critic."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncrl.algo import registry
-from asyncrl.batch.estimate import GREEDY
+from asyncrl.batch.resolve import GREEDY
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake

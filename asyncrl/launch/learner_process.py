@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.hooks import Hooks
-from asyncrl.batch.measure import columns_of
 from asyncrl.batch.plan import PlanSettings
 from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import columns_of, make_recipe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.load import load_config
@@ -241,7 +241,7 @@ def _algorithm(config: Config, rendezvous: Rendezvous, state: LearnerState) -> R
         ranks=rendezvous.ranks,
         device=choose_device(config.learner, rendezvous.local_rank),
     )
-    return Recipe.build(
+    return make_recipe(
         config.algorithm,
         config.batch,
         config.critic,

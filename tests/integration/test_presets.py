@@ -15,9 +15,8 @@ import torch
 import yaml
 
 from asyncrl.batch.hooks import Hooks
-from asyncrl.batch.measure import columns_of
 from asyncrl.batch.plan import PlanSettings
-from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import columns_of, make_recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load_config
@@ -178,7 +177,7 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
             ranks=1,
             device=trainer.device,
         )
-        algorithm = Recipe.build(
+        algorithm = make_recipe(
             config.algorithm,
             config.batch,
             config.critic,

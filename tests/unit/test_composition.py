@@ -18,7 +18,7 @@ from fake_learner import SETTINGS, Batch, Meeting
 
 from asyncrl.algo.metrics import merge
 from asyncrl.batch.objective import LOSS
-from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import StepResult
@@ -137,7 +137,7 @@ def trained(config: dict[str, Any], batch: dict[str, int], ranks: int, budget: i
             rank=trainer.rank,
             ranks=ranks,
         )
-        algorithm = Recipe.build(
+        algorithm = make_recipe(
             AlgorithmConfig.model_validate(config),
             BatchConfig(groups=4, **batch),
             CriticConfig(clip=CRITIC_CLIP),

@@ -11,7 +11,7 @@ from fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
 from asyncrl.batch.plan import Plan
-from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, ShapeError
 
 
 def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:
-    algorithm = Recipe.build(
+    algorithm = make_recipe(
         AlgorithmConfig(**config),
         BatchConfig(groups=4, epochs=2),
         CriticConfig(),

@@ -7,6 +7,7 @@ from fake_learner import SETTINGS, FakeTrainer, mixed_batch
 
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
@@ -49,7 +50,7 @@ def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None
     batch = BatchConfig(groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config})
     critic = CriticConfig(warmup_steps=config.pop("warmup_steps", 0))
     settings = replace(SETTINGS, minibatches=batch.minibatches)
-    algorithm = Recipe.build(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=())
+    algorithm = make_recipe(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=())
     run_learner(world, world, algorithm, hooks or Hooks(), version=version, steps=steps)
     return algorithm
 

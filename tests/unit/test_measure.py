@@ -9,8 +9,9 @@ from fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 
 from asyncrl.algo.advantages import grpo
 from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.measure import columns_of, measure
+from asyncrl.batch.measure import measure
 from asyncrl.batch.plan import Planner
+from asyncrl.batch.resolve import columns_of
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig

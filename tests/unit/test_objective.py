@@ -9,6 +9,7 @@ import torch
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.objective import LOSS, Objective, critic_loss
+from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.trainer.base import LossSums, MicroBatch
@@ -43,7 +44,7 @@ def microbatch(tokens: int = 6, **columns: torch.Tensor) -> MicroBatch:
 
 
 def build(config: AlgorithmConfig) -> Objective:
-    return Objective.build(config, max_response_tokens=9)
+    return make_objective(config, max_response_tokens=9)
 
 
 def evaluate(objective: Objective, batch: MicroBatch, policy: Policy, kl: float = 0.0) -> tuple[LossSums, torch.Tensor]:
