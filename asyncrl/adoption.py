@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.control.base import GeneratorControl, Stop
 from asyncrl.engine.base import Engine
 from asyncrl.errors import TransferError
-from asyncrl.types import History, Weights
+from asyncrl.lineage import History, Weights
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
 from asyncrl.weights.refusal import ProbeRefused
 

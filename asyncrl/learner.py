@@ -6,19 +6,17 @@ produces  credit    to    buffer            through the version: unblocks genera
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.plan import Plan
 from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.progress import Pace, begin
+from asyncrl.stopwatch import Span, Stopwatch
 from asyncrl.trainer.base import StepResult, Trainer
-from asyncrl.types import time_of_day
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +41,6 @@ class Run(Protocol):
         ...
 
 
-class Span(NamedTuple):
-    """One part of a step."""
-
-    name: str
-    started_at: float
-    """Unix seconds."""
-    duration_s: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One finished step, for reporting."""
@@ -72,29 +61,9 @@ class Step:
     """What hooks returned, under their published names; in `after_step` only what came before."""
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Seconds by name, and when they passed."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-
-    @contextmanager
-    def time(self, name: str, pace: Pace = Pace.NORMAL) -> Any:
-        """Add the block's duration to `name`, and say that it begins."""
-        begin(name, pace)
-        started_at, started_s = time_of_day(), time.perf_counter()
-        try:
-            yield
-        finally:
-            duration_s = time.perf_counter() - started_s
-            self.seconds[name] = self.seconds.get(name, 0.0) + duration_s
-            self.spans.append(Span(name, started_at, duration_s))
-
-
-def run_learner(trainer: Trainer, run: Run, algorithm: Recipe, hooks: Hooks, *, version: int, steps: int) -> None:
+def run_learner(trainer: Trainer, run: Run, recipe: Recipe, hooks: Hooks, *, version: int, steps: int) -> None:
     """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
-    planner = algorithm.planner
+    planner = recipe.planner
     begin("publish")
     run.publish(version)
     while version < steps:
@@ -105,14 +74,14 @@ def run_learner(trainer: Trainer, run: Run, algorithm: Recipe, hooks: Hooks, *, 
             sequences = planner.assemble(collected.groups, version)
             measured = planner.measure(trainer, sequences)
         with clock.time("plan"):
-            plan = planner.plan(collected.groups, sequences, measured, algorithm.coefficients.kl)
+            plan = planner.plan(collected.groups, sequences, measured, recipe.coefficients.kl)
         with clock.time("hooks", Pace.SLOW):
             hook_metrics = hooks.before_step(plan)
         with clock.time("critic"):
-            critic_results = algorithm.train_critic(trainer, plan)
+            critic_results = recipe.train_critic(trainer, plan)
         with clock.time("train"):
-            coefficients = algorithm.coefficients.metrics()
-            results = algorithm.train_policy(trainer, plan, version)
+            coefficients = recipe.coefficients.metrics()
+            results = recipe.train_policy(trainer, plan, version)
         version += 1
         with clock.time("publish"):
             run.publish(version)

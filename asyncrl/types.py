@@ -21,51 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Weights(NamedTuple):
-    """Names the weights of the policy: no two different ones have the same name in a run."""
-
-    version: int
-    lineage: int = 0
-    """0: the initial model, whoever loaded it."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """Whose weights led to those that a learner trains: all of its own, and of earlier learners those it has continued."""
-
-    lineage: int = 0
-    """Of the versions that this learner makes."""
-    before: tuple[Weights, ...] = ()
-    """The last version of each earlier lineage that belongs to this history, ascending."""
-
-    def __contains__(self, weights: Weights) -> bool:
-        return weights.lineage == self.lineage or any(
-            weights.lineage == last.lineage and weights.version <= last.version for last in self.before
-        )
-
-    def weights(self, version: int) -> Weights:
-        """The name of a version: of the earlier lineage that made it, or of this one."""
-        return Weights(version, next((last.lineage for last in self.before if version <= last.version), self.lineage))
-
-    def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
-        """Of a learner that goes on from `version` of this history; what is too old to be trained on is left out."""
-        recent = (last for last in self.before if version - longest_lag <= last.version < version)
-        return History(lineage, (*recent, self.weights(version)))
-
-    def __str__(self) -> str:
-        """For the store, orders and checkpoints; see `parse`."""
-        return " ".join(map(str, (self.lineage, *(number for last in self.before for number in last))))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The inverse of `str`."""
-        lineage, *numbers = map(int, text.split())
-        return cls(lineage, tuple(map(Weights, numbers[::2], numbers[1::2])))
-
-
-INITIAL = History()
-"""Before any learner came."""
+from asyncrl.lineage import INITIAL, History, Weights
 
 
 class VersionSpan(NamedTuple):

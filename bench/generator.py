@@ -20,7 +20,7 @@ from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.args import engine_args, set_environment
 from asyncrl.engine.vllm.engine import VLLMEngine
-from asyncrl.types import Weights
+from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder
 from bench.environment import describe
 

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.buffer.base import DEAD_LETTERS, GIVEN_UP, Buffer, BufferRules, PutOutcome, Take
 from asyncrl.buffer.ledger import Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
-from asyncrl.types import INITIAL, History, Weights
+from asyncrl.lineage import INITIAL, History, Weights
 
 RULES = BufferRules(groups=4, lease_s=1000.0, max_attempts=2, max_bytes=1000)
 FRAME = b"frame-%d"

@@ -18,7 +18,8 @@ from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
-from asyncrl.types import INITIAL, Group, History, Rollout, VersionSpan, Weights
+from asyncrl.lineage import INITIAL, History, Weights
+from asyncrl.types import Group, Rollout, VersionSpan
 
 SHARDS = (1, 4)
 

@@ -1,4 +1,4 @@
-"""The losses of one micro-batch: the policy's, composed from an algorithm's choices plus KL and entropy, and the critic's."""
+"""The policy's loss of one micro-batch, composed from an algorithm's choices: correction, loss, KL, entropy, aggregation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,18 +7,14 @@ from typing import Literal
 from torch import Tensor
 
 from asyncrl.algo import registry
-from asyncrl.algo.aggregation import Counts, token_mean
+from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.algo.value import value_loss
-from asyncrl.trainer.base import CriticLossFunction, LossFunction, LossSums, MicroBatch
-
-LOSS = "loss"
-"""Metric that is a sum already divided by the counts of the step; all others are sums over tokens."""
+from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +85,3 @@ class Objective:
             # The step makes the version after the one that it trains, from which `lag_T` counts.
             return log_linear(tokens.behaviour_logprobs_T, logprobs_T, tokens.lag_T + 1)
         return logprobs_T.detach()
-
-
-def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
-    """The critic's loss function of one optimizer step: the mean over the tokens of all ranks."""
-
-    def loss_of(microbatch: MicroBatch, values_T: Tensor) -> LossSums:
-        tokens = microbatch.tokens
-        assert tokens.values_T is not None and tokens.returns_T is not None
-        token_loss = value_loss(values_T, tokens.values_T, tokens.returns_T, clip=clip)
-        loss = token_mean(token_loss.losses_T, tokens, counts)
-        metrics = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
-        return LossSums(loss=loss, metrics=metrics | {"tokens": float(tokens.tokens), LOSS: float(loss.detach())})
-
-    return loss_of

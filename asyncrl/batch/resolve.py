@@ -8,6 +8,7 @@ from typing import Any
 from asyncrl.algo import registry
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.batch.coefficients import Coefficients
+from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.plan import Planner, PlanSettings
@@ -45,7 +46,9 @@ def make_recipe(
         ),
         objective=make_objective(config, max_response_tokens=max_response_tokens),
         coefficients=Coefficients(config.kl, config.entropy, state),
-        critic=critic if "values_T" in columns else None,
+        critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
+        if "values_T" in columns
+        else None,
         epochs=batch.epochs,
         reference_decay=config.kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
     )

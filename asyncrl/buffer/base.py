@@ -19,7 +19,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.types import INITIAL, History, Ticket
+from asyncrl.lineage import INITIAL, History
+from asyncrl.types import Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

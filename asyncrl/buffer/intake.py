@@ -14,7 +14,8 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap, RunError
-from asyncrl.types import INITIAL, Group, History, time_of_day
+from asyncrl.lineage import INITIAL, History
+from asyncrl.types import Group, time_of_day
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from asyncrl.algo.trainable import UNTRAINABLE
 from asyncrl.buffer.base import DEADLY, kind_of, one_line
 from asyncrl.buffer.gate import DEAD
 from asyncrl.errors import RunError
-from asyncrl.types import INITIAL, Group, History
+from asyncrl.lineage import INITIAL, History
+from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from asyncrl.buffer.base import (
 )
 from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
-from asyncrl.types import INITIAL, History, Ticket
+from asyncrl.lineage import INITIAL, History
+from asyncrl.types import Ticket
 
 FOLLOWED = "another learner has the run, this one must stop"
 

@@ -16,7 +16,8 @@ from asyncrl.buffer.base import Audit, BufferRules, DeadLetter, Lease, PutOutcom
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.errors import BufferFenced, BufferGap, StoreError
-from asyncrl.types import INITIAL, History, Ticket
+from asyncrl.lineage import INITIAL, History
+from asyncrl.types import Ticket
 
 log = logging.getLogger(__name__)
 

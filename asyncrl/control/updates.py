@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncrl.types import Weights
+from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2

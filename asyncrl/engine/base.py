@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.types import Rollout, Weights
+from asyncrl.lineage import Weights
+from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.types import Rollout, Weights, version_spans
+from asyncrl.lineage import Weights
+from asyncrl.types import Rollout, version_spans
 from asyncrl.weights.base import UpdateOrder
 
 EOS = 0

@@ -14,8 +14,9 @@ from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
 from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, train_limits
+from asyncrl.lineage import History
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.types import Group, History
+from asyncrl.types import Group
 
 Decode = Callable[[bytes], Group]
 

@@ -7,8 +7,8 @@ import torch
 
 from asyncrl.algo.metrics import finish, merge
 from asyncrl.algo.value import explained_variance
-from asyncrl.batch.objective import LOSS
 from asyncrl.learner import Step
+from asyncrl.trainer.base import LOSS
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.batch.objective import LOSS
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step
 from asyncrl.report.algorithm_metrics import algorithm_metrics
+from asyncrl.trainer.base import LOSS
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)

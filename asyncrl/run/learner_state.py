@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from asyncrl.buffer.shards import Ledgers
-from asyncrl.types import INITIAL, History
+from asyncrl.lineage import INITIAL, History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

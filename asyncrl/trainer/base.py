@@ -32,6 +32,10 @@ class MicroBatch:
     """Columns of the same T action tokens."""
 
 
+# Name of the one metric that is divided by the counts of the step already; all others are sums over tokens.
+LOSS = "loss"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
     """What a loss function returns for one micro-batch: sums, to be added up over micro-batches and ranks."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncrl.types import INITIAL, History, Weights
+from asyncrl.lineage import INITIAL, History, Weights
 
 if TYPE_CHECKING:  # the control plane imports the orders from here, and status commands must start without torch
     import torch

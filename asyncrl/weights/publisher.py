@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.types import INITIAL, History
+from asyncrl.lineage import INITIAL, History
 from asyncrl.weights.fork_server import ForkServer
 from asyncrl.weights.layout import Layout, checksum
 from asyncrl.weights.sender_process import Published, SenderProcess

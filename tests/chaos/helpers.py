@@ -9,7 +9,8 @@ from typing import Any
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
-from asyncrl.types import INITIAL, Rollout
+from asyncrl.lineage import INITIAL
+from asyncrl.types import Rollout
 from asyncrl.weights.base import Sent, UpdateOrder
 
 PROBE = (1, 2, 3, 4)

@@ -22,7 +22,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, user_of, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError, StoreRefused
-from asyncrl.types import INITIAL
+from asyncrl.lineage import INITIAL
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ from vllm_helpers import (
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.types import Weights
+from asyncrl.lineage import Weights
 
 pytestmark = [pytest.mark.integration, needs_stories]
 

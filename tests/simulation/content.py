@@ -7,7 +7,8 @@ import numpy as np
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.errors import WireError
-from asyncrl.types import Group, Rollout, Weights, version_spans
+from asyncrl.lineage import Weights
+from asyncrl.types import Group, Rollout, version_spans
 
 DEAD = "dead"
 LANE = "train"

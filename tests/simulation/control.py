@@ -22,7 +22,7 @@ from asyncrl.control.messages import CODEC
 from asyncrl.control.updates import Phase
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlRefused
-from asyncrl.types import Weights
+from asyncrl.lineage import Weights
 from asyncrl.weights.base import Failed, Sent, UpdateOrder, UpdateReport
 
 from .engine import Engine, Process

@@ -48,8 +48,8 @@ def control(module: str, old: str, new: str) -> Edit:
     return Edit(f"asyncrl/control/{module}.py", old, new)
 
 
-def types(old: str, new: str, after: str = "") -> Edit:
-    return Edit("asyncrl/types.py", old, new, after)
+def lineage(old: str, new: str, after: str = "") -> Edit:
+    return Edit("asyncrl/lineage.py", old, new, after)
 
 
 def loop(old: str, new: str, after: str = "") -> Edit:
@@ -213,13 +213,13 @@ MUTANTS = [
     # -- histories
     one("a group of a lost history is trained when its number has come again", client("judge", " or not all(weights in history for weights in sampled_by):", ":")),
     one("the judge sees the last span of a rollout only", client("judge", "for span in rollout.version_spans}", "for span in rollout.version_spans[-1:]}")),
-    one("all that an earlier learner made belongs to the history", types("weights.lineage == last.lineage and weights.version <= last.version", "weights.lineage == last.lineage")),
-    one("the history has one version of an earlier learner too many", types("and weights.version <= last.version", "and weights.version <= last.version + 1")),
-    one("the history has one version of an earlier learner too few", types("and weights.version <= last.version", "and weights.version < last.version")),
-    one("a learner renames the weights that it has loaded", types("if version <= last.version)", "if version < last.version)")),
-    one("a learner forgets the learners before the last", types("(*recent, self.weights(version))", "(self.weights(version),)")),
-    one("a learner forgets what is young enough", types("version - longest_lag <= last.version", "version - longest_lag + 2 <= last.version")),
-    one("two learners have the same lineage", types("return History(lineage, ", "return History(self.lineage or lineage, ")),
+    one("all that an earlier learner made belongs to the history", lineage("weights.lineage == last.lineage and weights.version <= last.version", "weights.lineage == last.lineage")),
+    one("the history has one version of an earlier learner too many", lineage("and weights.version <= last.version", "and weights.version <= last.version + 1")),
+    one("the history has one version of an earlier learner too few", lineage("and weights.version <= last.version", "and weights.version < last.version")),
+    one("a learner renames the weights that it has loaded", lineage("if version <= last.version)", "if version < last.version)")),
+    one("a learner forgets the learners before the last", lineage("(*recent, self.weights(version))", "(self.weights(version),)")),
+    one("a learner forgets what is young enough", lineage("version - longest_lag <= last.version", "version - longest_lag + 2 <= last.version")),
+    one("two learners have the same lineage", lineage("return History(lineage, ", "return History(self.lineage or lineage, ")),
     one("the checkpoint does not hold the history", loop('"history": str(self.history)}', '"history": "0"}')),
     one("a recovery keeps the history of before", lua("'history', args[10], ", "")),
     one("tickets carry no history", client("redis", "history=History.parse(history.decode())", "history=INITIAL")),

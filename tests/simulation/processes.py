@@ -18,9 +18,10 @@ from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.launch.same_bytes import DecodedFrames, collect_on_every_rank
 from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
-from asyncrl.types import INITIAL, Group, History, Ticket, Weights
+from asyncrl.types import Group, Ticket
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 from .client import Connection

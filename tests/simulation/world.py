@@ -24,8 +24,8 @@ from asyncrl.buffer.shards import Ledgers, shard_names
 from asyncrl.control import client as client_module
 from asyncrl.control import zmq as hub_module
 from asyncrl.errors import BufferGap, CheckpointError
+from asyncrl.lineage import INITIAL, Weights
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.types import INITIAL, Weights
 
 from .client import LATEST_S, OF_A_LEARNER, Connection, Network
 from .content import LIMITS, Tokens, encode

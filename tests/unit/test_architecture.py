@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 LAYER = {
-    "types": 0, "errors": 0, "files": 0, "processes": 0, "progress": 0,
-    "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1,
+    "lineage": 0, "types": 0, "errors": 0, "files": 0, "processes": 0, "progress": 0,
+    "algo": 1, "unpickling": 1, "best_effort": 1, "stopwatch": 1, "extras": 1,
     "config": 2, "wire": 2,
     "weights": 3,
     "buffer": 4, "control": 4, "engine": 4, "trainer": 4, "batch": 4, "rewards": 4, "telemetry": 4, "data": 4,
@@ -20,7 +20,7 @@ LAYER = {
     "commands": 8, "preflight": 8, "results": 8, "quickstart": 8,
     "api": 9, "cli": 9,
 }  # fmt: skip
-SAME_PART = {"adoption": "generator", "heartbeats": "generator"}
+SAME_PART = {"lineage": "types", "adoption": "generator", "heartbeats": "generator"}
 """The generator's loop is three modules: tickets and groups, weights, what it reports of itself."""
 OWNERS = {
     "vllm": {"engine", "weights"},  # weights: the NCCL sender calls into vLLM

@@ -17,11 +17,10 @@ import torch
 from fake_learner import SETTINGS, Batch, Meeting
 
 from asyncrl.algo.metrics import merge
-from asyncrl.batch.objective import LOSS
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.schema import BatchConfig
-from asyncrl.trainer.base import StepResult
+from asyncrl.trainer.base import LOSS, StepResult
 from asyncrl.types import Group, Rollout
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.types import Weights
+from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder
 
 

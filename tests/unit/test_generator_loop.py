@@ -23,9 +23,10 @@ from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import RewardError, StoreError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.types import INITIAL, Group, History, Prompt, Rollout, Weights
+from asyncrl.types import Group, Prompt, Rollout
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.types import INITIAL, History, Weights
+from asyncrl.lineage import INITIAL, History, Weights
 
 
 class Learners:

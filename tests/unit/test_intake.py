@@ -15,7 +15,8 @@ from asyncrl.buffer.judge import MOST_KINDS, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
-from asyncrl.types import Group, History, Rollout, VersionSpan, Weights, version_spans
+from asyncrl.lineage import History, Weights
+from asyncrl.types import Group, Rollout, VersionSpan, version_spans
 from asyncrl.wire.group_frames import decode_group, encode_group
 
 B = 4

@@ -133,7 +133,8 @@ def test_a_finished_run_only_publishes():
 
 def test_each_part_of_a_step_is_shown_to_the_supervisor_and_slow_ones_as_slow(monkeypatch):
     world, shown = World(), []
-    monkeypatch.setattr("asyncrl.learner.begin", lambda doing, pace=Pace.NORMAL: shown.append((doing, pace)))
+    for module in ("learner", "stopwatch"):
+        monkeypatch.setattr(f"asyncrl.{module}.begin", lambda doing, pace=Pace.NORMAL: shown.append((doing, pace)))
     learn(world, steps=4)
     assert [doing for doing, _ in shown] == [
         *["publish", "wait_groups", "measure", "plan", "hooks", "critic", "train", "publish", "hooks", "report", "checkpoint"]

@@ -7,8 +7,8 @@ import pytest
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers
 from asyncrl.errors import ConfigError
+from asyncrl.lineage import History, Weights
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.types import History, Weights
 
 
 def test_the_state_survives_its_checkpoint():

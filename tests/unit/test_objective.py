@@ -8,11 +8,12 @@ import torch
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.batch.objective import LOSS, Objective, critic_loss
+from asyncrl.batch.critic_steps import critic_loss
+from asyncrl.batch.objective import Objective
 from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
-from asyncrl.trainer.base import LossSums, MicroBatch
+from asyncrl.trainer.base import LOSS, LossSums, MicroBatch
 
 
 class Policy:

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_step_metrics import group, rollout, step
 
-from asyncrl.learner import Span, Step, Stopwatch
+from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.report.timeline import LIFE, Timeline, trace_step
+from asyncrl.stopwatch import Span, Stopwatch
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport

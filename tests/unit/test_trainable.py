@@ -24,10 +24,11 @@ from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, summarise
-from asyncrl.learner import Span, Step
+from asyncrl.learner import Step
 from asyncrl.report.records import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.report.timeline import trace_step
+from asyncrl.stopwatch import Span
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group

@@ -19,8 +19,9 @@ from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_
 from asyncrl.config.schema import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
+from asyncrl.lineage import Weights
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
-from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, Weights, version_spans
+from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec
 from asyncrl.wire import group_frames as schema

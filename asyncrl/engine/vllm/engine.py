@@ -20,7 +20,8 @@ from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.engine.vllm.args import Device, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import EngineError, ResultError, TransferError
-from asyncrl.types import Rollout, Weights
+from asyncrl.lineage import Weights
+from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
 log = logging.getLogger(__name__)

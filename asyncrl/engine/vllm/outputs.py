@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ResultError
-from asyncrl.types import Rollout, VersionSpan, Weights
+from asyncrl.lineage import Weights
+from asyncrl.types import Rollout, VersionSpan
 
 
 def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:

@@ -1,0 +1,58 @@
+"""Which weights are which after a learner was lost: a version says how many steps made them, a lineage who made those steps.
+
+A learner that goes back to checkpoint 7 makes a second version 8, with other weights than the first. So every start of
+the learner is a lineage of its own, and a history says which versions of which lineages led to the weights of today:
+
+    lineage 5 made 1..9, its checkpoint is 7      History(lineage=5)
+    a new learner, lineage 6, goes on from 7      History(lineage=6, before=(Weights(7, lineage=5),))
+    Weights(7, 5) and Weights(8, 6) are in it; Weights(8, 5) is not: groups that it sampled are not trained
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+
+class Weights(NamedTuple):
+    """The name of weights of the policy. In one run no two different weights have the same name."""
+
+    version: int
+    lineage: int = 0
+    """0 for the initial model."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The lineages that led to the weights being trained: a learner's own, and those of earlier learners that it continues."""
+
+    lineage: int = 0
+    """Lineage of the versions that this learner makes."""
+    before: tuple[Weights, ...] = ()
+    """The last version of each earlier lineage that belongs to this history, ascending."""
+
+    def __contains__(self, weights: Weights) -> bool:
+        return weights.lineage == self.lineage or any(
+            weights.lineage == last.lineage and weights.version <= last.version for last in self.before
+        )
+
+    def weights(self, version: int) -> Weights:
+        """The name of a version: under the earlier lineage that made it, or else under this one."""
+        return Weights(version, next((last.lineage for last in self.before if version <= last.version), self.lineage))
+
+    def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
+        """The history of a learner that goes on from `version`; lineages too old to be trained on are left out."""
+        recent = (last for last in self.before if version - longest_lag <= last.version < version)
+        return History(lineage, (*recent, self.weights(version)))
+
+    def __str__(self) -> str:
+        """The form in the store, in orders and in checkpoints; `parse` reads it."""
+        return " ".join(map(str, (self.lineage, *(number for last in self.before for number in last))))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`."""
+        lineage, *numbers = map(int, text.split())
+        return cls(lineage, tuple(map(Weights, numbers[::2], numbers[1::2])))
+
+
+# The history before the first learner starts.
+INITIAL = History()
