@@ -11,7 +11,7 @@ from asyncrl.cli.arguments import plain_overrides
 
 app = typer.Typer(
     name="asyncrl",
-    help="Reinforcement learning of language models that never waits.",
+    help="Asynchronous reinforcement learning for language models.",
     epilog="A config is named as FILE or --config FILE, and changed by KEY=VALUE: asyncrl up task.yaml learner.steps=200",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
@@ -34,7 +34,7 @@ def options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Reinforcement learning of language models that never waits."""
+    """Asynchronous reinforcement learning for language models."""
 
 
 @app.command()
