@@ -9,7 +9,7 @@ import signal
 import sys
 from types import FrameType
 
-DONE, FAULT, MISTAKE = 0, 1, 2  # FAULT too where a command's own answer is no: `doctor`, `reward test`
+DONE = 0
 # Of Ctrl-C. `up` ends so by other signals too: 143 SIGTERM, 129 a closed terminal.
 INTERRUPTED = 128 + signal.SIGINT
 

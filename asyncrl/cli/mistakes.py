@@ -9,10 +9,11 @@ from typing import Any
 
 import typer
 
-from asyncrl.cli.main import FAULT, MISTAKE
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
+# Exit statuses. `doctor` and `reward test` exit with FAULT too when their answer is no.
+FAULT, MISTAKE = 1, 2
 # What typer raises for a wrong command line: click's own, or that of the click which newer releases bring
 # along.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

@@ -1,6 +1,6 @@
 """What every part of the configuration is made of."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,3 +34,20 @@ class Choice(Part):
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+
+class Mistake(NamedTuple):
+    """Something wrong with a config that concerns several of its values, or what they lead to."""
+
+    keys: tuple[str, ...]
+    """The dotted keys that it depends on. It is shown at the first of them that the user wrote."""
+    text: str
+    """What was found, what is allowed, what to do."""
+
+
+class Mistakes(ValueError):
+    """Raised by the validators of sections, so that what reports a mistake knows its keys."""
+
+    def __init__(self, *mistakes: Mistake) -> None:
+        super().__init__("\n".join(mistake.text for mistake in mistakes))
+        self.mistakes = mistakes

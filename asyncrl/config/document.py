@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config.base import Mistake
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys, default_name
 from asyncrl.errors import ConfigError
 
@@ -36,6 +37,8 @@ class Problem:
     place: str
     keys: Keys
     text: str
+    misplaced: bool = False
+    """The key is unknown: its value belongs elsewhere, so that a default took its place there."""
 
     def __str__(self) -> str:
         key = ".".join(map(str, self.keys))
@@ -84,6 +87,18 @@ class Node:
         if isinstance(self.value, list):
             for index, child in enumerate(self.value):
                 yield from child.walk((*keys, index))
+
+
+def keys_of(name: str) -> Keys:
+    """`reward.functions.0` as keys."""
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+
+
+def placed(mistake: Mistake, root: Node) -> Problem:
+    """A mistake at the first of its keys that was written; at the first of all if none was."""
+    candidates = [keys_of(name) for name in mistake.keys]
+    keys = next((keys for keys in candidates if root.has(keys)), candidates[0])
+    return Problem(root.nearest(keys).place, keys, mistake.text)
 
 
 class _Loader(yaml.SafeLoader):

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from asyncrl.config.base import Mistake
 from asyncrl.config.choices import Keys
-from asyncrl.config.document import Node, Problem
-from asyncrl.config.schema import PARTS_ONLY, Config
+from asyncrl.config.document import Node, Problem, keys_of, placed
+from asyncrl.config.schema import SECTIONS_ONLY, Config
 
 PLACEHOLDERS: dict[Keys, Any] = {
     ("run", "name"): "unnamed",
@@ -19,8 +20,6 @@ PLACEHOLDERS: dict[Keys, Any] = {
     ("reward", "functions"): [{"function": "exact_match"}],
 }
 """For what is needed and missing; names of the hub, so that no file is looked for."""
-UNKNOWN_KEY = "an unknown key"
-"""Says that a value stands somewhere else than where it belongs, so that a default took its place."""
 ROUNDS = 8
 """Taking out one mistake may uncover another."""
 
@@ -35,15 +34,15 @@ class Draft:
     config: Config | None
     """Without what is wrong; None where too little is right."""
 
-    def add(self, about: Iterable[Keys], problem: Problem) -> None:
-        """Enter a problem, unless it may hang on one that has been reported: of a key that it is `about`, or of its section."""
-        is_unknown = [UNKNOWN_KEY in one.text for one in self.problems]
-        doubtful = [one.keys[:-1] if unknown else one.keys for one, unknown in zip(self.problems, is_unknown, strict=True)]
+    def add(self, mistake: Mistake) -> None:
+        """Add a mistake, unless it may follow from a problem already reported for one of its keys, or for a section above."""
+        problem = placed(mistake, self.root)
+        doubtful = [one.keys[:-1] if one.misplaced else one.keys for one in self.problems]
         doubtful = [keys for keys in doubtful if keys]  # a section that is wrong as a whole has been left out, for defaults
-        unknown_section = any(UNKNOWN_KEY in one.text for one in self.problems if len(one.keys) == 1)
+        unknown_section = any(one.misplaced for one in self.problems if len(one.keys) == 1)
         if unknown_section and not self.root.has(problem.keys):
             return
-        if not any(keys[: len(known)] == known for keys in about for known in doubtful):
+        if not any(keys[: len(known)] == known for keys in map(keys_of, mistake.keys) for known in doubtful):
             self.problems.append(problem)
 
 
@@ -54,7 +53,7 @@ def mended(root: Node, wrong: Iterable[Keys]) -> Config | None:
         _take_out(values, keys)
     for _ in range(ROUNDS):
         try:
-            return Config.model_validate(values, context=PARTS_ONLY)
+            return Config.model_validate(values, context=SECTIONS_ONLY)
         except ValidationError as error:
             for detail in error.errors():
                 _mend(values, tuple(detail["loc"]), missing=detail["type"] == "missing")

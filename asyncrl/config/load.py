@@ -9,7 +9,7 @@ from asyncrl.config.agreements import disagreements
 from asyncrl.config.choices import CHOICES, default_name, kind_at
 from asyncrl.config.document import Node, Problem, merge, override, read
 from asyncrl.config.draft import Draft, mended
-from asyncrl.config.report import describe, named_keys, panel, problems_of, rule_problem, schema_at, shown
+from asyncrl.config.report import describe, panel, problems_of, schema_at, shown
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -53,8 +53,8 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     except ValidationError as error:
         problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
     draft = Draft(path, root, problems, mended(root, [problem.keys for problem in problems]))
-    for line in disagreements(draft.config) if draft.config else ():
-        draft.add(named_keys(line), rule_problem(line, (), root))
+    for mistake in disagreements(dict(draft.config)) if draft.config else ():
+        draft.add(mistake)
     return draft
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
 from asyncrl.extras import install_command
 
@@ -19,11 +20,7 @@ TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
 """Switch in `telemetry`, extra of this project and module of the library, all of one name; the value that switches it off."""
 
 
-Finding = tuple[str, str]
-"""The key that it is about, and what is wrong with it."""
-
-
-def file_problems(config: Config) -> Iterator[Finding]:
+def file_problems(config: Config) -> Iterator[Mistake]:
     """What is wrong with the files that a config names on this host; names of the Hugging Face hub are left alone."""
     yield from _data(config)
     yield from _model(config)
@@ -31,10 +28,12 @@ def file_problems(config: Config) -> Iterator[Finding]:
     yield from _packages(config)
 
 
-def _data(config: Config) -> Iterator[Finding]:
+def _data(config: Config) -> Iterator[Mistake]:
     for key in ("train", "eval"):
         if found := _no_data(getattr(config.data, key)):
-            yield f"data.{key}", f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+            yield Mistake(
+                (f"data.{key}",), f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+            )
 
 
 def _no_data(source: str | None) -> str:
@@ -65,18 +64,24 @@ def absent(source: str) -> str:
     return f"found no {source}{expanded}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
 
 
-def _model(config: Config) -> Iterator[Finding]:
+def _model(config: Config) -> Iterator[Mistake]:
     directory = Path(config.model.path)
     if not directory.is_dir():
         if is_local(config.model.path) or directory.exists():
-            yield "model.path", f"{absent(config.model.path)}; give a Hugging Face model directory or a hub name"
+            yield Mistake(("model.path",), f"{absent(config.model.path)}; give a Hugging Face model directory or a hub name")
         return
     if not any((directory / name).is_file() for name in TOKENIZERS):
-        yield "model.path", f"found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there"
+        yield Mistake(
+            ("model.path",), f"found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there"
+        )
     if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
-        yield "model.path", f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there"
+        yield Mistake(
+            ("model.path",), f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there"
+        )
     if config.model.chat_template and not _has_chat_template(directory):
-        yield "model.chat_template", f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
+        yield Mistake(
+            ("model.chat_template",), f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
+        )
     yield from _architecture(config, directory / "config.json")
 
 
@@ -87,17 +92,17 @@ def _has_chat_template(directory: Path) -> bool:
     )
 
 
-def _architecture(config: Config, path: Path) -> Iterator[Finding]:
+def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
     try:
         model = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        yield "model.path", f"cannot read {path}: {error}; give a Hugging Face model directory"
+        yield Mistake(("model.path",), f"cannot read {path}: {error}; give a Hugging Face model directory")
         return
     text: dict[str, Any] = {**model, **model.get("text_config", {})}
     sampling, positions = config.sampling, text.get("max_position_embeddings")
     if positions and sampling.max_tokens > positions:
-        yield (
-            "sampling.max_response_tokens",
+        yield Mistake(
+            ("sampling.max_response_tokens",),
             f"found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens "
             f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} (max_position_embeddings of the "
             "model); lower one of them",
@@ -105,25 +110,28 @@ def _architecture(config: Config, path: Path) -> Iterator[Finding]:
     heads, parallel = text.get("num_attention_heads"), config.generator.tensor_parallel
     if heads and heads % parallel:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        yield (
-            "generator.tensor_parallel",
+        yield Mistake(
+            ("generator.tensor_parallel",),
             f"found {parallel}; allowed is a divisor of the {heads} attention heads: {divisors}; set one of them",
         )
 
 
-def _division(config: Config) -> Iterator[Finding]:
+def _division(config: Config) -> Iterator[Mistake]:
     sequences = config.batch.sequences // config.batch.minibatches
     if sequences < config.learner.ranks:
-        yield (
-            "learner.ranks",
+        yield Mistake(
+            ("learner.ranks",),
             f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step "
             "(batch.groups * group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks",
         )
 
 
-def _packages(config: Config) -> Iterator[Finding]:
+def _packages(config: Config) -> Iterator[Mistake]:
     for name, off in TRACKERS.items():
         value = getattr(config.telemetry, name)
         if value != off and importlib.util.find_spec(name) is None:
             found, without = (json.dumps(one).strip('"') for one in (value, off))
-            yield f"telemetry.{name}", f"is {found}, but {name} is not installed; {install_command(name)}, or set it to {without}"
+            yield Mistake(
+                (f"telemetry.{name}",),
+                f"is {found}, but {name} is not installed; {install_command(name)}, or set it to {without}",
+            )

@@ -2,14 +2,14 @@
 
 import difflib
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from asyncrl.config.base import Mistake, Mistakes
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
-from asyncrl.config.document import Node, Problem
+from asyncrl.config.document import Node, Problem, placed
 from asyncrl.config.schema import Config
 
 Schema = Mapping[str, Any]
@@ -34,27 +34,17 @@ def _problems_of(detail: Any, root: Node) -> list[Problem]:
         case "too_short" if detail["input"]:
             return []  # A wrong item leaves the list short; the item is reported.
         case "extra_forbidden":
-            return [Problem(place, keys, f"found an unknown key; {suggest_key(keys)}")]
+            return [Problem(place, keys, f"found an unknown key; {suggest_key(keys)}", misplaced=True)]
         case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
             return []  # The section itself is reported.
         case "missing":
             schema = schema_at(keys)
             return [Problem(place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`")]
         case "value_error":
-            return [rule_problem(line, keys, root) for line in str(detail["ctx"]["error"]).splitlines()]
+            error = detail["ctx"]["error"]
+            mistakes = error.mistakes if isinstance(error, Mistakes) else (Mistake((".".join(map(str, keys)),), str(error)),)
+            return [placed(mistake, root) for mistake in mistakes]
     return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(keys, detail)}")]
-
-
-def rule_problem(text: str, keys: Keys, root: Node) -> Problem:
-    """A broken rule between keys: placed at the first key that it names and that was written."""
-    candidates = [(*keys, *name) for name in named_keys(text)]
-    written = next((candidate for candidate in candidates if root.has(candidate)), keys)
-    return Problem(root.nearest(written).place, written, text)
-
-
-def named_keys(text: str) -> list[Keys]:
-    """Whatever in a rule's text may be a key."""
-    return [tuple(name.split(".")) for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)]
 
 
 def _allowed(keys: Keys, detail: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.algo.registry import needs
-from asyncrl.config.named_files import Finding
+from asyncrl.config.base import Mistake
 from asyncrl.config.report import shown
 from asyncrl.config.schema import Config
 
@@ -107,7 +107,7 @@ def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
     return found | {"data.train": rows, "algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic"}
 
 
-def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path) -> Iterator[Finding]:
+def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path) -> Iterator[Mistake]:
     """Every key that had to stay and that `values` have changed. `weights` are the run's newest, as a model directory."""
     for key, (kind, why) in BOUND.items():
         if _is_same(key, saved[key], values[key]):
@@ -116,7 +116,9 @@ def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weig
         if kind == REFUSED:
             cure = f"begin another run from its weights (another run.name, and model.path={weights})"
         found, allowed = shown(values[key]), shown(saved[key])
-        yield key, f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or {cure}"
+        yield Mistake(
+            (key,), f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or {cure}"
+        )
 
 
 def _is_same(key: str, saved: Any, value: Any) -> bool:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.addresses import one_place, open_ways
-from asyncrl.config.base import Part, Positive, PositiveFloat
+from asyncrl.config.base import Mistake, Mistakes, Part, Positive, PositiveFloat
 
 
 def holds_password(url: str) -> bool:
@@ -56,8 +56,9 @@ class StoreConfig(Part):
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
         if self.url is not None and not self.insecure and (ways := list(open_ways(self.url))):
-            raise ValueError(
+            text = (
                 f"store.url is {self.url}: {'; '.join(ways)}. In a network that nobody else reaches, store.insecure: true "
                 "accepts it"
             )
+            raise Mistakes(Mistake(("store.url",), text))
         return self

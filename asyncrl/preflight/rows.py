@@ -5,7 +5,8 @@ import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.config.named_files import Finding, is_local
+from asyncrl.config.base import Mistake
+from asyncrl.config.named_files import is_local
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import FORMATS, Rows, load_rows
 from asyncrl.data.reader import PromptReader
@@ -16,7 +17,7 @@ from asyncrl.rewards.forms import Form
 SHOWN = 3  # rows named for one kind of mistake
 
 
-def row_problems(config: Config) -> Iterator[Finding]:
+def row_problems(config: Config) -> Iterator[Mistake]:
     """Rows without a usable prompt or without a column that a reward needs; files that cannot be read."""
     forms = _forms(config)
     for key, source, split in (
@@ -26,17 +27,17 @@ def row_problems(config: Config) -> Iterator[Finding]:
         if source is None or not is_local(source) or not Path(source).is_file():
             continue
         if Path(source).suffix not in FORMATS:
-            yield key, f"found the suffix `{Path(source).suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
+            yield Mistake((key,), f"found the suffix `{Path(source).suffix}`; allowed are {', '.join(FORMATS)}; convert the file")
             continue
         try:
             rows = load_rows(source, split)
         except DataError as error:
-            yield key, str(error)
+            yield Mistake((key,), str(error))
         else:
-            found: dict[str, list[str]] = {}
-            for about, text in (*_lacking(config, key, rows, forms), *_unusable(config, key, rows)):
-                found.setdefault(about, []).append(text)
-            yield from ((about, "; and ".join(texts)) for about, texts in found.items())  # a key is told of once
+            found: dict[tuple[str, ...], list[str]] = {}
+            for keys, text in (*_lacking(config, key, rows, forms), *_unusable(config, key, rows)):
+                found.setdefault(keys, []).append(text)
+            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())  # a key is told of once
 
 
 def _forms(config: Config) -> dict[str, Form]:
@@ -52,7 +53,7 @@ def _forms(config: Config) -> dict[str, Form]:
     return found
 
 
-def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Finding]:
+def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
     """One finding for each column that is missing: about who wants it where no row has it, else about the data."""
     wants = {name: form.lacking for name, form in forms.items()}
     prompt = _prompt_columns(config)
@@ -66,13 +67,13 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
             if len(indices) == len(rows):
                 close = difflib.get_close_matches(column, rows[0], n=1, cutoff=0.5)
                 hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
-                yield name, f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; {hint}"
+                yield Mistake((name,), f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; {hint}")
             else:
                 text = f"{_amount(indices, rows)} lack column `{column}`, which {name} wants: {_places(rows, indices)}"
-                yield key, f"{text}; add it there, or remove the rows"
+                yield Mistake((key,), f"{text}; add it there, or remove the rows")
 
 
-def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Finding]:
+def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:
     """Rows that have the column of the prompt, but no prompt in it."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
     found: dict[str, None] = {}  # a mistake in the template is the same in every row
@@ -84,7 +85,7 @@ def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Finding]:
                 found[str(error)] = None
     if found:
         more = f" (and {len(found) - SHOWN} more rows of it)" if len(found) > SHOWN else ""
-        yield key, f"{'; '.join([*found][:SHOWN])}{more}"
+        yield Mistake((key,), f"{'; '.join([*found][:SHOWN])}{more}")
 
 
 def _amount(indices: list[int], rows: Rows) -> str:

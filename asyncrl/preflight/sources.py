@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from asyncrl.config.base import Mistake
 from asyncrl.config.choices import kind_at
 from asyncrl.config.document import Node
-from asyncrl.config.named_files import Finding, absent
+from asyncrl.config.named_files import absent
 from asyncrl.config.schema import Config
 from asyncrl.errors import RewardError
 from asyncrl.rewards.builtin import BUILTINS
@@ -22,18 +23,18 @@ class Missing(Exception):  # not an error: carries what to tell
     """A function that is not where its name says."""
 
 
-def source_problems(config: Config, root: Node) -> Iterator[Finding]:
+def source_problems(config: Config, root: Node) -> Iterator[Mistake]:
     """What is wrong with reward functions, hooks and functions of the algorithm."""
     for index, one in enumerate(config.reward.functions):
         try:
             reward_form(one.function)
         except Missing as missing:
-            yield f"reward.functions.{index}.function", str(missing)
+            yield Mistake((f"reward.functions.{index}.function",), str(missing))
     for key, name in _own_names(config, root):
         try:
             _definition(name)
         except Missing as missing:
-            yield key, str(missing)
+            yield Mistake((key,), str(missing))
 
 
 def _own_names(config: Config, root: Node) -> Iterator[tuple[str, str]]:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.document import Node, Problem
+from asyncrl.config.base import Mistake
+from asyncrl.config.document import Node
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import Finding, file_problems
+from asyncrl.config.named_files import file_problems
 from asyncrl.config.schema import Config
 from asyncrl.preflight.rows import row_problems
 from asyncrl.preflight.sources import source_problems
@@ -20,24 +21,23 @@ def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool
     draft = read_draft(path, overrides)
     found = _problems(draft.config, draft.root) if draft.config else []
     if draft.config and resumes:
-        told = {key for key, _ in found}  # such as a file that is not there
-        found += [one for one in _resume_problems(path, draft.config, draft.root) if one[0] not in told]
-    for name, text in found:
-        keys = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
-        draft.add([keys], Problem(draft.root.nearest(keys).place, keys, text))
+        told = {mistake.keys for mistake in found}  # such as a file that is not there
+        found += [one for one in _resume_problems(path, draft.config, draft.root) if one.keys not in told]
+    for mistake in found:
+        draft.add(mistake)
     return checked(draft)
 
 
-def _problems(config: Config, root: Node) -> list[Finding]:
+def _problems(config: Config, root: Node) -> list[Mistake]:
     """Of files, functions and rows, and of the sandbox, which is tried out."""
     found = [*file_problems(config), *source_problems(config, root), *row_problems(config)]
     sandbox = sandbox_of(config.reward, config.run.root)
     if sandbox and (problem := sandbox.problem()):
-        found.append(("reward.sandbox", problem))
+        found.append(Mistake(("reward.sandbox",), problem))
     return found
 
 
-def _resume_problems(path: Path, config: Config, root: Node) -> list[Finding]:
+def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     if path.name != "config.yaml" and not config.run.directory.exists():
         return []
     from asyncrl.run.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait

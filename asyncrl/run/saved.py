@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
-from asyncrl.config.named_files import Finding
 from asyncrl.config.report import panel
 from asyncrl.config.resume import fixed_values, resume_findings
 from asyncrl.config.schema import Config
@@ -42,7 +42,7 @@ def _rows_of(config: Config) -> str:
     return load_rows(config.data.train, config.data.split).fingerprint
 
 
-def changes(config: Config, saved: Saved | None) -> Iterator[Finding]:
+def changes(config: Config, saved: Saved | None) -> Iterator[Mistake]:
     """What the config, or the file that it names, has changed that had to stay."""
     if saved is None:
         return
@@ -51,13 +51,13 @@ def changes(config: Config, saved: Saved | None) -> Iterator[Finding]:
         rows = _rows_of(config)
     except DataError as error:
         rows = fixed["data.train"]
-        yield "data.train", str(error)
+        yield Mistake(("data.train",), str(error))
     yield from resume_findings(fixed, fixed_values(config, rows=rows), weights=saved.path / EXPORT)
 
 
 def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None) -> None:
     """Raises ConfigError with all of them."""
-    if found := [f"{key}: {text}" for key, text in changes(config, saved)]:
+    if found := [f"{keys[0]}: {text}" for keys, text in changes(config, saved)]:
         raise ConfigError(panel(found, title=f"the config with which {directory.path} is to be resumed"))
 
 
@@ -74,7 +74,7 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
     )
 
 
-def moved(path: Path, config: Config, root: Node) -> Iterator[Finding]:
+def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
     """When `path` is the config of a run that its own run.root and run.name do not lead to: with it, another run would begin."""
     found, meant = path.parent.resolve(), config.run.directory.resolve()
     is_asked_for = any(root.nearest(("run", key)).place.startswith("override") for key in ("name", "root"))
@@ -83,8 +83,8 @@ def moved(path: Path, config: Config, root: Node) -> Iterator[Finding]:
     cure = f"set run.root={found.parent}"
     if found.name != config.run.name:
         cure = f"give the directory its name back ({found.with_name(config.run.name)}) and {cure}"
-    yield (
-        "run.root",
+    yield Mistake(
+        ("run.root",),
         f"found the config of the run in {found}, but with run.name it leads to {meant}, which would be another run; to go on "
         f"with the one in {found.name}, {cure}; to begin another one, give run.name as an override",
     )

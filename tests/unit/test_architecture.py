@@ -1,8 +1,11 @@
 """The shape of the code base: imports point down, the pure part is pure, heavy libraries stay put, files stay small."""
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,43 @@ def test_imports_point_down(path):
         # evaluation and learner are read by what reports on them, one layer up; on one layer only interfaces are seen
         is_interface = module.endswith(".base") or module == "asyncrl.buffer.ledger"
         assert LAYER[there] < LAYER[here] or (LAYER[there] == LAYER[here] and is_interface), module
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph_of(room: Callable[[str], str]) -> dict[str, set[str]]:
+    """Who imports whom, for type checking too; `room` says what a module counts as."""
+    known = {dotted(path) for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        named = [
+            f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+        for module in [*imports_of(path), *named]:
+            if module in known:
+                graph.setdefault(room(dotted(path)), set()).add(room(module))
+    return {here: there - {here} for here, there in graph.items()}
+
+
+def test_no_modules_import_each_other():
+    tuple(graphlib.TopologicalSorter(graph_of(lambda module: module)).static_order())
+
+
+def test_no_packages_import_each_other():
+    tuple(graphlib.TopologicalSorter(graph_of(lambda module: module.split(".")[1])).static_order())
+
+
+def test_a_cycle_would_be_found():
+    with pytest.raises(graphlib.CycleError):
+        tuple(graphlib.TopologicalSorter(graph_of(lambda module: "even" if len(module) % 2 else "odd")).static_order())
+
+
+def test_a_module_is_known_by_its_name_alone():
+    names = Counter(path.stem for path in MODULES if path.stem not in ("base", "__init__"))
+    assert not [name for name, number in names.items() if number > 1]
 
 
 @pytest.mark.parametrize("library", OWNERS)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from asyncrl.algo import registry
 from asyncrl.commands.up import require_password
 from asyncrl.config.addresses import is_everywhere, is_loopback
-from asyncrl.config.agreements import GROUP_ADVANTAGES
+from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
