@@ -1,5 +1,6 @@
 """The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every ZeRO stage."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from helpers_models import tiny_qwen2
-from helpers_ranks import run_ranks
+from helpers_ranks import Ranks, resident_ranks
 from torch import Tensor
 from trainer_worker import sequences, tokens_of
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.integration
 
+Start = Callable[[int], Ranks]
 CUTS = {
     "whole": [[[0, 1, 2, 3, 4, 5, 6]]],
     "cut": [[[3], [0, 6, 1], [], [2, 4, 5]]],
@@ -26,6 +28,12 @@ CUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Start]:
+    with resident_ranks() as ranks_of:
+        yield ranks_of
 
 
 def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
@@ -46,7 +54,7 @@ def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), (2, False)])
-def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(tmp_path: Path, ranks: int, tied: bool) -> None:
+def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(ranks_of: Start, tmp_path: Path, ranks: int, tied: bool) -> None:
     model = tiny_qwen2(tmp_path / "model", tied=tied)
     expected, loss = oracle(model)
     scenarios: list[dict[str, Any]] = [
@@ -57,7 +65,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(tmp_path: Path,
     ]
     scenarios.append(scenarios[-1] | {"name": "checkpointing", "checkpointing": True})
     norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
-    for name, (gradients, report) in run_ranks(ranks, model, scenarios, tmp_path).items():
+    for name, (gradients, report) in ranks_of(ranks).run(model, scenarios, tmp_path).items():
         assert report["names"] == list(expected), name
         for parameter, gradient in expected.items():
             torch.testing.assert_close(
@@ -70,7 +78,9 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(tmp_path: Path,
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(model: Path, tmp_path: Path, ranks: int) -> None:
+def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
+    ranks_of: Start, model: Path, tmp_path: Path, ranks: int
+) -> None:
     scenarios = [
         {
             "run": "nonfinite",
@@ -83,7 +93,7 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(model: Pat
         for stage, dtype in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")]
         for bad in ("never", "nan", "inf", "gradient")
     ]
-    results = run_ranks(ranks, model, scenarios, tmp_path)
+    results = ranks_of(ranks).run(model, scenarios, tmp_path)
     for scenario in scenarios:
         if not scenario["with_bad"]:
             continue
@@ -101,12 +111,12 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(model: Pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_logprobs_reference_score_and_broadcast(model: Path, tmp_path: Path, ranks: int) -> None:
+def test_logprobs_reference_score_and_broadcast(ranks_of: Start, model: Path, tmp_path: Path, ranks: int) -> None:
     scenarios = [
         {"run": "surface", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (0, "bfloat16"), (3, "bfloat16")]
     ]
-    results = run_ranks(ranks, model, scenarios, tmp_path)
+    results = ranks_of(ranks).run(model, scenarios, tmp_path)
     for name, (tensors, report) in results.items():
         assert torch.equal(tensors["before"], tensors["reference"]), name
         assert torch.equal(tensors["still"], tensors["reference"]), name
@@ -118,16 +128,17 @@ def test_logprobs_reference_score_and_broadcast(model: Path, tmp_path: Path, ran
         assert results[name][1]["score"] == pytest.approx(results["0 float32"][1]["score"], abs=1e-5)
 
 
-def test_score_is_the_stock_models_at_temperature_one(tmp_path: Path) -> None:
+def test_score_is_the_stock_models_at_temperature_one(ranks_of: Start, tmp_path: Path) -> None:
     model, ids = tiny_qwen2(tmp_path / "model"), torch.tensor([[3, 9, 4, 30, 12]])
     # A learning rate this small leaves the weights as they were loaded, to 1e-6.
-    _, report = run_ranks(1, model, [{"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}], tmp_path)["s"]
+    scenario = {"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}
+    _, report = ranks_of(1).run(model, [scenario], tmp_path)["s"]
     table = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids).logits[0, :-1].log_softmax(-1)
     assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)
 
 
 def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_and_any_budget(
-    model: Path, tmp_path: Path
+    ranks_of: Start, model: Path, tmp_path: Path
 ) -> None:
     results: dict[str, tuple[dict[str, Tensor], Any]] = {}
     for ranks, cuts in {1: [(0, 1000), (0, 40)], 2: [(2, 60), (3, 40)], 4: [(3, 60)]}.items():
@@ -141,7 +152,7 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
             }
             for stage, budget in cuts
         ]
-        results |= run_ranks(ranks, model, scenarios, tmp_path / str(ranks))
+        results |= ranks_of(ranks).run(model, scenarios, tmp_path / str(ranks))
     (first, (expected, report)), *others = results.items()
     assert report["microbatches"] == 1 < results["1 ranks, stage 0, budget 40"][1]["microbatches"], first
     for name, (found, other) in others:
@@ -151,12 +162,14 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
         assert other["norms"] == pytest.approx(report["norms"], rel=1e-5), name
 
 
-def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(model: Path, tmp_path: Path) -> None:
+def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(
+    ranks_of: Start, model: Path, tmp_path: Path
+) -> None:
     scenarios = [
         {"run": "critic", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
     ]
-    for name, (tensors, report) in run_ranks(2, model, scenarios, tmp_path).items():
+    for name, (tensors, report) in ranks_of(2).run(model, scenarios, tmp_path).items():
         expected = {"step": [0, ["policy"]], "bad": [1, []], "none": [1, []], "critic_step": [0, ["critic"]]}
         assert report["moved"] == expected, name
         assert report["losses"][-1] < report["losses"][0] / 100, name  # squares: the error falls by 10
@@ -164,12 +177,12 @@ def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_r
         assert float((tensors["values_T"] - 0.7).abs().mean()) < 0.07, name
 
 
-def test_the_reference_follows_the_policy_as_a_moving_average(model: Path, tmp_path: Path) -> None:
+def test_the_reference_follows_the_policy_as_a_moving_average(ranks_of: Start, model: Path, tmp_path: Path) -> None:
     scenarios = [
         {"run": "reference", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
     ]
-    for name, (_, report) in run_ranks(2, model, scenarios, tmp_path).items():
+    for name, (_, report) in ranks_of(2).run(model, scenarios, tmp_path).items():
         # bfloat16 has 8 bits, and rounds at random to one of the two neighbours, in every one of the four updates.
         assert report["error"] < (1e-6 if "float32" in name else 0.03), name
         assert report["span"] > 1e-3, name

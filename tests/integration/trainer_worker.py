@@ -1,6 +1,7 @@
-"""One rank of a learner, as its own process: `python trainer_worker.py '{"rank": 0, ...}'`. Runs scenarios one after the other.
+"""One rank of a learner, as its own process: reads jobs such as `{"rank": 0, ...}`, one a line, until its input ends.
 
-Each scenario writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`.
+Each scenario of a job writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`; after the last, each rank
+makes `<out>/<rank>.done`.
 """
 
 import json
@@ -350,13 +351,15 @@ def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str,
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    for scenario in job["scenarios"]:
-        tensors, report = globals()[scenario["run"]](job, scenario)
-        if job["rank"] == 0:
-            save_file(tensors, Path(job["out"]) / f"{scenario['name']}.safetensors")
-            (Path(job["out"]) / f"{scenario['name']}.json").write_text(json.dumps(report))
+    for line in sys.stdin:
+        job = json.loads(line)
+        for scenario in job["scenarios"]:
+            tensors, report = globals()[scenario["run"]](job, scenario)
+            if job["rank"] == 0:
+                save_file(tensors, Path(job["out"]) / f"{scenario['name']}.safetensors")
+                (Path(job["out"]) / f"{scenario['name']}.json").write_text(json.dumps(report))
+        (Path(job["out"]) / f"{job['rank']}.done").touch()
 
 
 if __name__ == "__main__":
