@@ -17,7 +17,7 @@ from rich.console import Console
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard
 from asyncrl.telemetry.state import StateReader
 from bench.environment import describe
-from tests.unit.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 
 def main():

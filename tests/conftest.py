@@ -1,4 +1,4 @@
-"""Shared by all tests. Being here also makes the helper modules of this directory importable."""
+"""Settings of all tests."""
 
 from collections.abc import Generator
 

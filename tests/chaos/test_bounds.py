@@ -1,8 +1,8 @@
-"""The bounds of tests/chaos/bounds.py for a few seconds each. `python -m tests.chaos.bounds` takes as long as one likes."""
+"""The bounds for a few seconds each. `python -m reliability.chaos.bounds` takes as long as one likes."""
 
 import pytest
 
-from tests.chaos.bounds import COMPILER, SCENARIOS, broken, run_one
+from reliability.chaos.bounds import COMPILER, SCENARIOS, broken, run_one
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 

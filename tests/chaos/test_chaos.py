@@ -1,4 +1,4 @@
-"""Every kind of fault for a few seconds. `python -m tests.chaos` runs the same for as long as one likes."""
+"""Every kind of fault for a few seconds. `python -m reliability.chaos` runs the same for as long as one likes."""
 
 import random
 from dataclasses import replace
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.faults import SCENARIOS, Scenario, strike, wipe
-from tests.chaos.hardening import DEADLY, FILES, HARDENING, POISON
-from tests.chaos.helpers import marked
-from tests.chaos.hosts import obstacle
-from tests.chaos.page import PAGE, results, rewritten
-from tests.chaos.poison import GROUPS, fates, send_message
-from tests.chaos.world import START_S, World
+from reliability.chaos.faults import SCENARIOS, Scenario, strike, wipe
+from reliability.chaos.hardening import DEADLY, FILES, HARDENING, POISON
+from reliability.chaos.helpers import marked
+from reliability.chaos.hosts import obstacle
+from reliability.chaos.page import PAGE, results, rewritten
+from reliability.chaos.poison import GROUPS, fates, send_message
+from reliability.chaos.world import START_S, World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -33,7 +33,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
 
 
 def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(tmp_path: Path) -> None:
-    """Each once. `python -m tests.chaos --only hardening` mixes them with all other faults."""
+    """Each once. `python -m reliability.chaos --only hardening` mixes them with all other faults."""
     chosen = {**POISON, **DEADLY, **FILES, send_message: 1.0}
     scenario = replace(HARDENING, faults=chosen, gap_s=0.1, calm=False, at_once=(1,))
     with World(tmp_path / "run", SEED, hang_s=scenario.hang_s) as world:

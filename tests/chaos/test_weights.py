@@ -1,8 +1,8 @@
-"""A few of each fault on the weights plane. `python -m tests.chaos.weights` does hundreds."""
+"""A few of each fault on the weights plane. `python -m reliability.chaos.weights` does hundreds."""
 
 import pytest
 
-from tests.chaos.weights import aborted, run, sampling_on, stricken, visitors
+from reliability.chaos.weights import aborted, run, sampling_on, stricken, visitors
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_models import tiny_qwen2
 from transformers import AutoModelForCausalLM
 
 import asyncrl
 from asyncrl.commands.down import processes_of
+from tests.support.models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_qwen2
-from helpers_ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.run.checkpoint import EXPORT
+from tests.support.models import tiny_qwen2
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from helpers_compose import DEPLOY, compose, env_file, mounts, words
-from helpers_models import tiny_qwen2
-from helpers_ports import free_ports
 
 import asyncrl
 from asyncrl.buffer.server import find_server
 from asyncrl.commands.down import processes_of
 from asyncrl.rewards.sandbox import Sandbox
+from tests.support.compose import DEPLOY, compose, env_file, mounts, words
+from tests.support.models import tiny_qwen2
+from tests.support.ports import free_ports
 
 PROBLEM = Sandbox((), Path("runs")).problem()
 pytestmark = [

@@ -11,10 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import receiver_stand_in as receiving
 import torch
 import zmq
 
@@ -27,6 +25,7 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
+from tests.support import receiver_stand_in as receiving
 
 pytestmark = pytest.mark.integration
 
@@ -91,7 +90,7 @@ class Generator:
         self.layout = learner.layout
         options = {"secret": KEYS.secret.hex()} | options
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "generator_stand_in.py", learner.hub.endpoint, name, json.dumps(options)],
+            [sys.executable, "-m", "tests.support.generator_stand_in", learner.hub.endpoint, name, json.dumps(options)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -419,7 +418,7 @@ def test_an_endpoint_that_is_open_to_all_or_impossible_is_refused(stage, endpoin
 
 def test_nobody_answers(tmp_path):
     process = subprocess.run(
-        [sys.executable, Path(__file__).parent / "generator_stand_in.py", f"ipc://{tmp_path}/none", "a", '{"join_s": 1.0}'],
+        [sys.executable, "-m", "tests.support.generator_stand_in", f"ipc://{tmp_path}/none", "a", '{"join_s": 1.0}'],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,11 +1,11 @@
-"""Real saves of a real trainer, cut off at every operation: no saved checkpoint is lost. `python -m tests.crash` does more."""
+"""Real saves, cut off at every operation: no saved checkpoint is lost. `python -m reliability.crash` does more."""
 
 import pytest
 
-from tests.crash.__main__ import trace
-from tests.crash.file_trace import COMPILER
-from tests.crash.points import enumerate_points
-from tests.crash.saver import KEY
+from reliability.crash.__main__ import trace
+from reliability.crash.file_trace import COMPILER
+from reliability.crash.points import enumerate_points
+from reliability.crash.saver import KEY
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncrl.config.schema import ControlConfig
-from asyncrl.control.base import Hello, Refused
+from asyncrl.control.base import Refused
 from asyncrl.control.client import ControlClient
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, introduce, public_key
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REPORT_BYTES, set_options
@@ -21,13 +21,12 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
+from tests.support.curve import HELLO, answer
 
 pytestmark = pytest.mark.integration
 
 LAYOUT = Layout.plan([TensorSpec(name="w", dtype="float32", shape=(2,))], 1000)
 KEYS, OTHERS = RunKeys(bytes(range(32))), RunKeys(bytes(32))
-HELLO = Hello(generator_id="a", incarnation="1", release="another", config_hash="abc", version=0)
-"""Of another release: an answer is a refusal, so that no sender is started."""
 
 
 def make_hub(publisher, **changes):
@@ -48,20 +47,6 @@ def hub(publisher):
     made = make_hub(publisher)
     yield made
     made.stop("test is over")
-
-
-def answer(endpoint, keys, *, secret=None, wait_ms=1500, wire_key=b""):
-    """What a socket with these keys hears from the learner; None: nothing."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as caller:
-        set_options(caller, max_bytes=MAX_ORDER_BYTES)
-        caller.setsockopt_string(zmq.IDENTITY, "a:1")
-        if keys is not None:
-            introduce(caller, keys)
-        if secret is not None:
-            caller.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        caller.connect(endpoint)
-        caller.send(CODEC.encode(HELLO, wire_key))
-        return CODEC.decode(caller.recv(), wire_key) if caller.poll(wait_ms) else None
 
 
 def test_the_runs_generators_are_heard(hub):

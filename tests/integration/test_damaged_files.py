@@ -19,7 +19,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointsRefused
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from tests.crash.small_run import GROUPS, NAME, Weights, config_in
+from reliability.crash.small_run import GROUPS, NAME, Weights, config_in
 
 pytestmark = pytest.mark.integration
 
@@ -63,7 +63,7 @@ DAMAGES: list[Damage] = [truncated, emptied, flipped, missing, replaced, unreada
 
 
 def start(root: Path, steps: int) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "tests.crash.small_run", "up", str(config_in(root, root, max_restarts=2)), str(steps)]
+    argv = [sys.executable, "-m", "reliability.crash.small_run", "up", str(config_in(root, root, max_restarts=2)), str(steps)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2])
 
 

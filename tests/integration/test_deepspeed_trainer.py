@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_models import tiny_qwen2
-from helpers_ranks import Ranks, resident_ranks
 from torch import Tensor
-from trainer_worker import sequences, tokens_of
 from transformers import AutoModelForCausalLM
+
+from tests.support.models import tiny_qwen2
+from tests.support.ranks import Ranks, resident_ranks
+from tests.support.trainer_worker import sequences, tokens_of
 
 pytestmark = pytest.mark.integration
 

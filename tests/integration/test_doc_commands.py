@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_docs import PAGES, ROOT, commands, files, inline_commands
-from helpers_models import tiny_qwen2
 
 from asyncrl.commands.down import processes_of
+from tests.support.models import tiny_qwen2
+from tests.support.pages import PAGES, ROOT, commands, files, inline_commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -49,16 +49,18 @@ NOT_TYPED = {
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_weights.py",
     "python -m pytest": "is what runs this",
-    "python -m tests.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
-    "python -m tests.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
-    "python -m tests.chaos.page": "rewrites a page: tests/chaos/test_chaos.py holds it to what it writes",
-    "python -m tests.chaos.weights": "minutes: tests/chaos/test_weights.py has a few of each fault",
-    "python -m tests.crash": "minutes: tests/integration/test_crash_points.py has one save",
-    "python -m tests.crash.whole_run": "minutes: tests/integration/test_power_loss.py starts two",
-    "python -m tests.fuzz.fuzz_frames": "a package of its own, and hours: tests/unit/test_wire_fuzz.py has seconds of it",
-    "python -m tests.fuzz.structured_frames": "minutes: tests/unit/test_wire_fuzz.py has seconds of it",
-    "python -m tests.simulation": "minutes: tests/simulation has 500 seeds in every run",
-    "python -m tests.simulation.mutants": "minutes: tests/simulation/test_mutants.py tries some",
+    "python -m reliability.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
+    "python -m reliability.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
+    "python -m reliability.chaos.page": "rewrites a page: tests/chaos/test_chaos.py holds it to what it writes",
+    "python -m reliability.chaos.weights": "minutes: tests/chaos/test_weights.py has a few of each fault",
+    "python -m reliability.crash": "minutes: tests/integration/test_crash_points.py has one save",
+    "python -m reliability.crash.full_disk": "fills disks, as root: tests/unit/test_failed_saves.py has saves that fail",
+    "python -m reliability.crash.whole_run": "minutes: tests/integration/test_power_loss.py starts two",
+    "python -m reliability.fuzz.fuzz_frames": "a package of its own, and hours: tests/unit/test_wire_fuzz.py has seconds of it",
+    "python -m reliability.fuzz.structured_frames": "minutes: tests/unit/test_wire_fuzz.py has seconds of it",
+    "python -m reliability.mutation.mutate": "minutes: a copy of the unit tests for each mutant",
+    "python -m reliability.simulation": "minutes: tests/simulation has 500 seeds in every run",
+    "python -m reliability.simulation.mutants": "minutes: tests/simulation/test_mutants.py tries some",
     "python deploy/wandb_overview.py": "network; what it would save is held by tests/unit/test_wandb_overview.py",
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
     "ruff": "a part of `make test`",

@@ -20,7 +20,7 @@ from asyncrl.config.schema import StoreConfig
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Finding, execute, fine
-from tests.helpers_models import tiny_qwen2
+from tests.support.models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

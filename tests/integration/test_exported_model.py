@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers_models import tiny_qwen2
-from helpers_ranks import run_ranks
-from trainer_worker import KEY
 from transformers import AutoTokenizer
-from vllm_helpers import running_engine
 
 from asyncrl.results.export import export_run
 from asyncrl.run.directory import RunDirectory
+from tests.support.models import tiny_qwen2
+from tests.support.ranks import run_ranks
+from tests.support.trainer_worker import KEY
+from tests.support.vllm_engines import running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import RunError
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter, status_families
-from tests.unit.test_telemetry import snapshot
+from tests.support.telemetry_records import snapshot
 
 pytestmark = pytest.mark.integration
 

@@ -18,8 +18,8 @@ from asyncrl.results.export import export_run
 from asyncrl.results.run_page import write_report
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from tests.crash.small_run import Weights
-from tests.unit.synthetic_run import SyntheticRun
+from reliability.crash.small_run import Weights
+from tests.support.synthetic_run import SyntheticRun
 
 pytestmark = pytest.mark.integration
 

@@ -18,9 +18,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers_ports import free_ports
-from test_curve import answer
-from test_run import ASYNCRL, call, config, kill, member_versions, rows, steps, wait  # noqa: F401 - config is a fixture
 from zmq.utils import z85
 
 from asyncrl.buffer.connection import StoreConnection
@@ -32,10 +29,20 @@ from asyncrl.control.curve import GeneratorKeys
 from asyncrl.errors import StoreRefused
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys
+from tests.support.curve import answer
+from tests.support.ports import free_ports
+from tests.support.whole_run import ASYNCRL, call, kill, member_versions, rows, steps, tiny_run, wait
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
-TESTS = Path(__file__).parents[1]
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    with tiny_run(tmp_path) as path:
+        yield path
+
+
+SUPPORT = Path(__file__).parents[1] / "support"
 CANARIES = {
     name: secrets.token_hex(20)
     for name in (
@@ -93,13 +100,13 @@ def listening_unix() -> Iterator[tuple[str, str]]:
             yield words[7], words[6]
 
 
-def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_secrets(config, monkeypatch):  # noqa: F811
+def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_secrets(config, monkeypatch):
     run, elsewhere, notes = config.parent / "runs" / "whole", config.parent / "elsewhere", config.parent / "unpickled.jsonl"
     store_port, control_port = free_ports(2)
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NOTE_UNPICKLING_IN", str(notes))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "observer"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT / "observer"), os.environ.get("PYTHONPATH", "")]))
     control = f"tcp://127.0.0.1:{control_port}"
     overrides = [f"store.bind=tcp://127.0.0.1:{store_port}", f"control.bind={control}", "run.environment=[NOTE_UNPICKLING_IN]"]
     overrides += ["learner.steps=5000", "generator.count=1", "telemetry.wandb=offline"]

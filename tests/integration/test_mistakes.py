@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers_models import tiny_qwen2
+from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
 

@@ -1,9 +1,9 @@
-"""A whole run whose machine loses its power after any change of any file. `python -m tests.crash.whole_run` does more."""
+"""A whole run whose machine loses its power after any change of any file. `python -m reliability.crash.whole_run` does more."""
 
 import pytest
 
-from tests.crash.file_trace import COMPILER
-from tests.crash.whole_run import trace, try_all
+from reliability.crash.file_trace import COMPILER
+from reliability.crash.whole_run import trace, try_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

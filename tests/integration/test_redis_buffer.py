@@ -12,18 +12,14 @@ import threading
 from dataclasses import replace
 
 import pytest
-from buffer_contract import RULES, BufferContract, fill, ids, places, take
-from buffer_walk import WALK_RULES, Walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_lane import MemoryLane
 from redis.exceptions import ResponseError
-from shard_contract import SHARDS, Run, ShardContract
 
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.redis import LIBRARY, PLACES, RedisBuffer, hash_tag
+from asyncrl.buffer.redis import LIBRARY, RedisBuffer, hash_tag
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
@@ -34,9 +30,13 @@ from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
 from asyncrl.evaluation import lane_name
 from asyncrl.files import replace_text
 from asyncrl.launch.wiring import eval_lane, eval_rules, train_lane
+from tests.support.buffer_contract import RULES, BufferContract, fill, ids, places, take
+from tests.support.buffer_walk import WALK_RULES, Walk
+from tests.support.memory_lane import MemoryLane
+from tests.support.redis_lane import RUN, RedisLane, Weighed, run_numbers
+from tests.support.shard_contract import SHARDS, Run, ShardContract
 
 pytestmark = pytest.mark.integration
-run_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module", params=["bundled", "redis-server"])
@@ -52,50 +52,6 @@ def connection(server):
     connection = StoreConnection(server.url, retry_s=5.0)
     yield connection
     connection.close()
-
-
-class Weighed(RedisBuffer):
-    """Every audit also weighs the frames: none is left that is not counted."""
-
-    def audit(self):
-        audit = super().audit()
-        assert sum(map(len, self._connection.client.hvals(self._frames_key))) == audit.payload_bytes
-        return audit
-
-
-class RedisLane:
-    kind = Weighed
-
-    def __init__(self, connection, rules=RULES, *, run=None, lane="train"):
-        self.connection, self.rules, self.lane = connection, rules, lane
-        self.run = run or f"run-{next(run_numbers)}"
-
-    def handle(self):
-        return self.kind(self.connection, self.run, self.rules, lane=self.lane)
-
-    def key(self, place):
-        return f"{{{self.run}:{self.lane}}}:{place}"
-
-    def expire(self):
-        client, deadlines = self.connection.client, self.key("deadlines")
-        if leased := client.zrange(deadlines, 0, -1):
-            client.zadd(deadlines, dict.fromkeys(leased, 1))
-
-    def wipe(self):
-        self.connection.client.delete(*map(self.key, PLACES))
-
-    def owner_is_newest(self, learners):
-        owner = self.connection.client.hget(self.key("meta"), "owner")
-        return owner in [learner._owner.encode() for learner in learners if isinstance(learner, RedisBuffer)]
-
-    def snapshot(self):
-        return {place: self.connection.client.dump(self.key(place)) for place in PLACES}
-
-    def roll_back(self, snapshot):
-        self.wipe()
-        for place, value in snapshot.items():
-            if value is not None:
-                self.connection.client.restore(self.key(place), 0, value)
 
 
 class TestRedisBuffer(BufferContract):
@@ -460,9 +416,6 @@ reward: {{functions: [{{function: exact_match}}]}}
     (tmp_path / "held_out.jsonl").unlink()
     told = audit()
     assert told.returncode == 0 and "does not exist" in json.loads(told.stdout)["evaluation"]["not_counted"]
-
-
-RUN = StoredRun(name="first", config_json='{"a": 1}', config_hash="abc", release="0.1", key_id=key_id(b"key"))
 
 
 @pytest.fixture

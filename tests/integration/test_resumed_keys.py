@@ -38,7 +38,7 @@ from asyncrl.run.saved import values_to_keep
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.group_frames import decode_group
-from tests.chaos.helpers import order_of
+from reliability.chaos.helpers import order_of
 
 pytestmark = pytest.mark.integration
 

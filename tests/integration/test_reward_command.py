@@ -13,7 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
-from tests.helpers_models import tiny_qwen2
+from tests.support.models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -1,6 +1,6 @@
 """Rewards in bubblewrap against attacks by the programs that they run: none has an effect outside, and the next reward works.
 
-The attacks are in `reward_attacks.py`; what they did is looked up from outside. A few of them are also made without the
+The attacks are in tests/support/reward_attacks.py; what they did is looked up from outside. A few are also made without the
 sandbox, where they succeed: otherwise nobody would know that they are attacks.
 """
 
@@ -28,7 +28,7 @@ from asyncrl.rewards.sandbox import Sandbox
 
 pytestmark = pytest.mark.integration
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 CANARY = "canary-7f3a"
 LIMIT_S = 2.0
 ANSWER_S = 120.0
@@ -47,7 +47,7 @@ class World:
         self.project, self.runs = root / "project", root / "project" / "runs"
         self.run = self.runs / "first"
         self.run.mkdir(parents=True)
-        shutil.copy(HERE / "reward_attacks.py", self.project / "task.py")
+        shutil.copy(SUPPORT / "reward_attacks.py", self.project / "task.py")
         self.victim = self.project / "victim.py"
         self.elsewhere = root / "elsewhere" / "key.txt"
         self.elsewhere.parent.mkdir()
@@ -165,13 +165,13 @@ class Host:
             "memory_gib": 1.0,
         }
         self.process = psutil.Popen(
-            [sys.executable, str(HERE / "reward_host.py"), json.dumps(config), "runs"],
+            [sys.executable, str(SUPPORT / "reward_host.py"), json.dumps(config), "runs"],
             cwd=world.project,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ
-            | {"HF_TOKEN": CANARY, MARK: world.token, "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
+            | {"HF_TOKEN": CANARY, MARK: world.token, "PYTHONPATH": f"{SUPPORT.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

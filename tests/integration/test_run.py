@@ -1,14 +1,11 @@
 """Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner, senders - and some of them killed."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,81 +14,20 @@ import httpx
 import psutil
 import pytest
 import torch
-import yaml
-from helpers_cluster import PRIMARIES, Node, cluster
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
-from tests.helpers_models import tiny_qwen2
+from tests.support.cluster import PRIMARIES, Node, cluster
+from tests.support.whole_run import ASYNCRL, B, call, kill, member_versions, rows, start, steps, tiny_run, wait
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
-
-B = 4
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Path]:
-    """A run of a tiny model with a reward from a file of the user's own."""
-    tiny_qwen2(tmp_path / "model")
-    code = "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
-    (tmp_path / "rewards.py").write_text(code)
-    for name, start in (("train", 10), ("test", 60)):
-        rows = [{"prompt": f"{a}+{b}="} for a in range(start, start + 10) for b in range(start, start + 10)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "run": {"name": "whole", "root": str(tmp_path / "runs")},
-        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
-        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
-        "reward": {"functions": [{"function": f"{tmp_path}/rewards.py:odd"}]},
-        "batch": {"groups": B, "group_size": 4},
-        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
-        "staleness": {"max_lag": 2},
-        "learner": {"steps": 6, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-        "generator": {"count": 2, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
-        "eval": {"every": 3, "prompts": 8},
-        "checkpoint": {"every": 2},
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    yield path
-    for process in processes_of(tmp_path / "runs" / "whole"):
-        process.kill()
-
-
-def start(config: Path, *overrides: str) -> "subprocess.Popen[bytes]":
-    output = (config.parent / "up.out").open("ab")
-    return subprocess.Popen([*ASYNCRL, "up", "--plain", "--config", str(config), *overrides], stdout=output, stderr=output)
-
-
-def call(*arguments: str) -> str:
-    done = subprocess.run([*ASYNCRL, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    path = run / "metrics" / "learner.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be half written
-
-
-def steps(run: Path) -> list[int]:
-    return [int(row["step"]) for row in rows(run) if "time/step" in row]
-
-
-def wait(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", config: Path, wait_s: float = 400.0) -> None:
-    until_s = time.monotonic() + wait_s
-    while not condition():
-        said = (config.parent / "up.out").read_text()[-3000:]
-        assert process.poll() is None, f"ended with status {process.returncode}:\n{said}"
-        assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
-        time.sleep(0.2)
-
-
-def member_versions(run: Path) -> list[int]:
-    return [member["version"] for member in json.loads(call("status", str(run), "--json"))["members"]]
+    with tiny_run(tmp_path) as path:
+        yield path
 
 
 def scrape(run: Path, process: str) -> dict[str, float]:
@@ -103,12 +39,6 @@ def scrape(run: Path, process: str) -> dict[str, float]:
     assert httpx.get(f"http://{group['targets'][0]}/health", timeout=60).status_code == 200
     text = httpx.get(f"http://{group['targets'][0]}/metrics", timeout=60).text
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-
-
-def kill(run: Path, name: str) -> int:
-    pid = json.loads((run / "processes.json").read_text())["children"][name]
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def ledger_of(run: Path, step: int) -> dict[str, Any]:

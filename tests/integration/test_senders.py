@@ -40,7 +40,7 @@ def expected_sum(version):
 class Receiver:
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "receiver_stand_in.py"],
+            [sys.executable, "-m", "tests.support.receiver_stand_in"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

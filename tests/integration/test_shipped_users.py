@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from buffer_contract import RULES, fill, take
-from helpers_compose import DEPLOY, compose, env_file
-from helpers_ports import free_ports
 from redis.exceptions import NoPermissionError, ResponseError
-from test_redis_buffer import RUN
-from test_store_users import ATTACKS, OF_A_RULER, REFUSED, ByRole
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
@@ -23,6 +18,11 @@ from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import find_server
 from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.errors import StoreRefused
+from tests.support.buffer_contract import RULES, fill, take
+from tests.support.compose import DEPLOY, compose, env_file
+from tests.support.ports import free_ports
+from tests.support.redis_lane import RUN
+from tests.support.store_users import ATTACKS, OF_A_RULER, REFUSED, ByRole
 
 pytestmark = pytest.mark.integration
 

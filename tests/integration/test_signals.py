@@ -22,7 +22,7 @@ import yaml
 
 from asyncrl.cli.app import app
 from asyncrl.run.lock import RunLock
-from tests.unit.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 pytestmark = pytest.mark.integration
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers_ports import free_ports
 
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.integration
 

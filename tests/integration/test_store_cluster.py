@@ -5,11 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from buffer_contract import fill, take
-from helpers_cluster import PRIMARIES, SLOTS, Node, cluster
 from redis.exceptions import ResponseError
-from shard_contract import Run, ShardContract
-from test_redis_buffer import RedisLane
 
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
@@ -19,6 +15,10 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.shards import shard_names
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules, with_user
 from asyncrl.errors import StoreRefused
+from tests.support.buffer_contract import fill, take
+from tests.support.cluster import PRIMARIES, SLOTS, Node, cluster
+from tests.support.redis_lane import RedisLane
+from tests.support.shard_contract import Run, ShardContract
 
 pytestmark = pytest.mark.integration
 run_numbers = itertools.count(1)

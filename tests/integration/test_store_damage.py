@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from test_redis_buffer import RedisLane
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
@@ -21,7 +20,8 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules,
 from asyncrl.config.schema import StoreConfig
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
-from tests.helpers_hostile import damage
+from tests.support.hostile import damage
+from tests.support.redis_lane import RedisLane
 
 pytestmark = pytest.mark.integration
 B = 4

@@ -20,7 +20,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError
-from tests.chaos.disk import Disk
+from reliability.chaos.disk import Disk
 
 pytestmark = pytest.mark.integration
 

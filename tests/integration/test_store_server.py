@@ -13,7 +13,6 @@ import time
 
 import psutil
 import pytest
-from buffer_contract import ids
 
 from asyncrl.buffer import server as server_module
 from asyncrl.buffer.base import BufferRules, PutOutcome
@@ -24,6 +23,7 @@ from asyncrl.buffer.server import StoreServer, find_server
 from asyncrl.buffer.users import StoreUser, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import BufferGap, StoreError, StoreRefused
+from tests.support.buffer_contract import ids
 
 pytestmark = pytest.mark.integration
 

@@ -9,20 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from buffer_contract import FRAME, BufferContract, fill, take
 from redis.exceptions import NoPermissionError, ResponseError
-from test_redis_buffer import RULES, RUN, RedisLane
 
 from asyncrl.buffer.base import PutOutcome
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger, sha1_of
-from asyncrl.buffer.redis import LIBRARY, PLACES, RedisBuffer
+from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, user_of, with_user
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError, StoreRefused
 from asyncrl.lineage import INITIAL
+from tests.support.buffer_contract import FRAME, RULES, BufferContract, fill, take
+from tests.support.redis_lane import RUN, RedisLane
+from tests.support.store_users import ATTACKS, OF_A_RULER, REFUSED, ByRole
 
 pytestmark = pytest.mark.integration
 
@@ -92,16 +93,6 @@ class Lane(RedisLane):
         client = self.connection.client
         functions = [(library[1], sorted(map(str, library[5]))) for library in client.function_list()]
         return {key: client.dump(key) for key in sorted(client.keys())} | {"functions": functions}
-
-
-class ByRole(RedisBuffer):
-    """What generators do is done by their user, the rest by the learner's."""
-
-    def __init__(self, learner: StoreConnection, generator: StoreConnection, run: str, rules: Any) -> None:
-        super().__init__(learner, run, rules)
-        self._generators = RedisBuffer(generator, run, rules)
-        for name in ("lease", "renew", "put", "give_back", "fail"):
-            setattr(self, name, getattr(self._generators, name))
 
 
 class TestRoles(BufferContract):
@@ -266,47 +257,6 @@ def test_a_frame_that_was_left_behind_stops_no_generator(lane):
     assert buffer.put("h", 6, b"x") is PutOutcome.STORED
 
 
-REFUSED = r"no permissions|No permissions|not allowed"
-ATTACKS = [
-    ("HSET", "meta", "epoch", "99"),
-    ("HSET", "meta", "limit", "1000000"),
-    ("HDEL", "meta", "epoch"),
-    ("HINCRBY", "meta", "version", "1"),
-    ("HSET", "takes", "1", "x"),
-    ("DEL", "meta"),
-    ("UNLINK", "frames"),
-    ("HGET", "frames", "5"),
-    ("HGETALL", "frames"),
-    ("SADD", "done", "9"),
-    ("ZREM", "ready", "4"),
-    ("ZADD", "holders", "1", "4"),
-    ("HSET", "leased", "1", "x"),
-    ("SET", "requests", "x"),
-    ("RENAME", "ready", "meta"),
-    ("COPY", "ready", "meta"),
-    ("EVAL", "return redis.call('FLUSHALL')", "0"),
-    ("FUNCTION", "LOAD", "REPLACE", LIBRARY),
-    ("FUNCTION", "FLUSH"),
-    ("FUNCTION", "DELETE", LIBRARY.split("name=")[1].split("\n")[0]),
-    ("FLUSHALL",),
-    ("FLUSHDB",),
-    ("CONFIG", "GET", "*"),
-    ("CONFIG", "SET", "maxmemory", "1"),
-    ("KEYS", "*"),
-    ("SCAN", "0"),
-    ("ACL", "SETUSER", "generator", "+@all"),
-    ("ACL", "LIST"),
-    ("CLIENT", "LIST"),
-    ("CLIENT", "KILL", "TYPE", "normal"),
-    ("MONITOR",),
-    ("REPLICAOF", "127.0.0.1", "1"),
-    ("DEBUG", "SLEEP", "0"),
-    ("SCRIPT", "KILL"),
-    ("SHUTDOWN", "NOSAVE"),
-    ("INFO",),
-]
-
-
 @pytest.mark.parametrize("words", ATTACKS, ids=[" ".join(words[:3])[:30] for words in ATTACKS])
 def test_a_generator_is_refused_and_nothing_has_changed(lane, words):
     under_way(lane)
@@ -315,9 +265,6 @@ def test_a_generator_is_refused_and_nothing_has_changed(lane, words):
     with pytest.raises(ResponseError, match=REFUSED):
         lane.generator.client.execute_command(*line)
     assert lane.dump() == before
-
-
-OF_A_RULER = [("FLUSHALL",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"), ("KEYS", "*"), ("ACL", "LIST")]
 
 
 @pytest.mark.parametrize("words", OF_A_RULER, ids=str)

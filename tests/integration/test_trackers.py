@@ -11,12 +11,12 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
-UNIT = str(Path(__file__).parents[1] / "unit")
+ROOT = str(Path(__file__).parents[2])
 WRITER = """
 import math, sys
 from pathlib import Path
-sys.path.insert(0, {unit!r})
-from test_telemetry import LAGS, record
+sys.path.insert(0, {root!r})
+from tests.support.telemetry_records import LAGS, record
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
@@ -41,7 +41,7 @@ print(json.dumps([SQLiteStorage.get_runs("p"), SQLiteStorage.get_logs("p", "quic
 
 
 def write(tmp_path: Path, tracker: str) -> None:
-    script = WRITER.format(unit=UNIT, directory=str(tmp_path / "run"), tracker=tracker)
+    script = WRITER.format(root=ROOT, directory=str(tmp_path / "run"), tracker=tracker)
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "hf")}
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         environment.pop(name, None)

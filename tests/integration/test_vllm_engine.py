@@ -7,7 +7,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from vllm_helpers import (
+
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.errors import EngineError
+from asyncrl.lineage import Weights
+from tests.support.vllm_engines import (
     LINEAGE,
     STORIES,
     apply,
@@ -20,10 +24,6 @@ from vllm_helpers import (
     saying,
     scrambled,
 )
-
-from asyncrl.engine.base import SamplingSpec
-from asyncrl.errors import EngineError
-from asyncrl.lineage import Weights
 
 pytestmark = [pytest.mark.integration, needs_stories]
 

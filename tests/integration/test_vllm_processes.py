@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from vllm_helpers import STORIES, needs_stories, running_engine
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError
+from tests.support.vllm_engines import STORIES, needs_stories, running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
 
@@ -50,8 +51,8 @@ def engine_processes():
 
 PARENT = """
 import sys
-sys.path.insert(0, {here!r})
-from vllm_helpers import running_engine, STORIES
+sys.path.insert(0, {root!r})
+from tests.support.vllm_engines import running_engine, STORIES
 import psutil, time
 if __name__ == "__main__":
     with running_engine(STORIES):
@@ -62,7 +63,7 @@ if __name__ == "__main__":
 
 def test_no_process_outlives_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(here=os.path.dirname(__file__)))
+    script.write_text(PARENT.format(root=str(Path(__file__).parents[2])))
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     try:
         line = next(line for line in parent.stdout if line.startswith("children"))

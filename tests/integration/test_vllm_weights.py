@@ -6,7 +6,11 @@ import threading
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from vllm_helpers import (
+
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.errors import EngineError, TransferError
+from asyncrl.lineage import Weights
+from tests.support.vllm_engines import (
     STAGING,
     STORIES,
     Sender,
@@ -20,10 +24,6 @@ from vllm_helpers import (
     scrambled,
     untied_qwen2,
 )
-
-from asyncrl.engine.base import SamplingSpec
-from asyncrl.errors import EngineError, TransferError
-from asyncrl.lineage import Weights
 
 pytestmark = [pytest.mark.integration, needs_stories]
 

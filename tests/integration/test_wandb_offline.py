@@ -14,8 +14,8 @@ HISTOGRAM = "staleness/in_queue/histogram"
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_telemetry import LAGS, record
+sys.path.insert(0, {root!r})
+from tests.support.telemetry_records import LAGS, record
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
@@ -65,7 +65,7 @@ for frame in frames(open(sys.argv[1], "rb").read()):
 
 
 def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[1] / "unit")
+    root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,
         "WANDB_CONFIG_DIR": str(tmp_path / "config"),
@@ -73,7 +73,7 @@ def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path)
     }
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         environment.pop(name, None)
-    script = SCRIPT.format(tests=tests, directory=str(tmp_path / "run"))
+    script = SCRIPT.format(root=root, directory=str(tmp_path / "run"))
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=180, check=False
     )

@@ -1,12 +1,12 @@
-"""The simulation notices a broken protocol: some mutants in every run, all by `python -m tests.simulation.mutants`."""
+"""The simulation notices a broken protocol: some mutants in every run, all by `python -m reliability.simulation.mutants`."""
 
 import json
 import shutil
 
 import pytest
 
-from .mutant_table import MUTANTS, Edit
-from .mutants import ROOT, check_matches, try_mutant
+from reliability.simulation.mutant_table import MUTANTS, Edit
+from reliability.simulation.mutants import ROOT, check_matches, try_mutant
 
 RESULTS = ROOT / "bench" / "results" / "mutants.json"
 pytestmark = pytest.mark.timeout(900)

@@ -1,11 +1,11 @@
-"""The store's functions and their clients under 500 seeds of faults; see `python -m tests.simulation` for more."""
+"""The store's functions and their clients under 500 seeds of faults; see `python -m reliability.simulation` for more."""
 
 import pytest
 
-from .campaign import Tally, campaign
-from .faults import Faults
-from .outcomes import EVERY_OUTCOME
-from .world import SHARDS
+from reliability.simulation.campaign import Tally, campaign
+from reliability.simulation.faults import Faults
+from reliability.simulation.outcomes import EVERY_OUTCOME
+from reliability.simulation.world import SHARDS
 
 pytestmark = pytest.mark.timeout(900)
 SEEDS = 500

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from algo_cases import make_rewards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.errors import ConfigError, ShapeError
+from tests.support.algo_cases import make_rewards
 
 
 class Rollout(NamedTuple):

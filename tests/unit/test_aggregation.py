@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from algo_cases import Case, make_case, pick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
+from tests.support.algo_cases import Case, make_case, pick
 
 Rows = list[list[float]]
 

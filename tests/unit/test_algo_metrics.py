@@ -7,11 +7,11 @@ import statistics
 
 import pytest
 import torch
-from algo_cases import Case, cast, make_case, make_rewards, pick, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, length_bands, merge, policy_metrics
+from tests.support.algo_cases import Case, cast, make_case, make_rewards, pick, rows
 
 
 def mean(values):

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from test_metric_names import documented
-from test_step_metrics import rollout, step
 
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.trainer.base import StepResult
+from tests.support.metric_guide import documented
+from tests.support.steps import rollout, step
 
 VALUES_T = torch.tensor([0.5, 0.5, 0.0, 1.0])
 RETURNS_T = torch.tensor([1.0, 0.0, 0.0, 1.0])

@@ -6,12 +6,12 @@ import statistics as oracle
 from pathlib import Path
 
 import pytest
-from synthetic_run import SyntheticRun
-from test_run_page import Page, archive_of, run_in
 
 from asyncrl.errors import RunError
 from asyncrl.results.analyze import MOST_COLUMNS, MOST_ROWS, Metric, analyze_run, choose, metrics_of, statistics, values
 from asyncrl.telemetry.text import number
+from tests.support.run_page import Page, archive_of, run_in
+from tests.support.synthetic_run import SyntheticRun
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import logging
 
 import pytest
-from buffer_contract import RULES, fill
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
@@ -11,6 +10,7 @@ from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.watch import JUDGE_EVERY_S, AuditWatch
 from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.wire.group_frames import decode_group
+from tests.support.buffer_contract import RULES, fill
 
 
 class Clock:

@@ -1,9 +1,10 @@
 import pytest
-from buffer_contract import RULES, BufferContract
-from buffer_walk import WALK_RULES, Walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_lane import MemoryLane
+
+from tests.support.buffer_contract import RULES, BufferContract
+from tests.support.buffer_walk import WALK_RULES, Walk
+from tests.support.memory_lane import MemoryLane
 
 
 class TestMemoryBuffer(BufferContract):

@@ -14,28 +14,7 @@ from asyncrl.errors import CheckpointError, CheckpointsRefused, RunError
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.lock import RunLock
-
-KEY = b"run key"
-
-
-class FakeTrainer:
-    """One rank that writes two files, one of them in a directory, and reads one of them."""
-
-    rank = 0
-
-    def __init__(self, value: str = "") -> None:
-        self.value = value
-
-    def broadcast(self, value: bytes | None) -> bytes:
-        return value or b""
-
-    def save(self, directory: Path) -> None:
-        (directory / "weights").write_text(self.value)
-        (directory / "hf").mkdir()
-        (directory / "hf" / "model.safetensors").write_text(self.value * 100)
-
-    def load(self, directory: Path) -> None:
-        self.value = (directory / "weights").read_text()
+from tests.support.fake_trainer import KEY, FakeTrainer
 
 
 class Crash(Exception):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_run_page import Page
 
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
 from asyncrl.results.compare import compare_runs, differences, flat, labelled, over_time, results
 from asyncrl.results.text_table import Table
 from asyncrl.run.directory import RunDirectory
+from tests.support.run_page import Page
 
 
 def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: dict[int, float] | None = None) -> Path:

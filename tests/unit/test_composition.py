@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_learner import SETTINGS, Batch, Meeting
 
 from asyncrl.algo.metrics import merge
 from asyncrl.batch.resolve import make_recipe
@@ -22,6 +21,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import LOSS, StepResult
 from asyncrl.types import Group, Rollout
+from tests.support.fake_learner import SETTINGS, Batch, Meeting
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4
 CAP, CLIP, CRITIC_CLIP, ENTROPY, SCALE = 1.2, 0.2, 0.05, 0.03, 7.0

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from algo_cases import Case, cast, make_case, pick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
 from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.tokens import TokenBatch
+from tests.support.algo_cases import Case, cast, make_case, pick
 
 Rows = list[list[float]]
 """[sequence][token]"""

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_models import tiny_qwen2
 from torch import Tensor
 from transformers import AutoModel
 
@@ -16,6 +15,7 @@ from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.critic import ValueHead, ValueModule
 from asyncrl.trainer.deepspeed.loading import load_critic, load_policy
 from asyncrl.trainer.deepspeed.trained_model import run
+from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.commands.view import show_result
 from asyncrl.control.base import MemberStatus
@@ -28,6 +27,7 @@ from asyncrl.telemetry.live import PlainReporter, step_line, watch
 from asyncrl.telemetry.state import DashboardState, StateReader, read_state
 from asyncrl.telemetry.status import read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
+from tests.support.synthetic_run import NASTY, SyntheticRun
 
 
 def picture(state: DashboardState, width: int, height: int | None = None) -> list[str]:

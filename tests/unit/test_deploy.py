@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from helpers_compose import DEPLOY, compose, env_file, mounts, used_variables, words
-from helpers_docs import commands
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,6 +24,8 @@ from asyncrl.launch import gpus
 from asyncrl.launch.environment import child_environment
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE
+from tests.support.compose import DEPLOY, compose, env_file, mounts, used_variables, words
+from tests.support.pages import commands
 
 ROOT = DEPLOY.parent
 SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "ASYNCRL_GENERATOR_PASSWORD": "q" * 64, "GRAFANA_PASSWORD": "g" * 32}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers_docs import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
 from asyncrl.cli.app import app
 from asyncrl.config.choices import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.rewards.functions import bind, load_function
+from tests.support.pages import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
 GROUP = typer.main.get_command(app)
 ALL = [command for page in PAGES for command in commands(page)]

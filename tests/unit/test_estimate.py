@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
@@ -16,6 +15,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.errors import ConfigError, ShapeError
+from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 
 
 def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from test_learner_loop import World, learn
 
 from asyncrl.algo import registry
 from asyncrl.batch.hooks import Hooks
@@ -15,6 +14,7 @@ from asyncrl.config.base import Choice
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.report.step_metrics import step_metrics
+from tests.support.learner_world import World, learn
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.run.directory import write_directory
-from tests.crash.file_trace import COMPILER, Disk, Operation, Tree, record
+from reliability.crash.file_trace import COMPILER, Disk, Operation, Tree, record
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")
 

@@ -1,46 +1,19 @@
 """One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is healed."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, kind_of
-from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import MOST_KINDS, make_judge
-from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import RunError
 from asyncrl.lineage import History, Weights
 from asyncrl.types import Group, Rollout, VersionSpan, version_spans
-from asyncrl.wire.group_frames import decode_group, encode_group
-
-B = 4
-
-
-def frame(ticket_id: int, version: int = 0) -> bytes:
-    rollout = Rollout(
-        prompt_ids=np.array([1, 2], dtype=np.int32),
-        response_ids=np.array([3], dtype=np.int32),
-        action_mask=np.array([True]),
-        behaviour_logprobs=np.array([-0.5], dtype=np.float32),
-        version_spans=(VersionSpan(version, 1),),
-        finish_reason="stop",
-        reward=float(ticket_id % 2),
-    )
-    return encode_group(Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=version))
-
-
-def intake(buffer: MemoryBuffer, judge: Callable[[Group, int], str | None] = lambda group, version: None, **more) -> Intake:
-    settings = {"groups": B, "window": 2 * B, "max_lag": 1, "max_refills": 3, "stall_s": 60.0} | more
-    gate = Gate(lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8))
-    one = Intake(buffer=buffer, ledger=Ledger(), gate=gate, judge=judge, **settings)
-    one.recover(0)
-    return one
+from asyncrl.wire.group_frames import encode_group
+from tests.support.intakes import B, frame, ids_of, intake
 
 
 def generate(buffer: MemoryBuffer, count: int) -> list[int]:
@@ -53,10 +26,6 @@ def generate(buffer: MemoryBuffer, count: int) -> list[int]:
 @pytest.fixture
 def buffer() -> MemoryBuffer:
     return MemoryBuffer(BufferRules(groups=B))
-
-
-def ids_of(collected) -> list[int]:
-    return [group.ticket_id for group in collected.groups]
 
 
 def test_nothing_is_handed_out_until_the_step_is_whole(buffer):

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_models import tiny_qwen2
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -18,6 +17,7 @@ from asyncrl.trainer.deepspeed.attention import segment_attention
 from asyncrl.trainer.deepspeed.loading import load_policy
 from asyncrl.trainer.deepspeed.policy import PolicyModule, TokenLogprobs
 from asyncrl.trainer.deepspeed.trained_model import run
+from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from algo_cases import Case, Token, cast, make_case, pick, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.selection import highest_entropy
 from asyncrl.algo.value import value_loss
 from asyncrl.errors import ConfigError
+from tests.support.algo_cases import Case, Token, cast, make_case, pick, rows
 
 Values = list[tuple[float, float]]
 """(loss, d loss sum / d logprob) of every token of a sequence"""

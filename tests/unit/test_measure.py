@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 
 from asyncrl.algo.advantages import grpo
 from asyncrl.batch.estimate import Estimator
@@ -16,6 +15,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig
 from asyncrl.trainer.base import COLUMNS
+from tests.support.fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 
 PLANNER = Planner(
     estimator=Estimator(advantage=grpo, max_response_tokens=8), columns=frozenset(), proximal=False, settings=SETTINGS

@@ -2,17 +2,16 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import torch
-from algo_cases import make_case, make_rewards
-from test_step_metrics import group, rollout, step
 
-from asyncrl.algo.metrics import BANDS, finish, group_metrics, merge, policy_metrics
+from asyncrl.algo.metrics import finish, group_metrics, merge, policy_metrics
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
+from tests.support.algo_cases import make_case, make_rewards
+from tests.support.metric_guide import ELSEWHERE, ROOT, documented, first_column
+from tests.support.steps import group, rollout, step
 
-ROOT = Path(__file__).parents[2]
 SOURCES = [
     "generator.py",
     "evaluation.py",
@@ -27,21 +26,6 @@ INTERNAL = {
     "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "groups/collapsed_<>",
 }  # fmt: skip
 """Sums that are finished before they are published, and families that are listed one by one."""
-
-
-GUIDE, ELSEWHERE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## The same under other names")
-
-
-def first_column(text: str) -> set[str]:
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def documented() -> set[str]:
-    names = first_column(GUIDE)
-    names |= {name.replace("<pair>", pair) for name in names for pair in ("mismatch", "policy", "drift")}
-    names |= {name.replace("<band>", band) for name in names for band in BANDS}
-    return {re.sub(r"<\w+>", "<>", name) for name in names}
 
 
 def named_in_code() -> set[str]:

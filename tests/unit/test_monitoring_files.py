@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.core import CounterMetricFamily
-from test_metric_names import GUIDE
-from test_prometheus_names import BY_TIME, documented_units
-from test_telemetry import snapshot
 
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, prometheus_name, status_families
+from tests.support.metric_guide import BY_TIME, GUIDE, documented_units
+from tests.support.telemetry_records import snapshot
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "asyncrl.json").read_text())

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_docs import PAGES, ROOT, text_of
+
+from tests.support.pages import PAGES, ROOT, text_of
 
 LINE, SENTENCE = 110, 40
 AVOID = re.compile(

@@ -3,30 +3,12 @@
 import re
 
 import pytest
-from test_metric_names import GUIDE, first_column
-from test_telemetry import snapshot
 
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PLACES, PREFIX, prometheus_name, status_families
+from tests.support.metric_guide import BY_TIME, documented_units
+from tests.support.telemetry_records import snapshot
 
 UNITS = {"s": "seconds", "share": "share", "tokens": "tokens", "steps": "steps", "nats": "nats", "tokens/s": "tokens_per_second"}
-EXAMPLES = {"<pair>": "mismatch", "<band>": "short", "<steps>": "3", "<samples>": "8", "<name>": "mine", "<reason>": "stale"}
-BY_TIME = first_column(GUIDE.split("## Generators, by time")[1].split("\n## ")[0])
-
-
-def documented_units() -> list[tuple[str, str]]:
-    """(a name as it is logged, its unit in the guide) of every metric."""
-    found = []
-    for line in GUIDE.split("## Trackers")[0].splitlines():
-        if not line.startswith("| `"):
-            continue
-        _, names, units, *_ = line.split("|")
-        for place, name in enumerate(re.findall(r"`([^`]+)`", names)):
-            known = [unit.strip() for unit in units.split(",")]
-            unit = known[min(place, len(known) - 1)]
-            for holder, example in EXAMPLES.items():
-                name = name.replace(holder, example)
-            found.append((name, "" if name.startswith("alarm/") else unit))
-    return found
 
 
 def test_the_guide_is_read() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fake_learner import FakeTrainer, Meeting
-from test_intake import B, frame, intake
 
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.intake import Collected
@@ -20,6 +18,8 @@ from asyncrl.launch.learner_process import LearnerRun
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.types import Group
 from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.fake_learner import FakeTrainer, Meeting
+from tests.support.intakes import B, frame, intake
 
 RANKS = 3
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_step_metrics import group, rollout, step
 
 from asyncrl.learner import Step
 from asyncrl.report.records import dropped_records
 from asyncrl.report.step_metrics import LONGEST_LAG, step_metrics
 from asyncrl.run.starts import read_starts, record_start
 from asyncrl.types import Group, VersionSpan
+from tests.support.steps import group, rollout, step
 
 
 def decode(ids: object) -> str:

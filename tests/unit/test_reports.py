@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_step_metrics import rollout, step
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.evaluation import EvalResult
@@ -16,6 +15,7 @@ from asyncrl.report.reports import Reports
 from asyncrl.report.timeline import Timeline
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
+from tests.support.steps import rollout, step
 
 
 class Book:

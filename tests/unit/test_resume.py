@@ -23,8 +23,8 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.saved import nothing_left, read_saved, refuse_changes, values_to_keep
 from asyncrl.telemetry.status import StatusSnapshot, write_status
-from tests.helpers_models import tiny_qwen2
-from tests.unit.test_checkpoint_atomic import FakeTrainer
+from tests.support.fake_trainer import FakeTrainer
+from tests.support.models import tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
 

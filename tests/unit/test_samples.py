@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from synthetic_run import NASTY, SyntheticRun
 
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
 from asyncrl.results.sample import full_lines
 from asyncrl.results.samples import Wanted, show_samples, wanted
 from asyncrl.telemetry.base import SampleRecord
+from tests.support.synthetic_run import NASTY, SyntheticRun
 
 
 def sample(**values: object) -> SampleRecord:

@@ -7,13 +7,13 @@ from math import ceil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from memory_lane import MemoryLane
 from redis.crc import key_slot
-from shard_contract import Run, ShardContract
 
 from asyncrl.algo.staleness import lag_bound
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.shards import join, shard_names, split
+from tests.support.memory_lane import MemoryLane
+from tests.support.shard_contract import Run, ShardContract
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 100))

@@ -11,7 +11,7 @@ from asyncrl.commands.inspect import is_up, show_status, status_values
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import write_status
-from tests.unit.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 
 def directory_of(path: Path) -> RunDirectory:

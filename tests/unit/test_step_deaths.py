@@ -3,12 +3,12 @@
 import os
 
 import pytest
-from test_intake import B, frame, ids_of, intake
 
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.launch.step_deaths import MAX_DEATHS, StepDeaths
+from tests.support.intakes import B, frame, ids_of, intake
 
 BAD = [b"a", b"b"]
 

@@ -19,28 +19,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.base import Audit
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
-from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
+from asyncrl.telemetry.base import COLUMNS, SampleTables, split
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.history import History, Tail
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
-from asyncrl.telemetry.status import StatusSnapshot, read_status, status_json, write_status
+from asyncrl.telemetry.status import read_status, status_json, write_status
+from tests.support.telemetry_records import LAGS, record, snapshot
 
 RESOLVED = {"weights": {"probe_limit": 0.05}}
-LAGS = {"staleness/in_queue/0": 0.625, "staleness/in_queue/2": 0.375}
-
-
-def record(**changes: Any) -> SampleRecord:
-    values: dict[str, Any] = {
-        "step": 1, "ticket_id": 7, "prompt": "2+2=", "response": "4\n\ud83d", "reward": 1.0, "parts": {"exact": 1.0},
-        "advantage": 0.5, "versions": [(0, 3), (1, 2)], "finish_reason": "stop", "generator_id": "g0",
-    }  # fmt: skip
-    return SampleRecord(**(values | changes))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -298,17 +289,6 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
     assert lines(files["metrics"])[0]["a"] == 1.0
     (message,) = caplog.records
     assert message.exc_info and "wandb login" in str(message.exc_info[1])
-
-
-def snapshot(**changes: Any) -> StatusSnapshot:
-    counters = {"put": 3}
-    audit = Audit(issued=10, leased=1, reissue=2, ready=3, taken=0, done=4, payload_bytes=5, counters=counters)
-    member = MemberStatus(generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"tokens_per_s": 12.5})
-    values: dict[str, Any] = {
-        "run": "a", "state": "training", "step": 4, "total_steps": 9, "version": 4, "started_at": 1.0, "updated_at": 2.0,
-        "pid": 3, "members": (member,), "audit": audit, "counters": {"died": 1.0},
-    }  # fmt: skip
-    return StatusSnapshot(**(values | changes))
 
 
 def test_a_status_comes_back_equal(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_step_metrics import group, rollout, step
 
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
@@ -22,6 +21,7 @@ from asyncrl.stopwatch import Span, Stopwatch
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport
+from tests.support.steps import group, rollout, step
 
 T0 = 1_700_000_000.0
 

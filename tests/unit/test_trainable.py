@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_learner import SETTINGS, FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +31,7 @@ from asyncrl.stopwatch import Span
 from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.fake_learner import SETTINGS, FakeTrainer
 
 LIMITS = GroupLimits(vocabulary=100, rollouts=2, max_tokens=24)
 WHOLE = replace(LIMITS, whole=True)

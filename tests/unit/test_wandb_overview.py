@@ -5,10 +5,10 @@ import runpy
 import sys
 
 import pytest
-from helpers_docs import ROOT, text_of
 from wandb_workspaces.reports.v2 import interface
 
 from asyncrl.results.run_charts import CURVES, STALENESS
+from tests.support.pages import ROOT, text_of
 
 SCRIPT = ROOT / "deploy" / "wandb_overview.py"
 overview = runpy.run_path(str(SCRIPT))["overview"]

@@ -1,4 +1,4 @@
-"""A few seconds of what tests/fuzz/fuzz_frames.py does for hours: lies under a valid checksum only ever give WireErrors."""
+"""A few seconds of what reliability/fuzz/fuzz_frames.py does for hours: lies under a valid checksum only ever give WireErrors."""
 
 import re
 import resource
@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.wire.group_frames import decode_group
-from tests.fuzz.frame_cases import Seen, case_of, check, corpus, frame_of, mutants
+from reliability.fuzz.frame_cases import Seen, case_of, check, corpus, frame_of, mutants
 
 
 def test_cases_are_frames():

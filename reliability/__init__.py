@@ -1,0 +1,1 @@
+"""Campaigns that try to break asyncrl for as long as one likes; README.md says which there are."""

@@ -1,0 +1,53 @@
+"""Rewrites the tables of docs/reliability.md from bench/results: `python -m reliability.chaos.page`."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reliability.simulation import tables as simulation
+
+from . import attacks, designs, outcome, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results"
+REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
+    "attacks": attacks.attacks,
+    "hardening": attacks.hardening,
+    "volume": lambda found: outcome.table(found["runs"]),
+    "designs": lambda found: designs.table(found["runs"]),
+    "real": tables.real,
+    "pace": tables.pace,
+    "weights": tables.weights,
+    "bounds": tables.bounds,
+    "frames": tables.frames,
+    "checkpoint": tables.crash_points,
+    "run": tables.power_losses,
+    "hangs": tables.hangs,
+    "simulation": simulation.campaigns,
+    "mutants": simulation.mutants,
+}
+
+
+def results() -> dict[str, Any]:
+    """By name of a table: the parts of faults.json; faults_NAME.json, and what was simulated, as a whole; `attacks`: all."""
+    parts: dict[str, Any] = json.loads((RESULTS / "faults.json").read_text())
+    whole = [*RESULTS.glob("faults_*.json"), RESULTS / "simulation.json", RESULTS / "mutants.json"]
+    parts |= {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in whole}
+    return parts | {"attacks": parts}
+
+
+def rewritten(page: str, found: Mapping[str, Any]) -> str:
+    """The page with every table as the results make it."""
+
+    def region(match: re.Match[str]) -> str:
+        start, kind, end = match.groups()
+        return "\n".join([start.strip(), *TABLES[kind](found[kind]), end]) if kind in found else match.group()
+
+    return REGION.sub(region, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(), results()))

@@ -1,0 +1,164 @@
+"""A whole run without a model: `python -m reliability.crash.small_run up CONFIG STEPS`.
+
+The shipped `asyncrl up` with its supervisor, run directory, store and checkpoints; in place of the learner a process that leases,
+puts, takes, saves and commits by itself, whose weights are the ids that it was trained on, and one generator that does nothing.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.commands import up
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.launch.environment import PARENT_VARIABLE
+from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.launch.wiring import connect_store
+from asyncrl.processes import die_with_parent
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
+from asyncrl.run.saved import values_to_keep
+from asyncrl.supervisor import ProcessSpec
+from asyncrl.telemetry.jsonl import JsonlTracker, Lines
+from asyncrl.telemetry.logs import setup_logging
+from asyncrl.telemetry.status import StatusSnapshot, write_status
+
+NAME, GROUPS = "small", 4
+RULES = BufferRules(groups=GROUPS)
+
+
+class Weights:
+    """The ids of all groups that went into them, in order."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def broadcast(self, value: bytes | None) -> bytes:
+        return value or b""
+
+    def save(self, directory: Path) -> None:
+        (directory / "hf").mkdir()
+        (directory / "hf" / "model.safetensors").write_text(json.dumps(self.ids))
+        (directory / "trainer.json").write_text(json.dumps({"ranks": 1}))
+
+    def load(self, directory: Path) -> None:
+        self.ids = json.loads((directory / "hf" / "model.safetensors").read_text())
+
+
+def config_in(work: Path, root: Path, **control: Any) -> Path:
+    """The config of such a run below `root`."""
+    path, train = work / "run.yaml", work / "train.jsonl"
+    train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    values = {
+        "run": {"name": NAME, "root": str(root / "runs")},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": str(train)},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "batch": {"groups": GROUPS, "group_size": 4},
+        "learner": {"device": "cpu"},
+        "generator": {"count": 1},
+        "control": control,
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def learn(config: Config, directory: RunDirectory, url: str) -> None:
+    """Train up to `learner.steps`, save after each step; pauses a while for each step when a file `slowly` is there."""
+    weights, keys = Weights(), directory.keys()
+    checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2)
+    state: dict[str, Any] = checkpoints.load(weights) or {"version": 0, "ledger": Ledger().to_dict()}
+    version, ledger, steps = state["version"], Ledger.from_dict(state["ledger"]), config.learner.steps
+    Lines(directory.starts).write([{"time": time.time(), "step": version, "versions": {}, "hardware": "none"}])
+    connection = connect_store(config, url, keys=keys)
+    record = StoredRun(name=config.run.name, config_json="{}", config_hash="", release="", key_id="")
+    RunRecord(connection, keys.join.record).claim(record, fresh=version == 0)
+    buffer = RedisBuffer(connection, config.run.name, RULES)
+    buffer.recover(ledger, version=version, limit=GROUPS * steps)
+    tracker, deaths = JsonlTracker(directory.metrics / "learner.jsonl", directory.samples), StepDeaths(directory.step_under_way)
+    while version < steps:
+        if (directory.path / "slowly").exists():
+            time.sleep(0.2)
+        for ticket in buffer.lease("g", GROUPS).tickets:
+            buffer.put("g", ticket.id, b"frame %d" % ticket.id)
+        if (take := buffer.take(ledger, GROUPS, window=GROUPS)) is None:
+            continue
+        deaths.begin(version, [b"frame %d" % number for number in take.ids])
+        ledger.consume(take.ids)
+        ledger.trained += len(take.ids)
+        weights.ids += take.ids
+        version += 1
+        values = {"version": version, "ledger": ledger.to_dict(), "fixed": values_to_keep(config)}
+        checkpoints.save(version, weights, values)
+        buffer.commit(ledger.takes, ledger.chain)
+        tracker.log({"reward/mean": 1.0, "time/step": 0.1}, step=version)
+        deaths.end(version - 1)
+        tell(config, directory, version)
+
+
+def tell(config: Config, directory: RunDirectory, version: int) -> None:
+    """As the learner does each second; it may fail."""
+    state = "finished" if version == config.learner.steps else "training"
+    told = {"run": config.run.name, "state": state, "step": version, "total_steps": config.learner.steps, "version": version}
+    try:
+        write_status(directory.status, StatusSnapshot(**told, started_at=0.0, updated_at=time.time(), pid=os.getpid()))
+    except OSError as error:
+        logging.getLogger(__name__).warning("no status this time: %s", error)
+
+
+def learner(path: Path, url: str) -> int:
+    """The learner's process."""
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    config = load_config(path)
+    directory = RunDirectory(config.run.directory)
+    setup_logging("learner", directory.logs, console=True)
+    try:
+        with RunLock(directory.lock):
+            learn(config, directory, url)
+    except RunError as error:
+        logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+def spec(name: str, argv: list[str], directory: RunDirectory, **more: Any) -> ProcessSpec:
+    """One of this module's processes."""
+    argv = [sys.executable, *argv]
+    env = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
+
+
+def main() -> int:
+    """Entry point."""
+    kind, path, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    if kind == "learner":
+        return learner(path, last)
+    idle = f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); time.sleep(600)"
+    up.learner_spec = lambda config, directory, url: spec(
+        "learner", ["-m", "reliability.crash.small_run", "learner", str(directory.config), url], directory, ends_run=True
+    )
+    up.generator_maker = lambda config, directory, url, keys: lambda index, count: spec(f"g{index}", ["-c", idle], directory)
+    up.LEAVE_S = 0.1
+    try:
+        return up.run_here(load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True)
+    except AsyncRLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

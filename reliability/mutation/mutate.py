@@ -1,0 +1,381 @@
+"""Breaks the mathematics in one place at a time and sees whether the tests notice.
+
+    python -m reliability.mutation.mutate            # all mutants, one line each; exit 1 if any survives
+    python -m reliability.mutation.mutate losses     # those of one module
+
+Works in a temporary copy. A mutant is a textual replacement that must match; one that no longer matches is an error.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300
+
+
+class Mutant(NamedTuple):
+    """Replace the first `old` after `after` by `new`, in a module of asyncrl.algo, or of asyncrl if it has a slash."""
+
+    module: str
+    old: str
+    new: str
+    after: str = ""
+
+
+TESTS = {
+    "tokens": "aggregation losses corrections",
+    "ratios": "losses corrections kl",
+    "rewards": "advantages algo_metrics",
+    "returns": "advantages",
+    "advantages": "advantages",
+    "token_advantages": "advantages",
+    "losses": "losses",
+    "sequence_losses": "losses",
+    "divergence_losses": "losses",
+    "covariance_losses": "losses",
+    "selection": "losses",
+    "value": "losses value",
+    "corrections": "corrections",
+    "aggregation": "aggregation",
+    "kl": "kl",
+    "draws": "draws",
+    "entropy": "coefficients",
+    "filters": "filters",
+    "shaping": "shaping",
+    "proximal": "advantages",
+    "metrics": "algo_metrics",
+    "registry": "registry",
+    "ranges": "registry",
+    "batch/objective": "composition",
+    "batch/recipe": "composition",
+    "batch/plan": "composition",
+    "batch/estimate": "composition",
+    "batch/masks": "composition plan",
+    "batch/measure": "composition measure",
+    "batch/critic_steps": "composition objective",
+    "batch/resolve": "composition measure estimate",
+    "batch/packing": "packing composition",
+    "config/agreements": "config_schema",
+}
+"""Which tests must notice a change in a module."""
+
+MUTANTS = [
+    Mutant("ratios", "LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 21.0"),
+    Mutant("ratios", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ""),
+    Mutant("ratios", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ".clamp(max=LOG_RATIO_BOUND)"),
+    Mutant("ratios", "(numerator_T - denominator_T.detach())", "(denominator_T.detach() - numerator_T)"),
+    Mutant("tokens", "self.lengths_S.clamp(min=1)", "(self.lengths_S + 1)"),
+    Mutant("tokens", "self.lengths_S.clamp(min=1)", "self.lengths_S"),
+    Mutant("tokens", "values_T if self.weights_T is None else values_T * self.weights_T", "values_T"),
+    Mutant("tokens", "if self.proximal_logprobs_T is None else self.proximal_logprobs_T", ""),
+    Mutant("tokens", "dtype=torch.float64, device=values.device).index_add(0, segment, values.double())",
+           "dtype=values.dtype, device=values.device).index_add(0, segment, values)"),
+    Mutant("rewards", "(self.sizes_S - ddof).clamp(min=1)", "self.sizes_S"),
+    Mutant("rewards", "(self.sizes_S - ddof).clamp(min=1)", "(self.sizes_S - ddof)"),
+    Mutant("rewards", "return variance_S.sqrt()", "return variance_S"),
+    Mutant("rewards", "/ self.group_sum_S(weights_S)", "/ self.sizes_S"),
+    Mutant("rewards", "self.rewards_S.double() + segment_sum(", "self.rewards_S.double() - segment_sum("),
+    Mutant("returns", "== 0, 0.0, values_T.roll(-1)", "< 0, 0.0, values_T.roll(-1)"),
+    Mutant("returns", "max(values.numel() - 1, 1)", "values.numel()"),
+    Mutant("returns", "+ WHITEN_EPS", "+ 1.0"),
+    Mutant("returns", "is_last_T = from_end_T(rewards) == 0", "is_last_T = positions_T(rewards) == 0"),
+    Mutant("returns", "padded[row] += discount * padded[row - 1]", "padded[row] += padded[row - 1]"),
+    Mutant("returns", "(through_T - values_T)[first_T]", "through_T[first_T]"),
+    Mutant("advantages", "std_eps: Positive = 1e-6", "std_eps: Positive = 1e-2"),
+    Mutant("advantages", "ddof: Literal[0, 1] = 1", "ddof: Literal[0, 1] = 0"),
+    Mutant("advantages", 'scale="none"', 'scale="group"', after="def dr_grpo"),
+    Mutant("advantages", 'scale="batch"', 'scale="group"', after="def lite_ppo"),
+    Mutant("advantages", "* sizes_S / (sizes_S - 1).clamp(min=1)", ""),
+    Mutant("advantages", ", rewards.lengths_S))", "))", after="def opo"),
+    Mutant("advantages", "* rewards.num_sequences / informative", ""),
+    Mutant("advantages", "is_best_S & is_alone_S &", "is_best_S &"),
+    Mutant("advantages", "gain_S / (rewards.group_std_S(totals_S, ddof=1) + std_eps)", "gain_S"),
+    Mutant("advantages", "torch.where(mean_S > 0, ", "torch.where(mean_S != 0, "),
+    Mutant("advantages", "+= weight * ", "+= "),
+    Mutant("advantages", "(rewards.sizes_S > 1)", "(rewards.sizes_S > 0)", after="def _whiten_compared"),
+    Mutant("advantages", "max(values_S.numel() - ddof, 1)", "values_S.numel()"),
+    Mutant("token_advantages", "+ gamma * following_T", "+ following_T"),
+    Mutant("token_advantages", "gamma * gae_lambda)", "gae_lambda)", after="def _gae"),
+    Mutant("token_advantages", "whiten(advantages_T) if whitened else advantages_T", "advantages_T"),
+    Mutant("token_advantages", "rewards, gamma)).float()", "rewards, 1.0)).float()"),
+    Mutant("token_advantages", "1.0 - 2.0 * probs_T", "1.0 - probs_T"),
+    Mutant("token_advantages", "== 1, 0.0, baseline_T", "== 0, 0.0, baseline_T"),
+    Mutant("token_advantages", "over_group_T(weights_T * returns_T)", "over_group_T(returns_T)"),
+    Mutant("token_advantages", "torch.where(compared_T, returns_T - baseline_T, 0.0)", "(returns_T - baseline_T)"),
+    Mutant("losses", "-torch.minimum(", "-torch.maximum("),
+    Mutant("losses", "ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)", "ratio_T.clamp(1.0 - clip_high, 1.0 + clip_low)"),
+    Mutant("losses", "(advantages_T < 0) & (ratio_T < 1.0 - clip_low)", "(advantages_T > 0) & (ratio_T < 1.0 - clip_low)"),
+    Mutant("losses", "(advantages_T > 0) & (ratio_T > 1.0 + clip_high)", "(ratio_T > 1.0 + clip_high)"),
+    Mutant("losses", "(batch.advantages_T < 0) & (losses_T > ceiling_T)", "losses_T > ceiling_T"),
+    Mutant("losses", "-batch.advantages_T * dual_clip", "-batch.advantages_T * (1.0 + dual_clip)"),
+    Mutant("losses", "torch.where(keep_T, losses_T, 0.0)", "torch.where(keep_T, 0.0, losses_T)"),
+    Mutant("losses", "clip_high=cap - 1.0", "clip_high=cap"),
+    Mutant("losses", "clip_low=None, clip_high=cap", "clip_low=0.2, clip_high=cap"),
+    Mutant("losses", "log_ratio(logprobs_T.detach(), batch", "log_ratio(logprobs_T, batch", after="def cispo"),
+    Mutant("losses", "low = 0.0 if clip_low is None else 1.0 - clip_low", "low = 0.0"),
+    Mutant("losses", "* 4.0 / tau_T", "* 2.0 / tau_T"),
+    Mutant("losses", "batch.advantages_T > 0, tau_positive, tau_negative", "batch.advantages_T > 0, tau_negative, tau_positive"),
+    Mutant("losses", "0.5 * beta", "beta"),
+    Mutant("losses", "batch.weighted(-batch.advantages_T * logprobs_T)", "-batch.advantages_T * logprobs_T"),
+    Mutant("ratios", "logprobs_T - logprobs_T.detach() + d_S", "d_S"),
+    Mutant("ratios", "log_ratio(logprobs_T.detach(), batch", "log_ratio(logprobs_T, batch"),
+    Mutant("ratios", "else batch.mean_S(d_T)", "else batch.sum_S(d_T)"),
+    Mutant("ratios", "batch.sum_S(d_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.sum_S(d_T)"),
+    Mutant("sequence_losses", '"geometric"', '"sequence"', after="def gspo"),
+    Mutant("sequence_losses", "batch.advantages_T < 0", "batch.advantages_T > 0", after="def vespo"),
+    Mutant("sequence_losses", "lambda_T * (1.0 - s_T)", "lambda_T * -s_T"),
+    Mutant("sequence_losses", "logprobs_T.detach(), \"sequence\"", "logprobs_T, \"sequence\"", after="def vespo"),
+    Mutant("losses", "policy_ratio(batch, logprobs_T, level)", 'policy_ratio(batch, logprobs_T, "token")', after="def ppo_clip"),
+    Mutant("losses", "policy_ratio(batch, logprobs_T, level)", 'policy_ratio(batch, logprobs_T, "token")', after="def sapo"),
+    Mutant("kl", "batch.weighted(kl_T * ", "(kl_T * "),
+    Mutant("kl", "log_ratio(logprobs_T, batch", "log_ratio(logprobs_T.detach(), batch", after="def bias_corrected"),
+    Mutant("advantages", "(_batch_std(advantages_S, 1) + std_eps)", "_batch_std(advantages_S, 1)"),
+    Mutant("token_advantages", "clamp(max=weight_cap).square()", "clamp(max=weight_cap)"),
+    Mutant("token_advantages", "was_cut_T, values_T, following_T", "was_cut_T, 0.0, following_T"),
+    Mutant("token_advantages", '& (from_end_T(rewards) == 0)', ""),
+    Mutant("token_advantages", "if critic_lambda is None else critic_lambda", ""),
+    Mutant("token_advantages", "length_alpha * rewards.lengths_S", "rewards.lengths_S"),
+    Mutant("token_advantages", ".clamp(min=0.0)", "", after="def _lambda"),
+    Mutant("draws", "samples - correct, k", "correct, k"),
+    Mutant("draws", "comb(i, k - 1)", "comb(i, k)"),
+    Mutant("draws", "sorted(rewards)", "rewards"),
+    Mutant("draws", "if answer:", "if answer is not None:"),
+    Mutant("draws", "sum(marks) / len(marks)", "float(marks[0])"),
+    Mutant("draws", "if count == highest)", "if True)"),
+    Mutant("draws", "if count >= most]", "if count > most]"),
+    Mutant("draws", "sum(count for count, _ in rivals)", "len(rivals)"),
+    Mutant("draws", "others[::-1]", "others"),
+    Mutant("draws", "range(1, min(k, highest) + 1)", "range(2, min(k, highest) + 1)"),
+    Mutant("draws", "/ float(drawn[len(answers), k])", ""),
+    Mutant("draws", "drawn[count, :most]", "drawn[count, : most + 1]"),
+    Mutant("draws", "worth + value * chance", "worth + value"),
+    Mutant("draws", "/ np.arange(1, worth.shape[1])", ""),
+    Mutant("draws", "drawn[m] * (1.0 - k / samples)", "drawn[m] * 0.5"),
+    Mutant("batch/objective", "bias_corrected(kl_T, tokens, logprobs_T)", "kl_T"),
+    Mutant("batch/estimate", 'rollout.finish_reason == "length" for', "False for"),
+    Mutant("batch/resolve", "if name in known", 'if name == "gamma"'),
+    Mutant("sequence_losses", "torch.minimum(sign_T * d_T", "torch.maximum(sign_T * d_T"),
+    Mutant("sequence_losses", "batch.mean_S(sign_T * pessimistic_T)", "batch.mean_S(pessimistic_T)"),
+    Mutant("sequence_losses", "d_T.clamp(-clip_low, clip_high)", "d_T.clamp(-clip_high, clip_low)"),
+    Mutant("divergence_losses", "p_T - q_T > limit_high", "p_T - q_T > limit_low"),
+    Mutant("divergence_losses", "q_T - p_T > limit_low", "p_T - q_T > limit_low"),
+    Mutant("divergence_losses", "& (p_T > q_T)", ""),
+    Mutant("divergence_losses", "& (p_T < q_T)", ""),
+    Mutant("divergence_losses", "log_ratio(logprobs_T.detach(), batch", "log_ratio(logprobs_T, batch"),
+    Mutant("divergence_losses", "ratio_T.clamp(max=cap) * batch", "ratio_T * batch"),
+    Mutant("divergence_losses", "losses_T + pull * ", "losses_T - pull * "),
+    Mutant("divergence_losses", "losses_T + pull * log_ratio(logprobs_T,", "losses_T + pull * log_ratio(logprobs_T.detach(),"),
+    Mutant("divergence_losses", "losses_T + pull", "losses_T + 2.0 * pull"),
+    Mutant("divergence_losses", "advantages_T > 0", "advantages_T >= 0"),
+    Mutant("covariance_losses", "- batch.advantages_T.mean()", ""),
+    Mutant("covariance_losses", "- logprobs_T.mean()", ""),
+    Mutant("covariance_losses", "& ~is_clipped_T", ""),
+    Mutant("covariance_losses", "max(int(share * batch.tokens), 1)", "int(share * batch.tokens)"),
+    Mutant("covariance_losses", "coefficient * d_T.abs()", "coefficient * d_T"),
+    Mutant("covariance_losses", "keep_T[drawn] = False", "keep_T[candidates] = False"),
+    Mutant("selection", "(batch.advantages_T >= 0) | ", ""),
+    Mutant("selection", "batch.advantages_T >= 0", "batch.advantages_T > 0"),
+    Mutant("selection", "drift_T = -log_ratio", "drift_T = log_ratio"),
+    Mutant("selection", "batch.behaviour_logprobs_T", "batch.anchor_logprobs_T"),
+    Mutant("selection", "descending=True", "descending=False"),
+    Mutant("selection", ".ceil()", ".floor()"),
+    Mutant("selection", " - SHARE_SLACK", ""),
+    Mutant("selection", "lengths_S.double()", "lengths_S.float()"),
+    Mutant("selection", "keep_T & high_T", "high_T"),
+    Mutant("value", "torch.maximum(", "torch.minimum("),
+    Mutant("value", "old_values_T - clip, old_values_T + clip", "returns_T - clip, returns_T + clip"),
+    Mutant("value", "0.5 * torch.maximum", "torch.maximum"),
+    Mutant("corrections", ".clamp(floor, cap)", ".clamp(min=cap)", after="def truncate"),
+    Mutant("corrections", ".clamp(floor, cap)", ".clamp(max=cap)", after="def truncate"),
+    Mutant("corrections", "cap: Positive = 2.0", "cap: Positive = 3.0", after="def truncate"),
+    Mutant("corrections", "truncated=(ratio_T > cap)", "truncated=(ratio_T < cap)"),
+    Mutant("corrections", "(ratio_T > cap) | (ratio_T < floor)", "(ratio_T > cap)"),
+    Mutant("corrections", "[step.lengths_S > 0]", ""),
+    Mutant("corrections", ".clamp(min=torch.finfo(counted.dtype).tiny)", ""),
+    Mutant("corrections", "step or batch, level", "batch, level", after="def truncate"),
+    Mutant("corrections", "step or batch, level", "batch, level", after="def mask"),
+    Mutant("corrections", "torch.where(is_inside(ratio_T), ratio_T, 0.0)", "ratio_T"),
+    Mutant("corrections", "log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "log_ratio_S"),
+    Mutant("corrections", "keep_T = keep_T & other.keep_T", "keep_T = other.keep_T"),
+    Mutant("corrections", "sums(rejected=~keep_T)})", "{}})", after="def combined"),
+    Mutant("corrections", "torch.where(keep_T, correction.weights_T, 0.0)", "correction.weights_T"),
+    Mutant("corrections", "(p_T - q_T).abs()", "(p_T - q_T)"),
+    Mutant("corrections", "binary_kl(p_T, q_T)", "binary_kl(q_T, p_T)", after="def _divergence_T"),
+    Mutant("corrections", "(ratio_T >= low) & (ratio_T <= high)", "(ratio_T <= high)", after="def mask"),
+    Mutant("corrections", "1.0 / high if low is None else low", "0.0 if low is None else low"),
+    Mutant("corrections", "return 0.5 * l_T.square()", "return l_T.square()"),
+    Mutant("corrections", "torch.expm1(l_T) - l_T", "torch.expm1(-l_T) + l_T"),
+    Mutant("corrections", 'if level == "sequence" else batch.mean_S(l', 'if level != "sequence" else batch.mean_S(l'),
+    Mutant("corrections", "~keep_T, **counted", "keep_T, **counted"),
+    Mutant("corrections", "torch.where(keep_T, weights_T, 0.0)", "weights_T"),
+    Mutant("corrections", "(ratio_T < low) | (ratio_T > high)", "(ratio_T > high)", after="def veto"),
+    Mutant("corrections", "log_ratio(batch.anchor_logprobs_T.detach(), batch.behaviour_logprobs_T)",
+           "log_ratio(batch.behaviour_logprobs_T, batch.anchor_logprobs_T)"),
+    Mutant("aggregation", "int((batch.lengths_S > 0).sum())", "batch.num_sequences"),
+    Mutant("aggregation", "max(counts.tokens, 1)", "max(batch.tokens, 1)"),
+    Mutant("aggregation", "max(counts.sequences, 1)", "max(batch.num_sequences, 1)"),
+    Mutant("aggregation", "max(counts.tokens, 1)", "counts.tokens"),
+    Mutant("aggregation", "batch.mean_S(losses_T)", "batch.sum_S(losses_T)"),
+    Mutant("aggregation", ") / scale", ")"),
+    Mutant("kl", "0.5 * log_ratio", "log_ratio"),
+    Mutant("kl", "torch.expm1(-d_T) + d_T", "torch.expm1(d_T) - d_T"),
+    Mutant("kl", "torch.expm1(-d_T)", "((-d_T).exp() - 1)"),
+    Mutant("kl", ".clamp(max=K3_BOUND)", ""),
+    Mutant("kl", "+ gradient_T - gradient_T.detach()", ""),
+    Mutant("kl", "value_T.detach() + gradient_T", "value_T + gradient_T"),
+    Mutant("kl", "max(kl / target - 1.0, -0.2), 0.2", "max(kl / target - 1.0, -0.2), 0.5"),
+    Mutant("kl", "steps / horizon", "horizon / steps"),
+    Mutant("entropy", "entropy < target else -step", "entropy > target else -step"),
+    Mutant("entropy", "step if entropy < target", "step if entropy <= target"),
+    Mutant("entropy", "-step if entropy > target", "-step if entropy >= target"),
+    Mutant("entropy", "change, 0.0), maximum", "change, 0.0), 1.0"),
+    Mutant("entropy", "max(coefficient + change, 0.0)", "(coefficient + change)"),
+    Mutant("entropy", "entropy <= target else 0.0", "entropy < target else 0.0"),
+    Mutant("value", "> 0 else 0.0", ">= 0 else 0.0"),
+    Mutant("value", "(returns_T.double() - values_T.double())", "values_T.double()"),
+    Mutant("filters", "len(group.rewards) > 1 and", ""),
+    Mutant("filters", "<= tolerance", "< tolerance"),
+    Mutant("filters", "mean <= low", "mean < low"),
+    Mutant("filters", "mean >= high", "mean > high"),
+    Mutant("shaping", "max_response_tokens - buffer_tokens", "max_response_tokens", after="excess_tokens ="),
+    Mutant("shaping", "0.0), 1.0)", "0.0), 9.0)"),
+    Mutant("shaping", "reward - penalty", "reward + penalty", after="return"),
+    Mutant("proximal", "1.0 - 1.0 / lag_T", "1.0 / lag_T"),
+    Mutant("proximal", "logprobs_T.detach()", "logprobs_T"),
+    Mutant("proximal", ".clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)", ""),
+    Mutant("metrics", "torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))", "log_ratio(to_T.detach(), from_T)"),
+    Mutant("metrics", "batch.reference_logprobs_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.reference_logprobs_T"),
+    Mutant("metrics", '"policy": (current_T, batch.anchor_logprobs_T)', '"policy": (current_T, batch.behaviour_logprobs_T)'),
+    Mutant("metrics", "ratio_T = log_ratio_T.exp()", "ratio_T = log_ratio_T.exp().clamp(max=2.0)"),
+    Mutant("metrics", 'f"{name}/k1": -log_ratio_T', 'f"{name}/k1": log_ratio_T'),
+    Mutant("metrics", "torch.expm1(log_ratio_T.double()) - log_ratio_T", "torch.expm1(log_ratio_T.double()) + log_ratio_T"),
+    Mutant("metrics", "merged[name] = _larger(merged[name], value)", "merged[name] = value"),
+    Mutant("metrics", "-_larger(-merged[name], -value)", "_larger(merged[name], value)"),
+    Mutant("metrics", "-_larger(-merged[name], -value)", "min(merged[name], value)"),
+    Mutant("metrics", "merged[name] += value", "merged[name] = value"),
+    Mutant("metrics", "or math.isnan(first)", ""),
+    Mutant("metrics", "= square - 1.0 if", "= square if"),
+    Mutant("metrics", "- published[f\"{of}/mean\"] ** 2", ""),
+    Mutant("metrics", "if last in BANDS:", "if False:"),
+    Mutant("metrics", "if last in OVER_SEQUENCES:", "if False:"),
+    Mutant("metrics", '"perplexity": "sequences"', '"perplexity": "tokens"'),
+    Mutant("metrics", "(-batch.mean_S(log_ratio_T)).exp()", "batch.mean_S(log_ratio_T).exp()"),
+    Mutant("metrics", "torch.expm1(2.0 * product_S)", "torch.expm1(product_S)"),
+    Mutant("metrics", "batch.sum_S(log_ratio_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.sum_S(log_ratio_T)"),
+    Mutant("metrics", "(-batch.mean_S(logprobs_T", "(batch.mean_S(logprobs_T"),
+    Mutant("metrics", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp()", ")).exp()"),
+    Mutant("metrics", "torch.where(batch.lengths_S > 0, values_S, 0.0)", "values_S"),
+    Mutant("metrics", "_perplexity_S(batch, batch.anchor_logprobs_T)", "_perplexity_S(batch, batch.behaviour_logprobs_T)"),
+    Mutant("metrics", "batch.advantages_T > 0", "batch.advantages_T >= 0"),
+    Mutant("metrics", "lengths * len(BANDS) - 1", "lengths * len(BANDS)"),
+    Mutant("metrics", "lengths * len(BANDS) - 1", "(lengths - 1) * len(BANDS)"),
+    Mutant("metrics", "clamp(0, len(BANDS) - 1)", "clamp(0)"),
+    Mutant("metrics", "(batch.weights_T == 0) & (band_T == index)", "(batch.weights_T == 0)"),
+    Mutant("metrics", "left_out_T & (band_T == index)", "left_out_T | (band_T == index)"),
+    Mutant("metrics", 'column.max() if name.endswith("/max")', 'column.max() if name.endswith("")'),
+    Mutant("metrics", "if size else {}", ""),
+    Mutant("metrics", "** 2 / square", "/ square"),
+    Mutant("metrics", "(std_S == 0) / rewards.sizes_S", "(std_S == 0)"),
+    Mutant("metrics", "log_ratio(batch.reference_logprobs_T, current_T)", "log_ratio(current_T, batch.reference_logprobs_T)"),
+    Mutant("metrics", "batch.weights_T == 0", "batch.weights_T > 0"),
+    Mutant("metrics", "batch.lengths_S > 0", "batch.lengths_S >= 0"),
+    Mutant("registry", "if parameter.required and key not in params", "if False"),
+    Mutant("registry", "if not known[key].accepts(value)", "if False"),
+    Mutant("registry", "type(value) is type(choice) and value == choice", "value == choice"),
+    Mutant("registry", 'ON_REQUEST = frozenset({"entropy_T", "step"})', "ON_REQUEST = frozenset()"),
+    Mutant("registry", "functools.partial(function, **params)", "function"),
+    Mutant("registry", "values[low] >= values[high]", "values[low] > values[high]"),
+    Mutant("registry", "params.get(key, parameter.default) for", "params.get(key) for"),
+    Mutant("registry", '("filter", "reward_range"): ("low", "high"),', ""),
+    Mutant("registry", "ast.literal_eval(default) if default else None", "None"),
+    Mutant("ranges", "value > 1,", "value >= 1,"),
+    Mutant("ranges", "0 <= value <= 1", "0 <= value"),
+    Mutant("ranges", "isinstance(value, int | float) and not isinstance(value, bool)", "isinstance(value, int | float)"),
+    Mutant("batch/objective", "(losses_T, tokens, counts)", "(losses_T, tokens, Counts.of(tokens))"),
+    Mutant("batch/objective", "losses_T + kl_coefficient * kl_T", "losses_T + kl_coefficient * tokens.weighted(kl_T)"),
+    Mutant("batch/objective", "{} if step is None else", "{} if True else"),
+    Mutant("batch/objective", "for reject in self.rejections)", "for reject in ())"),
+    Mutant("batch/critic_steps", "token_mean(token_loss.losses_T, tokens, counts)", "token_loss.losses_T.mean()"),
+    Mutant("batch/recipe", "minibatch.counts,", "plan.minibatches[0].counts,", after="def train_policy"),
+    Mutant("batch/critic_steps", "critic_loss(minibatch.counts,", "critic_loss(plan.minibatches[0].counts,"),
+    Mutant("batch/recipe", "kl, entropy = self.coefficients.kl,", "kl, entropy = self.coefficients._kl_config.coefficient,"),
+    Mutant("batch/recipe", "step=minibatch.tokens", "step=None"),
+    Mutant("batch/plan", "sum(count > 0 for count in kept)", "len(kept)"),
+    Mutant("batch/plan", "microbatch(sequences, settings.device).tokens", "microbatch([sequences[0]], settings.device).tokens"),
+    Mutant("batch/plan", "sequence.keep & ~mask.any", "sequence.keep"),
+    Mutant("batch/estimate", "response_tokens=len(rollout.response_ids)", "response_tokens=int(rollout.action_mask.sum())"),
+    Mutant("batch/estimate", "token_rewards_T=-kl_coefficient * kl_T", "token_rewards_T=kl_coefficient * kl_T"),
+    Mutant("batch/masks", "sequence.lag > max_lag", "sequence.lag >= max_lag"),
+    Mutant("batch/resolve", "> 1 or normalises(algorithm))", "> 1)"),
+    Mutant("batch/packing", "-(-len(first_fit) // ranks) * ranks", "len(first_fit)"),
+    Mutant("batch/packing", "balanced or first_fit", "balanced or []"),
+    Mutant("batch/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),
+    Mutant("config/agreements", "side * (bound - 1.0) <= 0", "side * (bound - 1.0) < 0"),
+]  # fmt: skip
+
+
+def mutate(text: str, mutant: Mutant) -> str:
+    """Raises SystemExit if the mutant does not match: the code has moved on and the mutant must, too."""
+    start = text.find(mutant.after)
+    at = text.find(mutant.old, max(start, 0))
+    if start < 0 or at < 0:
+        raise SystemExit(f"mutant does not match: {mutant}; adapt it to the code")
+    return text[:at] + mutant.new + text[at + len(mutant.old) :]
+
+
+def is_killed(copy: Path, tests: str) -> bool:
+    """Whether the tests fail in the copy. Runs in a fork, because importing torch takes longer than the tests."""
+    child = os.fork()
+    if not child:
+        os.chdir(copy)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        sys.path.insert(0, str(copy))
+        files = [f"tests/unit/test_{name}.py" for name in tests.split()]
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *files]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, 1):
+        raise SystemExit(f"pytest ended with {code} in {copy}; run it there by hand")
+    return code == 1
+
+
+def main(only: str | None) -> int:
+    """Number of survivors."""
+    chosen = [mutant for mutant in MUTANTS if only in (None, mutant.module)]
+    survivors = 0
+    torch.set_num_threads(1)
+    settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)  # found is enough: no shrinking
+    settings.load_profile("mutation")
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        os.environ |= {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
+        shutil.copytree(ROOT / "asyncrl", copy / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        if is_killed(copy, " ".join(dict.fromkeys(TESTS[mutant.module] for mutant in chosen))):
+            raise SystemExit("the tests fail without any mutant; mend that first")
+        for mutant in chosen:
+            path = copy / "asyncrl" / ("" if "/" in mutant.module else "algo") / f"{mutant.module}.py"
+            original = path.read_text()
+            path.write_text(mutate(original, mutant))
+            killed = is_killed(copy, TESTS[mutant.module])
+            path.write_text(original)
+            survivors += not killed
+            verdict = "killed  " if killed else "SURVIVED"
+            sys.stdout.write(f"{verdict}  {mutant.module}: {mutant.old} -> {mutant.new or '(nothing)'}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(chosen) - survivors} of {len(chosen)} mutants killed\n")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1] if len(sys.argv) > 1 else None) else 0)

@@ -1,0 +1,81 @@
+"""A generator without an engine: the real control client and the real Gloo receiver. Says what happens as JSON lines.
+
+Arguments: endpoint, generator id, and a JSON object of options:
+    hang_on     version whose transfer it stops reading half way, for good
+    fail_times  how many Gloo transfers it declares failed
+    secret      of the run, as run.key holds it
+    release, config_hash, heartbeat_s, incarnation, transports
+"""
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+
+from asyncrl.control.base import Heartbeat, Hello, Stop
+from asyncrl.control.client import ControlClient
+from asyncrl.errors import ControlError, TransferError
+from asyncrl.run.keys import RunKeys
+from asyncrl.weights.base import UpdateReport, receivable
+from tests.support import receiver_stand_in as receiving
+
+
+def say(**what):
+    receiving.say(json.dumps(what))
+
+
+async def main(endpoint, generator_id, options):
+    heartbeat_s = options.get("heartbeat_s", 0.2)
+    keys = RunKeys(bytes.fromhex(options["secret"])).join.control if "secret" in options else None
+    client = ControlClient(endpoint, heartbeat_s=heartbeat_s, timeout_s=5.0, join_s=options.get("join_s", 30.0), keys=keys)
+    incarnation = options.get("incarnation", uuid.uuid4().hex[:8])
+    hello = Hello(
+        generator_id=generator_id,
+        incarnation=incarnation,
+        release=options.get("release", "1.0"),
+        config_hash=options.get("config_hash", "abc"),
+        version=0,
+        transports=tuple(options.get("transports", receivable("gloo"))),
+    )
+    try:
+        welcome = await client.join(hello)
+    except ControlError as error:
+        say(refused=str(error))
+        return
+    say(joined=welcome.version)
+    version = 0
+    while True:
+        beat = Heartbeat(generator_id=generator_id, incarnation=incarnation, version=version, state="sampling")
+        client.beat(beat)
+        order = await client.next_order()
+        if isinstance(order, Stop):
+            say(stopped=order.reason)
+            await client.leave()
+            return
+        try:
+            total = await asyncio.to_thread(receive, order, options)
+        except TransferError as error:
+            version = -1
+            say(failed=order.version, error=str(error))
+            await client.report(UpdateReport(version=order.version, applied=False, reason=str(error)))
+            continue
+        version = order.version
+        say(applied=version, sum=total, transport=order.transport)
+        await client.report(UpdateReport(version=version, applied=True, probe_max=0.5))
+
+
+def receive(order, options):
+    def on_bucket():
+        if order.version == options.get("hang_on"):
+            say(hanging=order.version)
+            time.sleep(1000)
+
+    if order.transport == "gloo" and options.get("fail_times", 0) > 0:
+        options["fail_times"] -= 1
+        raise TransferError("told to fail")
+    return receiving.receive(order, on_bucket)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
