@@ -6,62 +6,67 @@ from asyncrl.config.base import Choice, NonNegative, NonNegativeFloat, Part, Pos
 
 
 class KLConfig(Part):
-    """Penalty towards the reference model, which starts as the policy."""
+    """Penalty for distance from the reference model, which is the initial policy."""
 
     coefficient: NonNegativeFloat = 0.0
-    """0 switches the reference model off."""
+    """Strength of the penalty; 0 switches the reference model off."""
     estimator: Choice = Choice(name="k3")
-    """How the divergence of a token is estimated."""
+    """Estimator of a token's divergence."""
     bias_corrected: bool = False
-    """In the loss: times current / behaviour probability, so that it is the KL of the policy that is trained (DeepSeek-V3.2)."""
+    """True multiplies the KL in the loss by the current / behaviour probability ratio, so that it is the KL
+    of the trained policy (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
-    """In the loss, or subtracted from the reward of every token."""
+    """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: PositiveFloat | None = None
-    """Nats per token: the coefficient adapts so that the KL stays near it; null keeps it fixed."""
+    """KL in nats per token that an adaptive coefficient aims at; null keeps the coefficient fixed."""
     horizon: PositiveFloat = 10000.0
-    """Sequences over which the coefficient may change by a fifth."""
+    """Number of sequences over which the coefficient may change by a fifth."""
     reference_decay: Share = 1.0
-    """1: the reference is frozen. Below: after each step it keeps this share of itself and takes the rest from the policy."""
+    """1 freezes the reference. Below 1, the reference keeps this share of itself after each step and takes
+    the rest from the policy."""
 
 
 class EntropyConfig(Part):
     """Bonus for the entropy of the token distribution."""
 
     coefficient: float = 0.0
-    """Where it begins; fixed without `target`."""
+    """Coefficient of the bonus; with `target` its initial value."""
     target: PositiveFloat | None = None
-    """Nats per token: below it the coefficient grows by `step` per batch, above it falls, and acts only below."""
+    """Entropy in nats per token. Below it the coefficient grows by `step` per batch and acts; above it the
+    coefficient falls and does not act."""
     step: PositiveFloat = 0.005
-    """How much the adaptive coefficient changes after a batch."""
+    """Change of the adaptive coefficient after a batch."""
     maximum: PositiveFloat = 1.0
-    """The adaptive coefficient stays in 0 .. maximum."""
+    """Largest value of the adaptive coefficient; the smallest is 0."""
 
 
 class AlgorithmConfig(Part):
     """Four independent choices, plus KL, entropy, filters and reward shaping."""
 
     advantage: Choice = Choice(name="grpo")
-    """From rewards to what each token is trained with."""
+    """Function from rewards to the advantage of each token."""
     policy_loss: Choice = Choice(name="ppo_clip")
-    """Loss of a token, from its advantage and its probabilities."""
+    """Function from advantage and probabilities to the loss of a token."""
     correction: Choice = Choice(name="truncate")
-    """Behaviour to proximal: importance weights of stale tokens."""
+    """Importance weights of stale tokens, from the behaviour to the proximal policy."""
     rejections: tuple[Choice, ...] = ()
-    """Further corrections, of which only the rejections count: the weights are those of `correction`."""
+    """Further corrections that only reject tokens; the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
-    """Decoupled (weights at the start of the update, by a forward pass or interpolated), or bypass (the behaviour policy)."""
+    """Source of the proximal policy: `recompute` by a forward pass at the start of the batch, `log_linear` by
+    interpolation, or `behaviour` for the behaviour policy."""
     aggregation: Choice = Choice(name="token-mean")
-    """How the losses of tokens become one."""
+    """Function from the losses of all tokens to one loss."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     filters: tuple[Choice, ...] = ()
-    """Group filters, e.g. `zero_variance` (dynamic sampling); what they reject is refilled."""
+    """Group filters, such as `zero_variance` (dynamic sampling); rejected groups are replaced."""
     max_refills: Positive = 10
-    """Batches' worth of groups that filters may reject for one optimizer step before the run stops and says why."""
+    """Limit of rejected groups per optimizer step, in batches; above it the run stops with the reason."""
     shaping: tuple[Choice, ...] = ()
-    """Reward shaping, e.g. `soft_overlong`."""
+    """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
-    """Overlong filtering: rollouts cut off at the length limit leave the loss (not the baseline)."""
+    """True masks rollouts that were cut off at the length limit (overlong filtering); they still count for
+    the baseline."""
 
 
 class OptimizerConfig(Part):
@@ -74,18 +79,19 @@ class OptimizerConfig(Part):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled, as in AdamW."""
+    """Decoupled weight decay, as in AdamW."""
     warmup_steps: NonNegative = 0
     """Steps in which the learning rate rises linearly to `lr`."""
     max_grad_norm: PositiveFloat = 1.0
-    """A longer gradient is scaled down to this norm."""
+    """Norm to which a larger gradient is scaled down."""
 
 
 class CriticConfig(Part):
-    """The value model of `gae`: its own backbone, which starts as the policy's; there only if the advantage needs values."""
+    """Value model of `gae`, with a backbone that starts as the policy's. It exists only if the advantage
+    needs values."""
 
     clip: PositiveFloat | None = 0.5
-    """How far a value may move from the one that the advantages were made with; null: anywhere."""
+    """Largest distance of a value from the value that the advantages were computed with; null is unlimited."""
     warmup_steps: NonNegative = 0
-    """Steps in which only the critic learns."""
+    """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

@@ -14,16 +14,17 @@ from asyncrl.config.base import Choice, Mistake, Mistakes, NonNegative, Part, Po
 
 
 class RunConfig(Part):
-    """Which run this is and where it lives."""
+    """Name and place of the run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """Names the run directory and the keys in the store."""
+    """Name of the run directory and of the keys in the store."""
     root: Path = Path("runs")
     """Directory that holds the run directories."""
     environment: tuple[str, ...] = ()
-    """Variables that the run's processes inherit beside the usual ones, such as a key that a reward needs; `X_*` is a pattern."""
+    """Further environment variables that the run's processes inherit, such as a key for a reward; `X_*` is a
+    pattern."""
     seed: int = 0
-    """Fixes the order of prompts and the initialisation of everything the learner draws."""
+    """Seed of the order of prompts and of every random number of the learner."""
 
     @property
     def directory(self) -> Path:
@@ -39,32 +40,33 @@ class ModelConfig(Part):
     revision: str | None = None
     """Hub revision; pin it for repeatable runs."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights in generators and of the learner's compute."""
+    """Data type of the generators' weights and of the learner's forward and backward passes."""
     chat_template: bool = False
-    """True: prompts are rendered as chat messages with the tokenizer's template."""
+    """True renders prompts as chat messages with the tokenizer's template."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
 
 
 class DataConfig(Part):
-    """Where prompts come from."""
+    """Source of the prompts."""
 
     train: str
-    """JSONL or parquet file, directory or name (`owner/name` or `owner/name:config`) of a Hugging Face dataset."""
+    """JSONL or parquet file, directory, or name of a Hugging Face dataset (`owner/name` or
+    `owner/name:config`)."""
     eval: str | None = None
-    """Held-out prompts; same formats."""
+    """Held-out prompts, in the same formats."""
     prompt_field: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     template: str | None = None
-    """Text with {column} placeholders that makes the prompt instead of `prompt_field`."""
+    """Text with {column} placeholders that replaces `prompt_field`."""
     system: str | None = None
-    """System message, with `model.chat_template` only."""
+    """System message; needs `model.chat_template`."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     eval_split: str = "test"
-    """Split of `eval`, where that is a Hugging Face dataset."""
+    """Split of `eval`, if it is a Hugging Face dataset."""
     shuffle: bool = True
-    """New order each epoch, fixed by `run.seed`."""
+    """True draws a new order for each epoch from `run.seed`."""
 
 
 class RewardFunctionConfig(Part):
@@ -73,9 +75,9 @@ class RewardFunctionConfig(Part):
     function: str
     """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
     weight: float = 1.0
-    """Factor of the part in the sum that is trained on."""
+    """Factor of this part in the sum that is trained on."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
-    """Name of the part in metrics; default: the function's."""
+    """Name of the part in metrics; the function's name by default."""
 
     @property
     def part(self) -> str:
@@ -84,21 +86,22 @@ class RewardFunctionConfig(Part):
 
 
 class RewardConfig(Part):
-    """How rollouts are scored."""
+    """Scoring of rollouts."""
 
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1, max_length=64)]
-    """Parts of the reward; it is their weighted sum."""
+    """Parts of the reward, which is their weighted sum."""
     timeout_s: PositiveFloat = 10.0
-    """A call that takes longer is killed; the ticket is given back."""
+    """Time limit of a call. A call that takes longer is killed, and its ticket is given back."""
     workers: Positive = 1
     """Reward processes per generator."""
     attempts: Positive = 3
-    """A ticket that fails this often is counted dead; it never scores 0."""
+    """Failures after which a ticket is counted as dead; it never scores 0."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """`bubblewrap`: for rewards that run what the model wrote. Without network, GPU, and files but the project's and the
-    system's; see security.md. Needs `memory_gib` and the program `bwrap`."""
+    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, and only files of the
+    project and the system (security.md). It needs `memory_gib` and the program `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address space of each process of a reward, so that it fails and not the machine. Too little for one that uses a GPU."""
+    """Address-space limit of each reward process, in GiB. A runaway reward then fails instead of exhausting
+    the machine. CUDA reserves more address space, so leave it unset for rewards that use a GPU."""
 
     @model_validator(mode="after")
     def _sandbox_is_bounded(self) -> Self:
@@ -117,14 +120,14 @@ class RewardConfig(Part):
 
 
 class BatchConfig(Part):
-    """What one optimizer step trains on."""
+    """Size of the batch of one optimizer step."""
 
     groups: Positive = 32
-    """Groups per optimizer step batch (B)."""
+    """Groups per batch (B)."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts per group (G)."""
     minibatches: Positive = 1
-    """Optimizer steps per batch of groups; the policy version counts batches."""
+    """Optimizer steps per batch; the policy version counts batches."""
     epochs: Positive = 1
     """Passes over each batch."""
 
@@ -143,22 +146,23 @@ class BatchConfig(Part):
 
 
 class SamplingConfig(Part):
-    """How rollouts are sampled for training."""
+    """Sampling of rollouts for training."""
 
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Of the policy that is trained: generator and learner both use it. vLLM samples at no lower one but 0."""
+    """Temperature of the trained policy, used by generators and learner. vLLM supports no value between 0 and
+    0.01."""
     max_prompt_tokens: Positive = 512
-    """Longer prompts are refused at start, with their row."""
+    """Token limit of prompts; longer ones are refused at start, with their row."""
     max_response_tokens: Positive = 512
-    """Longer responses are cut off there; `finish_reason` says so."""
+    """Token limit of responses; a longer one is cut off, with `finish_reason` "length"."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the model's own end token."""
+    """Texts that end a response, in addition to the model's end token."""
     top_p: float = 1.0
-    """1 only: the learner cannot correct for a truncated distribution."""
+    """Must be 1: the learner cannot correct for a truncated distribution."""
     top_k: int = -1
-    """-1 or 0 (off) only, for the same reason."""
+    """Must be -1 or 0 (off), for the same reason."""
     min_p: float = 0.0
-    """0 only, for the same reason."""
+    """Must be 0, for the same reason."""
 
     @property
     def max_tokens(self) -> int:
@@ -184,15 +188,16 @@ class SamplingConfig(Part):
 
 
 class StalenessConfig(Part):
-    """How old a token may be when it is trained."""
+    """Limit of the age of tokens when they are trained."""
 
     max_lag: NonNegative = 4
-    """L: optimizer steps between sampling and training; 0 is synchronous on-policy training."""
+    """L: optimizer steps by which sampling may run ahead; 0 is synchronous on-policy training."""
     window_groups: Positive | None = None
-    """W: younger groups may overtake the oldest unfinished one within this window; default 0.3 (L + 1) B, at L = 0 none."""
+    """W: window within which younger groups may overtake the oldest unfinished one; 0.3 (L + 1) B by default,
+    none at L = 0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Tokens older than L, which overtaken answers have: only corrected by importance weights, out of the loss, or their whole
-    group rejected. The last two take from long answers."""
+    """Treatment of tokens older than L: only corrected by importance weights, masked out of the loss, or the
+    whole group rejected. The last two affect mostly long answers."""
 
 
 class LearnerConfig(Part):
@@ -201,79 +206,80 @@ class LearnerConfig(Part):
     steps: Positive = 100
     """Batches to train on in the whole run."""
     ranks: Positive = 1
-    """Processes of the learner, one GPU each; on one host."""
+    """Processes of the learner, one GPU each, on one host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is a GPU. cpu holds for the generators too."""
+    """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO: what the ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """DeepSpeed ZeRO stage: ranks partition the optimizer state (1), also gradients (2), also parameters (3)."""
     tokens_per_microbatch: Positive = 16384
-    """Token budget of one packed forward and backward."""
+    """Token budget of one packed forward and backward pass."""
     logprob_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at the same time."""
     gradient_checkpointing: bool = False
-    """True saves memory: activations are computed again in the backward pass."""
+    """True saves memory by recomputing activations in the backward pass."""
     threads: Positive | None = None
-    """CPU threads per rank; default: cores shared out by the supervisor."""
+    """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
-    """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments beside the name."""
+    """Classes of your own that are called before and after each step: `path.py:Class`, with keyword
+    arguments."""
 
 
 class GeneratorConfig(Part):
     """The generators."""
 
     count: Positive = 2
-    """Started by `asyncrl up`; more may join at any time."""
+    """Generators that `asyncrl up` starts; more may join at any time."""
     tensor_parallel: Positive = 1
-    """GPUs per generator; a divisor of the model's attention heads."""
+    """GPUs per generator; must divide the number of attention heads."""
     max_running: Positive = 256
     """Sequences in flight per generator; tickets are leased to fill it."""
     gpu_memory_utilization: Share = 0.85
-    """Share of a GPU's memory that vLLM may take: weights, KV cache, activations."""
+    """Share of a GPU's memory that vLLM may use for weights, KV cache and activations."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache per generator on CPU."""
     enforce_eager: bool = False
-    """True: no CUDA graphs; starts faster, samples slower."""
+    """True disables CUDA graphs: the engine starts faster and samples slower."""
     threads: Positive | None = None
-    """CPU threads per generator; default: cores shared out by the supervisor."""
+    """CPU threads per generator; by default the supervisor divides the cores."""
     recompute_kv: bool = False
-    """True: running requests are prefilled again after every weight update."""
+    """True prefills running requests again after every weight update."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """A lease that is not renewed this long is issued again."""
+    """Time after which a lease that was not renewed expires; its ticket is issued again."""
 
 
 class WeightsConfig(Part):
-    """Learner to generators."""
+    """Transfer of weights from the learner to the generators."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """auto: nccl where both sides have GPUs, else gloo."""
+    """`auto` is nccl if both sides have GPUs, else gloo."""
     deadline_s: PositiveFloat = 60.0
-    """A transfer that takes longer is cut off; the sender is killed and respawned."""
+    """Time limit of a transfer; after it the sender is killed and restarted."""
     bucket_mib: Positive = 64
-    """Parameters are sent in buckets of this size."""
+    """Size of the buckets in which parameters are sent."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
-    """Length of the fixed sequence that both sides score after every update."""
+    """Length of the fixed sequence that learner and generator score after every update."""
     probe_limit: PositiveFloat = 0.05
-    """Largest allowed log-probability difference, generator against learner, on the probe."""
+    """Largest allowed difference of log-probabilities between generator and learner on that sequence."""
 
 
 class ControlConfig(Part):
     """The ZMQ control plane."""
 
     bind: Annotated[str, Field(pattern=r"^tcp://.*:[0-9]+$", examples=["tcp://10.0.0.1:5555"])] | None = None
-    """tcp://HOST:PORT for generators on other hosts; default: a socket file in the run directory."""
+    """tcp://HOST:PORT for generators on other hosts; a socket file in the run directory by default."""
     heartbeat_s: PositiveFloat = 1.0
-    """How often a generator says that it is alive."""
+    """Interval between two heartbeats of a generator."""
     timeout_s: PositiveFloat = 15.0
-    """A generator silent this long is counted dead; its tickets are issued again."""
+    """Silence after which a generator is counted as dead; its tickets are issued again."""
     stall_s: PositiveFloat = 1800.0
-    """The learner stops with an explanation when no group arrives this long."""
+    """Time without a new group after which the learner stops with an explanation."""
     hang_s: Annotated[float, Field(ge=60)] = 300.0
-    """A process that makes no progress this long is killed and started again."""
+    """Time without progress after which a process is killed and restarted."""
     slow_s: Annotated[float, Field(ge=60)] = 1800.0
-    """The same while it starts, loads a model, writes a checkpoint or runs your hooks."""
+    """The same limit while a process starts, loads a model, writes a checkpoint or runs your hooks."""
     max_restarts: NonNegative = 5
-    """Restarts of one process within ten minutes before the run stops."""
+    """Restarts of one process within ten minutes; after more, the run stops."""
 
     @field_validator("bind")
     @classmethod
@@ -284,49 +290,52 @@ class ControlConfig(Part):
 
 
 class EvalConfig(Part):
-    """Held-out evaluation by the generators while training goes on."""
+    """Held-out evaluation by the generators during training."""
 
     every: Positive = 10
     """Optimizer steps between evaluations; needs `data.eval`."""
     prompts: Positive = 128
-    """The first so many of `data.eval`, in every round the same."""
+    """Number of prompts, taken from the start of `data.eval`; every round uses the same ones."""
     samples: Positive = 1
-    """Per prompt; more than one reports pass@k, best@k and mean@k, and maj@k if a reward gives the answer."""
+    """Samples per prompt; more than one reports pass@k, best@k and mean@k, and maj@k if a reward returns the
+    answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy; `samples` above 1 needs more."""
+    """Temperature of evaluation; 0 is greedy and allows only one sample."""
 
 
 class CheckpointConfig(Part):
-    """Saving and resuming."""
+    """Saving and resuming of runs."""
 
     every: Positive = 50
-    """Steps between checkpoints; one is always made at the end."""
+    """Steps between checkpoints; the last step always saves one."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept; groups are forgotten by the store when the oldest kept one holds them. At least two, so that a damaged
-    newest one costs steps and no group."""
+    """Number of checkpoints kept. The store forgets a group when the oldest kept checkpoint holds it. Two or
+    more ensure that a damaged newest checkpoint costs steps and no group."""
 
 
 class TelemetryConfig(Part):
-    """Seeing it. JSONL is always written."""
+    """Destinations of metrics; JSONL files are always written."""
 
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases; offline writes files for `wandb sync`."""
     wandb_project: str = "asyncrl"
-    """Project there; the run's name is `run.name`."""
+    """Project in Weights & Biases; the run has the name `run.name`."""
     tensorboard: bool = False
     """Event files in RUN/tensorboard; needs asyncrl[tensorboard]."""
     trackio: bool = False
     """Trackio's local database; needs asyncrl[trackio]."""
     trackio_project: str = "asyncrl"
-    """Project there; the run's name is `run.name`."""
+    """Project in Trackio; the run has the name `run.name`."""
     trace: bool = True
-    """The timeline in RUN/trace_events.json, at most 64 MiB with the one before it."""
+    """Timeline in RUN/trace_events.json; with the previous file at most 64 MiB."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """/metrics and /health of the learner; generator i has this + 1 + i. 0: any free ones. Default: off."""
+    """Port of the learner's /metrics and /health; generator i has this port + 1 + i. 0 chooses free ports,
+    null is off."""
     prometheus_host: str = "127.0.0.1"
-    """Address that they listen on, of one interface. Whoever reaches it may ask: nobody is asked who they are."""
+    """Address of one interface on which these ports listen. Every client that reaches it may read the
+    metrics."""
     samples_per_step: NonNegative = 4
-    """Rollouts written to samples.jsonl each step."""
+    """Rollouts that each step writes to samples.jsonl."""
 
     @field_validator("prometheus_host")
     @classmethod

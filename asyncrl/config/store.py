@@ -10,7 +10,7 @@ from asyncrl.config.base import Mistake, Mistakes, Part, Positive, PositiveFloat
 
 
 def holds_password(url: str) -> bool:
-    """Whether a store's URL would give one away."""
+    """Return whether a store's URL contains a password."""
     parts = urlsplit(url)
     return parts.password is not None or "password=" in parts.query
 
@@ -19,22 +19,22 @@ class StoreConfig(Part):
     """The Redis-compatible store."""
 
     url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"])] | None = None
-    """redis://, rediss:// or unix://, without a password; default: a server started for this run."""
+    """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
     bind: Annotated[str | None, Field(pattern=r"^tcp://\S*:\d+$")] = None
-    """tcp://HOST:PORT where a server started for this run listens too, for generators on other hosts; HOST is one interface's
-    address."""
+    """tcp://HOST:PORT on which the run's own server also listens, for generators on other hosts. HOST is the
+    address of one interface."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     insecure: bool = False
-    """True lets `url` lead to another host without TLS, without a checked certificate, or without a password: in a network of
-    your own."""
+    """True allows a `url` on another host without TLS, checked certificate or password. Use it only in a
+    private network."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
-    """Of a server started for this run; exactness does not rest on it."""
+    """Sync policy of the run's own server. Correctness does not depend on it."""
     max_gib: PositiveFloat = 4.0
-    """Cap on stored groups; generators wait when it is reached."""
+    """Limit of stored groups in GiB; above it generators wait."""
     shards: Positive = 1
-    """Lanes that the ticket ids are dealt to, each under a hash tag of its own; divides `batch.groups` and the window, and
-    stays as it is when a run is resumed."""
+    """Number of lanes among which ticket ids are divided, each with its own hash tag. It must divide
+    `batch.groups` and the window, and must not change on resume."""
 
     @field_validator("url")
     @classmethod

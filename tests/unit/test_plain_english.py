@@ -42,7 +42,7 @@ CEILINGS: dict[str, int] = {
     "buffer": 53,
     "cli": 6,
     "commands": 6,
-    "config": 32,
+    "config": 22,
     "control": 26,
     "data": 5,
     "engine": 6,
