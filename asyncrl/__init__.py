@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.builds import hide_foreign_builds
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ _PLACES = {
     **dict.fromkeys(("AsyncRLError", "ConfigError", "RunError"), "asyncrl.errors"),
 }
 __all__ = ["AsyncRLError", "Config", "ConfigError", "Result", "Run", "RunError", "open", "start", "train"]
+
+hide_foreign_builds()  # here, because every process imports this before it imports transformers
 
 
 def __getattr__(name: str) -> Any:

@@ -31,9 +31,5 @@ echo "installing asyncrl[$extra] into .venv (a few minutes the first time)"
 # The CPU build of torch is not on PyPI itself; PyTorch's own index is asked only where it is not found otherwise.
 "${pip[@]}" install -e ".[$extra,dev]" ||
     "${pip[@]}" install -e ".[$extra,dev]" --extra-index-url https://download.pytorch.org/whl/cpu
-if [ "$extra" = cpu ]; then
-    # Their PyPI builds are for CUDA and break `import transformers` beside a CPU torch; nothing here needs them.
-    "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec >/dev/null
-fi
 rm -f .venv/installed-*
 touch "$stamp"

@@ -1,5 +1,6 @@
 """The wheel, built from the files that the image copies, unpacked into an empty directory, and used from another one."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,7 +15,11 @@ import pytest
 
 import asyncrl
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling: pip install 'asyncrl[dev]'"),
+]
 
 ROOT = Path(__file__).parents[2]
 COPIES = re.findall(r"^COPY (.*) \S+$", (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)

