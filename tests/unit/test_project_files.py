@@ -1,0 +1,80 @@
+"""What surrounds the package agrees with it: changelog, citation, workflows, hooks of pre-commit."""
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl import __version__
+
+ROOT = Path(__file__).parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+RELEASES = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", CHANGELOG, re.MULTILINE)
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def steps(workflow: Path) -> list[str]:
+    """Everything that a workflow types."""
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+
+
+def test_the_newest_release_of_the_changelog_is_this_version():
+    assert RELEASES[0][0] == __version__
+    assert sorted(RELEASES, key=lambda one: [int(part) for part in one[0].split(".")], reverse=True) == RELEASES
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (str(cited["version"]), str(cited["date-released"])) == RELEASES[0]
+
+
+def test_the_changelog_keeps_its_form():
+    titles = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert titles == ["[Unreleased]", *(f"[{version}] - {date}" for version, date in RELEASES)]
+    kinds = set(re.findall(r"^### (.*)$", CHANGELOG, re.MULTILINE))
+    assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_may_only_read_end_in_time_and_call_what_exists(workflow):
+    config = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+    assert config["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 240 for job in config["jobs"].values())
+    typed = "\n".join(steps(workflow))
+    for script in re.findall(r"\bbash (\S+)", typed):
+        assert (ROOT / script).is_file(), script
+    for module in re.findall(r"python -m ((?:tests|reliability)\.[\w.]+)", typed):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+def test_the_workflow_of_every_change_has_every_check():
+    typed = "\n".join(steps(ROOT / ".github" / "workflows" / "ci.yml"))
+    for check in (
+        "ruff format --check",
+        "ruff check",
+        "mypy",
+        "mkdocs build --strict",
+        ".ci/run",
+        "pip wheel",
+        'asyncrl" quickstart',
+    ):
+        assert check in typed, check
+
+
+def test_hooks_of_pre_commit_call_tools_that_the_project_installs():
+    hooks = chain.from_iterable(
+        repository["hooks"]
+        for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    )
+    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}
+    installed = {re.split(r"[\[<>=]", text)[0] for text in PROJECT["project"]["optional-dependencies"]["dev"]}
+    assert tools and tools <= installed | {"python"}
+
+
+def test_the_licence_is_the_one_that_is_declared():
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
