@@ -3,7 +3,7 @@
 vLLM's build for CPUs requires torchvision, torchaudio and torchcodec, and does not say which build. PyPI has those for CUDA.
 Beside a torch for CPUs none of them can be imported, and transformers, which looks whether torchvision is installed, fails with
 "operator torchvision::nms does not exist". A package cannot declare that another one has to be absent, and nothing here needs the
-three. So to our processes, and to those that vLLM starts from them, they are not installed.
+three. So to our processes they are not installed, nor to vLLM's, which ask us at their start (pyproject.toml, entry points).
 """
 
 import re
@@ -16,7 +16,7 @@ CPU = "cpu"
 
 
 def hide_foreign_builds() -> None:
-    """Let no import find what cannot be imported."""
+    """Let no import find what cannot be imported. Returns None, which tells vLLM that this is no platform for it."""
     for name in foreign_builds():
         # So `import` raises ModuleNotFoundError, and importlib.util.find_spec finds nothing.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 """Libraries built for CUDA beside a torch for CPUs are hidden from every import, and no others."""
 
+import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +49,13 @@ def seen(site: Path) -> str:
 def test_a_torchvision_that_cannot_load_is_not_there(tmp_path, torch, torchvision, found):
     installed(tmp_path, torch=torch, torchvision=torchvision)
     assert seen(tmp_path) == found
+
+
+def test_vllm_asks_at_the_start_of_its_own_processes():
+    """tests/integration/test_wheel.py has the entry point; this is what vLLM calls, and the answer that it wants."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    module, _, function = points["vllm.platform_plugins"]["asyncrl"].partition(":")
+    assert getattr(importlib.import_module(module), function)() is None
 
 
 @pytest.mark.parametrize(
