@@ -1,9 +1,12 @@
-"""Hides libraries beside torch that are built for a GPU from a torch that is built for CPUs.
+"""Hides torchvision, torchaudio and torchcodec if they are CUDA builds and torch is a CPU build.
 
-vLLM's build for CPUs requires torchvision, torchaudio and torchcodec, and does not say which build. PyPI has those for CUDA.
-Beside a torch for CPUs none of them can be imported, and transformers, which looks whether torchvision is installed, fails with
-"operator torchvision::nms does not exist". A package cannot declare that another one has to be absent, and nothing here needs the
-three. So to our processes they are not installed, nor to vLLM's, which ask us at their start (pyproject.toml, entry points).
+vLLM's CPU package requires all three and does not name a build, and PyPI has the builds for CUDA. With a CPU
+build of torch, `import torchvision` fails with "operator torchvision::nms does not exist". transformers imports
+torchvision wherever it is installed, so transformers fails too. asyncrl needs none of the three, but a package
+cannot declare that another package must be absent.
+
+So this module makes them look absent. `import asyncrl` calls it. vLLM's own processes call it when they start,
+because it is one of their platform plugins (pyproject.toml, entry points).
 """
 
 import re
@@ -16,21 +19,21 @@ CPU = "cpu"
 
 
 def hide_foreign_builds() -> None:
-    """Let no import find what cannot be imported. Returns None, which tells vLLM that this is no platform for it."""
+    """Make the companions that cannot be imported look absent. Returns None: to vLLM, "not a platform"."""
     for name in foreign_builds():
         # So `import` raises ModuleNotFoundError, and importlib.util.find_spec finds nothing.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def foreign_builds() -> list[str]:
-    """Which companions of torch are installed for CUDA while torch is for CPUs."""
+    """Names of the companions that are built for CUDA, if torch is a CPU build."""
     if build_of("torch") != CPU:
         return []
     return [name for name in COMPANIONS if build_of(name).startswith("cu")]
 
 
 def build_of(package: str) -> str:
-    """`cpu`, `cu130` or the like, as the package's own files say; empty where it is not installed or does not say."""
+    """`cpu`, `cu130` and so on, from the package's version.py; empty if it is not installed or names no build."""
     spec = PathFinder.find_spec(package)
     for directory in (spec and spec.submodule_search_locations) or ():
         file = Path(directory, "version.py")

@@ -1,4 +1,4 @@
-"""Libraries that not every run needs. They are imported where they are used; who lacks one is told which extra brings it."""
+"""Imports of optional libraries. If one is missing, the error names the extra that installs it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from asyncrl.errors import MissingLibrary
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
-    """Around the import of a library that `asyncrl[extra]` brings. Raises MissingLibrary with the command that installs it."""
+    """Import a library of `asyncrl[extra]` within this context. Raises MissingLibrary with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -16,5 +16,5 @@ def from_extra(extra: str) -> Iterator[None]:
 
 
 def install_command(*extras: str) -> str:
-    """What to type for the libraries of `extras`."""
+    """The command that installs the libraries of `extras`."""
     return f"pip install 'asyncrl[{','.join(extras)}]'"

@@ -48,7 +48,6 @@ CEILINGS: dict[str, int] = {
     "engine": 6,
     "errors": 1,
     "evaluation": 1,
-    "extras": 2,
     "files": 6,
     "launch": 37,
     "learner": 2,
