@@ -35,13 +35,7 @@ def foreign_builds() -> list[str]:
 def build_of(package: str) -> str:
     """`cpu`, `cu130` and so on, from the package's version.py; empty if it is not installed or names no build."""
     spec = PathFinder.find_spec(package)
-    for directory in (spec and spec.submodule_search_locations) or ():
-        file = Path(directory, "version.py")
-        found = (
-            re.search(r"^__version__ = '[^'+]+\+(\w+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-            if file.is_file()
-            else None
-        )
-        if found:
-            return found[1]
-    return ""
+    files = (Path(directory, "version.py") for directory in (spec and spec.submodule_search_locations) or ())
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    found = re.search(r"^__version__ = '[^'+]+\+(\w+)'", text, re.MULTILINE)
+    return found[1] if found else ""
