@@ -4,6 +4,7 @@ README.md is the start page. Every file of the repository that some page links t
 a page that shows it: the same links work in the repository and on the site.
 """
 
+import json
 import re
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +15,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
 """To a file of the repository, with or without an anchor."""
+LINKING = (".md", ".ipynb")
+"""Files whose links count; a listing shows them as they are."""
 START, DOCS = "README.md", "docs"
 SHOWN = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash", ".md": "markdown", "": "text"}
 
@@ -26,7 +29,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         source = waiting.pop()
         if not _is_built(source):
             files.append(_page(source, config))
-        linked = {_target(source, match[2]) for match in LINK.finditer(_text(source))} if source.suffix == ".md" else set()
+        linked = {_target(source, match[2]) for match in LINK.finditer(_text(source))} if source.suffix in LINKING else set()
         new = {target for target in linked - seen if not _is_built(target) and (ROOT / target).is_file()}
         waiting += sorted(new)
         seen |= new
@@ -42,16 +45,26 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
         return f"{match[1]}{up}{_place(target)}{match[3] or ''}" if (ROOT / target).is_file() else match[0]
 
-    return LINK.sub(moved, markdown) if here.suffix == ".md" else markdown
+    return LINK.sub(moved, markdown) if here.suffix in LINKING else markdown
 
 
 def _page(source: PurePosixPath, config: MkDocsConfig) -> File:
-    content = _text(source) if source.suffix == ".md" else _listing(source)
+    content = {".md": _text, ".ipynb": _notebook}.get(source.suffix, _listing)(source)
     return File.generated(config, _place(source), content=content, inclusion=InclusionLevel.NOT_IN_NAV)
 
 
 def _listing(source: PurePosixPath) -> str:
     return f"# {source}\n\n``````{SHOWN.get(source.suffix, 'text')}\n{_text(source)}\n``````\n"
+
+
+def _notebook(source: PurePosixPath) -> str:
+    """Its cells and what they printed."""
+    parts = []
+    for cell in json.loads(_text(source))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts += ["```text\n" + "".join(output["text"]) + "```" for output in cell.get("outputs", ())]
+    return "\n\n".join(parts) + "\n"
 
 
 def _text(source: PurePosixPath) -> str:
