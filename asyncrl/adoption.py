@@ -41,7 +41,7 @@ class Adoption:
         dtype: str,
         on_version: Callable[[int], None],
     ) -> None:
-        """`on_version` is called with each version that begins to sample; `dtype` explains a refused probe."""
+        """`on_version` is called with the first version, and with each that begins to sample later."""
         self._engine, self._staging, self._control = engine, staging, control
         self._probe_limit, self._dtype, self._on_version = probe_limit, dtype, on_version
         self._order: UpdateOrder | None = None
@@ -78,7 +78,7 @@ class Adoption:
             return False
         return True
 
-    async def listen(self) -> Stop:
+    async def listen(self) -> None:
         """Keep the newest order until the learner says stop.
 
         A stop does not wait for an update that is under way: its sender may be gone.
@@ -86,10 +86,11 @@ class Adoption:
         while not isinstance(order := await self._control.next_order(), Stop):
             self._order = order
             self._ordered.set()
-        return order
+        log.info("the learner says stop: %s", order.reason)
 
     async def run(self) -> None:
         """Adopt the newest order, report, and wait for the next one."""
+        self._on_version(self.version)
         while True:
             await self._ordered.wait()
             self._ordered.clear()

@@ -96,7 +96,6 @@ class Generator:
         self._sampler = sampler
         self._control = control
         self._settings = settings
-        self._on_version = on_version
         self._weights = Adoption(
             engine, staging, control, probe_limit=settings.probe_limit, dtype=settings.dtype, on_version=on_version
         )
@@ -115,7 +114,6 @@ class Generator:
         """Generate until the learner says that the run is over."""
         self._id, self._holder = hello.generator_id, holder_name(hello.generator_id, hello.incarnation)
         await self._control.join(hello)
-        self._on_version(self._weights.version)
         begin("generate")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,8 +137,7 @@ class Generator:
             await self._control.leave()
 
     async def _wait_for_stop(self) -> None:
-        stop = await self._weights.listen()
-        log.info("the learner says stop: %s", stop.reason)
+        await self._weights.listen()
         raise _RunIsOver
 
     # --- tickets ---------------------------------------------------------------------------------------------------

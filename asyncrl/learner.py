@@ -26,19 +26,15 @@ class Run(Protocol):
 
     def collect(self, version: int) -> Collected:
         """The groups of the step that trains `version`; the same on every rank."""
-        ...
 
     def publish(self, version: int) -> None:
         """Make the trainer's weights the newest, and open the credit of `version`."""
-        ...
 
     def report(self, step: "Step") -> None:
         """Metrics, samples, evaluation rounds."""
-        ...
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save when it is due, then let the store forget what the oldest kept checkpoint holds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +67,14 @@ def run_learner(trainer: Trainer, run: Run, recipe: Recipe, hooks: Hooks, *, ver
         with clock.time("wait_groups"):
             collected = run.collect(version)
         with clock.time("measure"):
-            sequences = planner.assemble(collected.groups, version)
-            measured = planner.measure(trainer, sequences)
+            samples = planner.assemble(collected.groups, version)
+            measured = planner.measure(trainer, samples)
         with clock.time("plan"):
-            plan = planner.plan(collected.groups, sequences, measured, recipe.coefficients.kl)
+            plan = planner.plan(collected.groups, samples, measured, recipe.coefficients.kl)
         with clock.time("hooks", Pace.SLOW):
             hook_metrics = hooks.before_step(plan)
         with clock.time("critic"):
-            critic_results = recipe.train_critic(trainer, plan)
+            critic_results = recipe.critic.train(trainer, plan) if recipe.critic else ()
         with clock.time("train"):
             coefficients = recipe.coefficients.metrics()
             results = recipe.train_policy(trainer, plan, version)

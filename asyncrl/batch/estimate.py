@@ -19,10 +19,10 @@ class Estimates:
     """What one batch's rewards became."""
 
     rewards: GroupRewards
-    """Shaped, as the advantages saw them."""
+    """Rewards after shaping, as the advantages saw them."""
     advantages_T: Tensor
     returns_T: Tensor | None
-    """What a critic is trained on; None without one."""
+    """The critic's targets; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Estimator:
     advantage: Callable[[GroupRewards], Tensor]
     max_response_tokens: int
     parts: Sequence[str] = ()
-    """Names of the parts of the reward. What a group brings besides (from before a resume) is left out, what it lacks is 0."""
+    """Names of the reward's parts. Other parts that a group brings from before a resume are ignored, missing ones are 0."""
     shaping: Sequence[Callable[..., float]] = ()
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None
     """KL estimator, where the KL is subtracted from the reward of every token."""
@@ -55,6 +55,8 @@ class Estimator:
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
+        # Not shaped: shaping is about the length of sampled responses. The intake has rejected groups without one.
+        greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
             rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
             group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
@@ -63,7 +65,7 @@ class Estimator:
             sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
             parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in self.parts},
             values_T=measured.get("values_T"),
-            greedy_rewards_group=_greedy(groups) if self.needs_greedy else None,
+            greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
             behaviour_logprobs_T=torch.from_numpy(
                 np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
@@ -83,11 +85,3 @@ class Estimator:
                 finish_reason=rollout.finish_reason,
             )
         return reward
-
-
-def _greedy(groups: Sequence[Group]) -> Tensor:
-    """[G] as the reward functions gave it: shaping is about the length of sampled responses, and the paper has none.
-
-    A group without one was rejected when it was taken, so there is one for each.
-    """
-    return torch.tensor([group.greedy_reward for group in groups if group.greedy_reward is not None])

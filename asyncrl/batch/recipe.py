@@ -22,10 +22,6 @@ class Recipe:
     reference_decay: float
     """1 while the reference is frozen, or where there is none."""
 
-    def train_critic(self, trainer: Trainer, plan: Plan) -> tuple[StepResult, ...]:
-        """The critic's optimizer steps; none without a critic."""
-        return self.critic.train(trainer, plan) if self.critic else ()
-
     def train_policy(self, trainer: Trainer, plan: Plan, version: int) -> tuple[StepResult, ...]:
         """The policy's optimizer steps, then what depends on their results; none while the critic warms up."""
         if self.critic and version < self.critic.warmup_steps:

@@ -1,10 +1,10 @@
 """How one optimizer step gets its groups: take, decode, filter, refill, and book every id in the ledger."""
 
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,12 @@ from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import BufferGap, RunError
+from asyncrl.buffer.stall import StallWatch
+from asyncrl.errors import BufferGap
 from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group, time_of_day
 
 log = logging.getLogger(__name__)
-
-# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so that
-# no generator gets the missing tickets.
-REPAIR_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +74,11 @@ class Intake:
     """Groups in the weights of `_version`; the ledger counts those of a step as soon as the step has them."""
     _issued_before: int = 0
     """The last id that was issued before this learner recovered the store."""
-    _arrived: int = 0
-    """Groups that the store had counted when the last check for a stall was made."""
-    _waiting_for: int = -1
-    _last_progress_s: float = field(default_factory=time.monotonic)
-    _repaired_at_s: float = -math.inf
+    _stall: StallWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self._settled = self.ledger.to_dict()
+        self._stall = StallWatch(self.buffer, self.stall_s)
 
     @property
     def settled(self) -> Ledger:
@@ -98,10 +92,8 @@ class Intake:
 
     def open(self, version: int, *, waiting: bool = False) -> None:
         """Announce the version being trained, and with it the credit; `waiting` as in `set_version`."""
-        try:
+        with self._healing(version):
             self.buffer.set_version(version, limit=self._limit(version), waiting=waiting)
-        except BufferGap as gap:
-            self._heal(gap, version)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
         """The groups of the step that trains `version`, or None when they are not there after `wait_s`.
@@ -110,13 +102,12 @@ class Intake:
             RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of groups.
         """
         until_s = time.monotonic() + wait_s
-        if version != self._waiting_for:  # until now the learner was busy with the previous step
-            self._waiting_for, self._last_progress_s = version, time.monotonic()
+        self._stall.waits_for(version)
         while len(self._step.accepted) < self.groups:
             if self._take(version):
                 continue
             if time.monotonic() >= until_s:
-                self._check_stall(version)
+                self._stall.check(lambda: self.recover(version))
                 self.open(version)  # a store that lost only this would wait for the learner, and the learner for it
                 return None
             time.sleep(0.005)
@@ -124,26 +115,26 @@ class Intake:
 
     def commit(self, takes: int, chain: str, version: int) -> None:
         """Let the store forget the groups up to take `takes`: a checkpoint holds them."""
-        try:
+        with self._healing(version):
             self.buffer.commit(takes, chain)
+
+    @contextmanager
+    def _healing(self, version: int) -> Iterator[None]:
+        """Repair the store when it was wiped or rolled back under a live learner: the ledger in memory wins."""
+        try:
+            yield
         except BufferGap as gap:
-            self._heal(gap, version)
+            log.warning("the store forgot part of this run and is brought up to date from the ledger: %s", gap)
+            self.recover(version)
 
     def _take(self, version: int) -> bool:
-        """One take, if enough groups are there."""
-        try:
+        """Make one take, if enough groups are there."""
+        with self._healing(version):
             take = self.buffer.take(self.ledger, self.groups - len(self._step.accepted), window=self.window)
             if take is not None:
                 self._sort(take, version)
-        except BufferGap as gap:
-            self._heal(gap, version)
-            return False
-        return take is not None
-
-    def _heal(self, gap: BufferGap, version: int) -> None:
-        """The store was wiped or rolled back under a live learner: the ledger in memory wins."""
-        log.warning("the store forgot part of this run and is brought up to date from the ledger: %s", gap)
-        self.recover(version)
+            return take is not None
+        return False
 
     def _sort(self, take: Take, version: int) -> None:
         """Accept or reject every group of a take, and book its ids."""
@@ -152,7 +143,7 @@ class Intake:
             return
         step = self._step
         self.ledger.consume(take.ids)
-        self._last_progress_s = time.monotonic()
+        self._stall.progress()
         step.takes += 1
         step.taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
         for ticket_id, group in zip(take.ids, groups, strict=True):
@@ -178,21 +169,6 @@ class Intake:
         self._settled = self.ledger.to_dict()
         self._step = _Step()
         return Collected(groups=tuple(step.accepted), rejected=tuple(step.rejected), takes=step.takes, taken_at=step.taken_at)
-
-    def _check_stall(self, version: int) -> None:
-        arrived = self.buffer.audit().counters.get("put", 0)
-        if arrived != self._arrived:
-            self._arrived, self._last_progress_s = arrived, time.monotonic()
-        silent_s = time.monotonic() - self._last_progress_s
-        if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
-            log.info("no group arrived for %.0f s; the store is made to agree with the ledger, should it be to blame", silent_s)
-            self._repaired_at_s = time.monotonic()
-            self.recover(version)
-        if silent_s > self.stall_s:
-            raise RunError(
-                f"no group arrived for {silent_s:.0f} s (control.stall_s is {self.stall_s:.0f}); "
-                "look at the generators' logs, or start generators with `asyncrl generator`"
-            )
 
     def _limit(self, version: int) -> int:
         if version != self._version:  # what the ledger has by now is in the weights of this version

@@ -16,6 +16,7 @@ from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import intake as intake_module
 from asyncrl.buffer import redis as redis_module
 from asyncrl.buffer import shards as shards_module
+from asyncrl.buffer import stall as stall_module
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
@@ -195,7 +196,7 @@ class World:
 
     def run(self) -> None:
         """Raises Violation."""
-        clocks = (connection_module, intake_module, redis_module, shards_module, client_module, hub_module)
+        clocks = (connection_module, intake_module, redis_module, shards_module, stall_module, client_module, hub_module)
         with virtual_time(self.engine, *clocks), virtual_control(self.engine, self.wire):
             try:
                 self._start_learner()

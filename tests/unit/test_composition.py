@@ -148,7 +148,8 @@ def trained(config: dict[str, Any], batch: dict[str, int], ranks: int, budget: i
             sequences = algorithm.planner.assemble(groups(), version)
             measured = algorithm.planner.measure(trainer, sequences)
             plan = algorithm.planner.plan(groups(), sequences, measured, algorithm.coefficients.kl)
-            algorithm.train_critic(trainer, plan)
+            if algorithm.critic:
+                algorithm.critic.train(trainer, plan)
             algorithm.train_policy(trainer, plan, version)
         coefficients[trainer.rank] = algorithm.coefficients.kl
 

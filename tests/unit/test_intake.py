@@ -234,7 +234,7 @@ def test_a_stall_is_an_error_with_advice(buffer):
 
 def test_a_store_that_keeps_tickets_from_everybody_is_mended_before_the_run_counts_as_stalled(buffer, monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr("asyncrl.buffer.intake.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("asyncrl.buffer.stall.time.monotonic", lambda: now_s[0])
     one = intake(buffer, stall_s=1800.0)
     generate(buffer.peer(), 8)
     kept = buffer._store.ready

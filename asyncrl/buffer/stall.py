@@ -1,0 +1,54 @@
+"""Watches that groups arrive while the learner waits: repairs the store after a while, and gives up after `stall_s`."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.buffer.base import LearnerBuffer
+from asyncrl.errors import RunError
+
+log = logging.getLogger(__name__)
+
+# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so that
+# no generator gets the missing tickets.
+REPAIR_AFTER_S = 60.0
+
+
+@dataclass(slots=True)
+class StallWatch:
+    """Silence is time in which the learner waits and no group arrives."""
+
+    buffer: LearnerBuffer
+    stall_s: float
+    _arrived: int = 0
+    """Groups that the store had counted at the last check."""
+    _waiting_for: int = -1
+    _last_progress_s: float = field(default_factory=time.monotonic)
+    _repaired_at_s: float = -math.inf
+
+    def waits_for(self, version: int) -> None:
+        """The learner waits for the step of `version`: for a new one, silence is counted from now."""
+        if version != self._waiting_for:
+            self._waiting_for, self._last_progress_s = version, time.monotonic()
+
+    def progress(self) -> None:
+        """Groups were taken."""
+        self._last_progress_s = time.monotonic()
+
+    def check(self, recover: Callable[[], None]) -> None:
+        """Call `recover` once after a long silence. Raises RunError after `stall_s` of it."""
+        arrived = self.buffer.audit().counters.get("put", 0)
+        if arrived != self._arrived:
+            self._arrived, self._last_progress_s = arrived, time.monotonic()
+        silent_s = time.monotonic() - self._last_progress_s
+        if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
+            log.info("no group arrived for %.0f s; the store is made to agree with the ledger, should it be to blame", silent_s)
+            self._repaired_at_s = time.monotonic()
+            recover()
+        if silent_s > self.stall_s:
+            raise RunError(
+                f"no group arrived for {silent_s:.0f} s (control.stall_s is {self.stall_s:.0f}); "
+                "look at the generators' logs, or start generators with `asyncrl generator`"
+            )
