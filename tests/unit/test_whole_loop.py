@@ -1,17 +1,8 @@
 """Learner loop and generator loop together, in one process: `examples/one_process.py`."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "one_process.py"
-
-
-def load_example():
-    spec = importlib.util.spec_from_file_location("one_process", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.example import load_example
 
 
 def test_the_policy_learns_from_stale_tokens_within_the_bound(capsys):
