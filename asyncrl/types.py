@@ -1,4 +1,4 @@
-"""The nouns of the system. Read this file first.
+"""The nouns of the system. Read this file first; docs/glossary.md has every word of the project.
 
 prompt       what to answer, with the dataset row that rewards judge by
 ticket       leave to sample one prompt `group_size` times; a dense integer id, kept over retries
