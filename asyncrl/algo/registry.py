@@ -8,14 +8,13 @@ a user's function is checked when it is imported.
 import ast
 import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl import plugins
 from asyncrl.algo.ranges import RANGES
 from asyncrl.errors import ConfigError
 
@@ -200,27 +199,11 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """What a user's `package.module:name` or `path.py:name` names. Raises ConfigError, whatever its module raises."""
-    module_name, _, attribute = target.rpartition(":")
+    """What a user's `package.module:name` or `path.py:name` names. Raises ConfigError."""
     try:
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        function = getattr(module, attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"cannot load `{target}`: {type(error).__name__}: {error}; give an importable `package.module:name` or `path.py:name`"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"`{target}` is of type {type(function).__name__}, not a function or class")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        return plugins.load(target)
+    except ImportError as error:
+        raise ConfigError(f"cannot load `{target}`: {error}") from error
 
 
 @functools.cache

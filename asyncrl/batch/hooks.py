@@ -1,6 +1,5 @@
 """A user's own classes, called on every rank before and after each step."""
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Self
@@ -8,6 +7,7 @@ from typing import Any, Self
 from asyncrl.algo import registry
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError
+from asyncrl.plugins import described
 
 METHODS = ("before_step", "after_step")
 
@@ -52,14 +52,14 @@ def _construct(choice: Choice) -> object:
     try:
         return hook_class(**choice.params)
     except Exception as error:
-        raise ConfigError(f"{where} cannot be made with {choice.params}: {_described(error)}") from error
+        raise ConfigError(f"{where} cannot be made with {choice.params}: {described(error)}") from error
 
 
 def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> dict[str, float]:
     try:
         returned = function(argument)
     except Exception as error:
-        raise ConfigError(f"{where} failed: {_described(error)}; mend it, or take it out of learner.hooks") from error
+        raise ConfigError(f"{where} failed: {described(error)}; mend it, or take it out of learner.hooks") from error
     if returned is None:
         return {}
     if not isinstance(returned, Mapping) or not all(map(_is_number, returned.values())):
@@ -69,9 +69,3 @@ def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> di
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _described(error: Exception) -> str:
-    """With the line that raised it: the user's own, not ours."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -2,19 +2,15 @@
 
 import asyncio
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import RewardError
+from asyncrl.plugins import load
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import UNSAID, Form, form_of
 
@@ -23,21 +19,18 @@ ANSWER_CHARACTERS = 64
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function behind `package.module:function`, `path.py:function` or a built-in's name."""
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:
+    """The function behind `package.module:function`, `path.py:function` or a built-in's name. Raises RewardError."""
+    if ":" not in name:
         if name in BUILTINS:
             return BUILTINS[name]
         raise RewardError(
             f"reward function `{name}` is no built-in ({', '.join(sorted(BUILTINS))}); "
             "name your own as `package.module:function` or `path.py:function`"
         )
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise RewardError(f"reward function `{name}`: {module_name} has no function `{attribute}`; it has {known}")
-    return function  # type: ignore[no-any-return]
+    try:
+        return load(name)
+    except ImportError as error:
+        raise RewardError(str(error)) from error
 
 
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
@@ -99,24 +92,3 @@ def checked_answer(answer: object) -> str:
 
 async def _awaited(value: Any) -> Any:
     return await value
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RewardError(f"reward file {path} does not exist (looked from {Path.cwd()})")
-    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            f"reward module `{name}`: {error}; it must be installed or lie under the working directory {Path.cwd()}"
-        ) from error

@@ -18,13 +18,13 @@ import shutil
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import msgpack
 
 from asyncrl.errors import RewardError
+from asyncrl.plugins import described
 from asyncrl.processes import close_to_others, die_with_parent
 from asyncrl.rewards.functions import bind, load_function
 
@@ -128,8 +128,7 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
     except RewardError as error:
         return str(error)[:MAX_REASON_CHARACTERS]
     except BaseException as error:  # noqa: BLE001 - it is reported to the parent, which fails the ticket with it
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:MAX_REASON_CHARACTERS]
+        return f"raised {described(error)}"[:MAX_REASON_CHARACTERS]
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -193,7 +193,7 @@ def test_a_function_of_the_users_own_is_bound(mine, form):
         ("choices_of_mine:advantage", {"sclae": 1.0}, "sclae"),
         ("choices_of_mine:needs_more", {}, "other"),
         ("choices_of_mine:missing", {}, "cannot load `choices_of_mine:missing`"),
-        ("choices_of_mine:constant", {}, "is of type int, not a function"),
+        ("choices_of_mine:constant", {}, "has no function `constant`, only a value of type int"),
         ("no_such_module_here:f", {}, "cannot load"),
         ("/no/such/file.py:f", {}, "cannot load"),
     ],
