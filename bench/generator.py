@@ -1,6 +1,6 @@
 """Tokens per second of the generator's engine beside bare vLLM, and what a weight update under running requests costs.
 
-    python -m bench.generator --model ../shared/models/stories15M-hd96 [--prompts 64] [--samples 8] [--tokens 128]
+    python -m bench.generator --model build/stories15m/model [--prompts 64] [--samples 8] [--tokens 128]
 
 Each side runs in its own processes, one after the other and by turns; the same prompts, sampling and engine arguments.
 The ratio is that of the best runs. Stalls are the engine's paused time per update from disk, with requests running.

@@ -1,6 +1,6 @@
 """What one weight update over Gloo costs a generator, step by step, with requests running in a real engine.
 
-python -m bench.stall --model ../shared/models/stories260K-hd32 [--updates 40] [--out bench/results/stall.json]
+python -m bench.stall --model build/stories15m/model [--updates 40] [--out bench/results/stall.json]
 
 stage   group and transfer into shared memory, verified; requests run on
 pause   until the running step has ended          |

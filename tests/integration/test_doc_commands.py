@@ -47,6 +47,7 @@ NOT_TYPED = {
     "mkdir": "tests/unit/test_deploy.py, as `cp`",
     "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
+    "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_weights.py",
     "python -m pytest": "is what runs this",
     "python -m reliability.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",

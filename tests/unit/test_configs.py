@@ -13,6 +13,15 @@ from asyncrl.rewards.functions import bind, load_function
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+SHARED = {
+    "stories15m-words-cpu": [
+        "model.path=../shared/models/stories15M-hd96",
+        "data.train=../shared/data/story_words/train.jsonl",
+        "data.eval=../shared/data/story_words/test.jsonl",
+    ],
+    "gsm8k-smollm2-135m-cpu": ["data.train=../shared/data/gsm8k/train.jsonl", "data.eval=../shared/data/gsm8k/test.jsonl"],
+}
+"""What a reader makes or fetches, where it lies next to this repository."""
 MINIMAL = "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: gsm8k}]}\n"
 
 
@@ -26,7 +35,7 @@ def test_there_are_configs():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_rewards_its_rows(path):
-    config = load_config(path)
+    config = load_config(path, SHARED.get(path.stem, ()))
     assert config.run.name in (path.stem, path.stem.removesuffix("-cpu"))
     rewards = [bind(load_function(function.function)) for function in config.reward.functions]
     for source in (config.data.train, config.data.eval):
@@ -80,10 +89,10 @@ ONE_STEP = {"reinforce", "rloo", "remax", "opo", "gpg", "grpo", "dr_grpo", "grpo
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("stories")], ids=lambda path: path.stem)
 def test_configs_of_present_models_fit_their_files(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config(path)
+    config = load_config(path, SHARED[path.stem])
     if not Path(config.model.path).exists():
         pytest.skip(f"needs {config.model.path}")
-    validated_config(path)
+    validated_config(path, SHARED[path.stem])
 
 
 def _write(path: Path, text: str) -> Path:

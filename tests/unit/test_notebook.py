@@ -6,7 +6,7 @@ import inspect
 import json
 from pathlib import Path
 
-from synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CELLS = json.loads((EXAMPLES / "one_process.ipynb").read_text(encoding="utf-8"))["cells"]

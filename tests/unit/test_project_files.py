@@ -78,3 +78,10 @@ def test_the_licence_is_the_one_that_is_declared():
     assert PROJECT["project"]["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.parametrize("directory", ["asyncrl", "bench", "configs", "deploy", "docs", "examples"])
+def test_nothing_that_is_shipped_names_a_file_outside_the_repository(directory):
+    for path in (ROOT / directory).rglob("*"):
+        if path.suffix in {".py", ".yaml", ".yml", ".md", ".sh", ".ipynb"}:
+            assert "../shared" not in path.read_text(encoding="utf-8"), path
