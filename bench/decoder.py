@@ -1,7 +1,7 @@
-"""What it costs that every frame is tried in a process of its own first: `python -m bench.decoder [--json FILE]`.
+"""How fast a learner decodes groups, and in how much memory: `python -m bench.decoder [--json FILE]`.
 
-Groups per second that one thread decodes, by itself and through the decoder process, in alternating rounds; and how much memory
-decoding takes, as the growth of VmHWM of a fresh process that reads and decodes one frame.
+Groups per second that one thread decodes, in the learner's process (the default) and with `store.isolate_decoding`, in
+alternating rounds; and the growth of VmHWM of a fresh process that reads and decodes one frame.
 """
 
 import argparse
@@ -19,10 +19,11 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import codec
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import _COLUMNS, GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, decode_group, encode_group
 from bench.environment import describe
 
@@ -75,33 +76,41 @@ def group_of(rollouts: int, tokens: int, spans: int = 1) -> Group:
     )
 
 
-def rate(decode: Callable[[bytes], Group], frame: bytes) -> float:
-    """Groups per second."""
-    count, started_s = 0, time.perf_counter()
+def rates(decode: Callable[[bytes], Group], frame: bytes, used_s: Callable[[], float]) -> tuple[float, float]:
+    """Groups per second of the clock, and of the processors, which other programs on the machine do not change."""
+    count, started_s, started_used_s = 0, time.perf_counter(), used_s()
     while time.perf_counter() - started_s < ROUND_S:
         for _ in range(10):
             decode(frame)
         count += 10
-    return count / (time.perf_counter() - started_s)
+    return count / (time.perf_counter() - started_s), count / (used_s() - started_used_s)
 
 
 def cost(frame: bytes) -> dict[str, Any]:
     """Medians of rounds in alternation."""
-    decoder = GroupDecoder(KEY)
-    ways: dict[str, Callable[[bytes], Group]] = {
-        "in_process": lambda data: decode_group(data, KEY),
-        "tried_first": decoder.decode,
+    decoder = IsolatedDecoder(KEY)
+
+    def used_by_both_s() -> float:
+        other = psutil.Process(decoder.pid).cpu_times()
+        return time.process_time() + other.user + other.system
+
+    ways: dict[str, tuple[Callable[[bytes], Group], Callable[[], float]]] = {
+        "in_process": (lambda data: decode_group(data, KEY), time.process_time),
+        "isolated": (decoder.decode, used_by_both_s),
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
+        decoder.decode(frame)
         for _ in range(ROUNDS):
-            for name, decode in ways.items():
-                rates[name].append(rate(decode, frame))
+            for name, (decode, used_s) in ways.items():
+                found[name].append(rates(decode, frame, used_s))
     finally:
         decoder.close()
-    return {"frame_bytes": len(frame)} | {
-        f"{name}_groups_per_s": round(statistics.median(found)) for name, found in rates.items()
-    }
+    row = {"frame_bytes": len(frame)}
+    for name, rounds in found.items():
+        by_clock, by_cpu = (round(statistics.median(column)) for column in zip(*rounds, strict=True))
+        row |= {f"{name}_groups_per_s": by_clock, f"{name}_groups_per_cpu_s": by_cpu}
+    return row
 
 
 def forged(meta: dict[str, Any] | bytes, columns: dict[str, np.ndarray]) -> bytes:

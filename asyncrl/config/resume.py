@@ -75,7 +75,7 @@ FREE: dict[str, str] = {
     "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager threads recompute_kv "
     "lease_s",
     "weights": "transport deadline_s bucket_mib probe_tokens probe_limit",
-    "store": "url bind password_env insecure fsync max_gib",
+    "store": "url bind password_env insecure fsync max_gib isolate_decoding",
     "control": "bind heartbeat_s timeout_s stall_s hang_s slow_s max_restarts",
     "eval": "every prompts samples temperature",
     "checkpoint": "every keep",

@@ -35,6 +35,9 @@ class StoreConfig(Part):
     shards: Positive = 1
     """Number of lanes among which ticket ids are divided, each with its own hash tag. It must divide
     `batch.groups` and the window, and must not change on resume."""
+    isolate_decoding: bool = False
+    """True decodes each group in a separate process before the learner decodes it. A group that crashes or hangs
+    that process is refused, and the learner continues. Each group is then decoded twice."""
 
     @field_validator("url")
     @classmethod

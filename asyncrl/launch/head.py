@@ -42,7 +42,8 @@ from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.weights.base import choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
+from asyncrl.wire.group_frames import decode_group
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,9 @@ class Head:
         """Of the groups that the last successful `poll` found."""
         self._rounds = 0
         self._collected: Collected | None = None
-        self._decoder = GroupDecoder(wire_key())
-        self._decoded = DecodedFrames(self._decoder.decode)
+        self._isolated = IsolatedDecoder(wire_key()) if config.store.isolate_decoding else None
+        decode = self._isolated.decode if self._isolated else partial(decode_group, key=wire_key())
+        self._decoded = DecodedFrames(decode)
         self._lane = train_lane(config, store)
         vocabulary, history = vocabulary_size(config.model), self._history
         self._deaths = StepDeaths(directory.step_under_way)
@@ -101,7 +103,7 @@ class Head:
             history=history,
         )
         self._watch = AuditWatch("training", self._lane.audit)
-        self._evaluation = open_evaluation(config, store, state, self._decoder.decode, vocabulary=vocabulary, history=history)
+        self._evaluation = open_evaluation(config, store, state, decode, vocabulary=vocabulary, history=history)
         self._eval_watch = AuditWatch("evaluation", self._evaluation.buffer.audit)
         self._publisher = SharedMemoryPublisher(
             layout,
@@ -190,7 +192,8 @@ class Head:
         is_over = error is None or isinstance(error, (SystemExit, *NOT_MENDED_BY_A_RESTART))
         self._hub.stop(self._message, farewell=is_over)
         self._publisher.close()
-        self._decoder.close()
+        if self._isolated:
+            self._isolated.close()
         self._reports.close()
 
     # --- what the loop asks for ------------------------------------------------------------------------------------

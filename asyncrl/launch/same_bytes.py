@@ -35,7 +35,7 @@ def collect_on_every_rank(
     Args:
         broadcast: gives every rank the value of rank 0.
         poll: of rank 0: how many groups there are, empty while they are not all there, or `STOP`.
-        decode: for frames which the decoder of rank 0 has survived. It checks the digest that each of them carries.
+        decode: for frames that rank 0 has decoded. It checks the digest that each of them carries.
     """
     message = b""
     while not message:

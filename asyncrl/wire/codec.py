@@ -68,13 +68,16 @@ def encode_frame(limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, N
     return b"".join((fields, _checksum(key, fields, body, packed), body, packed))
 
 
-def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes = b"") -> Frame:
-    """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release."""
+def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None = b"") -> Frame:
+    """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release.
+
+    `key` is None where the checksum of the same bytes has been verified already.
+    """
     body_bytes = _check_header(limits, data)
     view = memoryview(data)
     fields, claimed = view[: _FIELDS.size], view[_FIELDS.size : HEADER_BYTES]
     body, packed = view[HEADER_BYTES : HEADER_BYTES + body_bytes], view[HEADER_BYTES + body_bytes :]
-    if not hmac.compare_digest(_checksum(key, fields, body, packed), claimed):
+    if key is not None and not hmac.compare_digest(_checksum(key, fields, body, packed), claimed):
         raise WireError(f"{len(data)}-byte frame fails its checksum: it was changed on the way, or made with another run's key")
     meta = _unpack(limits, bytes(packed))
     return Frame(meta=meta, arrays=_arrays(meta.pop("arrays", None), body))

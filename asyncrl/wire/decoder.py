@@ -1,8 +1,9 @@
-"""Decoding where it can do no harm: a process with bounded memory tries every frame before the learner decodes it.
+"""Decoding of groups in a process with bounded memory (`store.isolate_decoding`).
 
-A frame that crashes the decoder, hangs it, or makes it ask for more memory than a group of that size can need, is refused like
-any that cannot be decoded; the process is replaced and the learner goes on. Decoding depends on the bytes alone, so what the
-process survived the learner survives.
+The process decodes each frame before the learner does. A frame that crashes the process, hangs it, or makes it ask for more
+memory than a group of that size can need is refused like any frame that cannot be decoded; the process is replaced and the
+learner goes on. Decoding depends on the bytes alone, so the learner survives what the process survived, and it does not
+verify the checksum a second time.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ ATTEMPTS = 2
 """A decoder may die of something else: only a frame that kills two of them is refused for it."""
 
 
-class GroupDecoder:
-    """Decodes groups in order. For one thread. The process starts with the first frame and dies with this one."""
+class IsolatedDecoder:
+    """Decodes groups in order. For one thread. The process starts with the first frame and dies with the learner."""
 
     def __init__(self, key: bytes, *, frame_s: float = FRAME_S) -> None:
         """`key` is that of the frames' checksums; `frame_s` bounds one trial."""
@@ -56,7 +57,7 @@ class GroupDecoder:
                 continue
             if verdict:
                 raise WireError(verdict)
-            return decode_group(frame, self._key)
+            return decode_group(frame, key=None)
         raise WireError(f"{len(frame)}-byte frame: {ATTEMPTS} decoder processes did not survive it: {reason}")
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
-from asyncrl.wire.codec import Limits, decode_frame, encode_frame
+from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
 
 GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
 """The body stays below what Redis takes as one value (512 MiB)."""
@@ -44,6 +44,8 @@ _COLUMNS = {
     "answer_bytes": "int32",
     "answers": "uint8",
 }
+_DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
+"""The same as numpy's objects, which are compared faster than their names are made."""
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:
@@ -94,8 +96,11 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
 
 
-def decode_group(data: bytes | bytearray, key: bytes = b"") -> Group:
-    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group."""
+def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
+    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group.
+
+    `key` is None where the checksum of the same bytes has been verified already.
+    """
     frame = decode_frame(GROUP_LIMITS, data, key=key)
     _check_columns(frame.arrays)
     meta = frame.meta
@@ -120,9 +125,10 @@ def decode_group(data: bytes | bytearray, key: bytes = b"") -> Group:
 
 
 def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
-    found = {name: array.dtype.name for name, array in arrays.items()}
-    if found != _COLUMNS:
-        raise WireError(f"the group has tensors {found}; needed are {_COLUMNS}")
+    found = {name: array.dtype for name, array in arrays.items()}
+    if found != _DTYPES:
+        names = {name: dtype.name for name, dtype in found.items()}
+        raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}")
     _check_counts(arrays)
     for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens"):
         if (arrays[name] < 0).any():

@@ -43,7 +43,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import StoreConfig
 from asyncrl.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group
 
 from .soak import SURVIVORS, bytes_per_group, soak
@@ -141,7 +141,7 @@ class Run:
         with environment(self._environment):
             self._server.start()
         self.connection = StoreConnection(self._server.url, retry_s=WAIT_S)
-        self.decoder = GroupDecoder(KEY)
+        self.decoder = IsolatedDecoder(KEY)
         self.intake = Intake(
             buffer=RedisBuffer(self.connection, RUN, self.rules),
             ledger=Ledger(),

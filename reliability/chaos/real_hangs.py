@@ -22,7 +22,8 @@ def run(seed: int, root: Path) -> dict[str, Any]:
     draw = random.Random(seed)
     VICTIMS["decoder"] = "asyncrl.wire.decoder_process"
     with RealRun(root) as real:
-        real.begin(f"control.hang_s={HANG_S:g}", "control.slow_s=300", f"weights.deadline_s={DEADLINE_S:g}")
+        options = {"control.hang_s": HANG_S, "control.slow_s": 300, "weights.deadline_s": DEADLINE_S}
+        real.begin(*(f"{key}={value:g}" for key, value in options.items()), "store.isolate_decoding=true")
         began_s = time.monotonic()
         times = {kind: _stop_one(real, kind, draw) for kind in KINDS}
         return {"seed": seed, "hang_s": HANG_S, "seconds": round(time.monotonic() - began_s, 1), "times": times, **real.stop()}

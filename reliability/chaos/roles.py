@@ -40,7 +40,7 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.types import Group, Prompt
 from asyncrl.weights.base import UpdateOrder
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group
 
 from .helpers import CoreEngine, OrdersOnly, doom
@@ -239,7 +239,7 @@ class Learner:
         self._decoded: list[tuple[Group, bytes]] = []
         self._is_overdue = False
         self._deaths = StepDeaths(step_record(checkpoints))
-        self._decoder = GroupDecoder(KEY, frame_s=FRAME_S) if place.has_helpers else None
+        self._decoder = IsolatedDecoder(KEY, frame_s=FRAME_S) if place.has_helpers else None
         connection = place.connect()
         self._record = RunRecord(connection, KEY)
         self._stored = StoredRun(name=RUN, config_json="{}", config_hash="c", release="r", key_id="k")

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.errors import RunError, WireError
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import decoder as decoding
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group, encode_group
 from bench import decoder as bench
 
@@ -44,7 +44,7 @@ def group_of(ticket_id=1, rollouts=4, tokens=100):
 
 @pytest.fixture
 def decoder():
-    made = GroupDecoder(KEY, frame_s=20.0)
+    made = IsolatedDecoder(KEY, frame_s=20.0)
     yield made
     made.close()
 
@@ -71,7 +71,7 @@ def test_a_frame_of_many_megabytes_passes(decoder):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_decoder_that_dies_or_stops_between_frames_costs_no_frame(number):
-    decoder = GroupDecoder(KEY, frame_s=3.0)
+    decoder = IsolatedDecoder(KEY, frame_s=3.0)
     try:
         frame = encode_group(group_of(), KEY)
         decoder.decode(frame)
@@ -119,7 +119,7 @@ def test_a_frame_that_kills_its_decoder_is_refused_and_the_next_one_passes(monke
         return start([sys.executable, "-c", FATAL, *command[3:]], **kwargs)
 
     monkeypatch.setattr(decoding.subprocess, "Popen", faulty)
-    decoder = GroupDecoder(KEY, frame_s=5.0)
+    decoder = IsolatedDecoder(KEY, frame_s=5.0)
     try:
         good = encode_group(group_of(), KEY)
         decoder.decode(good)
@@ -168,7 +168,7 @@ def test_it_goes_with_the_learner():
 import sys, time
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import test_decoder as t
-decoder = t.GroupDecoder(t.KEY)
+decoder = t.IsolatedDecoder(t.KEY)
 decoder.decode(t.encode_group(t.group_of(), t.KEY))
 print(decoder.pid, flush=True)
 time.sleep(60)

@@ -109,7 +109,7 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT / "observer"), os.environ.get("PYTHONPATH", "")]))
     control = f"tcp://127.0.0.1:{control_port}"
     overrides = [f"store.bind=tcp://127.0.0.1:{store_port}", f"control.bind={control}", "run.environment=[NOTE_UNPICKLING_IN]"]
-    overrides += ["learner.steps=5000", "generator.count=1", "telemetry.wandb=offline"]
+    overrides += ["learner.steps=5000", "generator.count=1", "telemetry.wandb=offline", "store.isolate_decoding=true"]
     with (config.parent / "up.out").open("wb") as output:
         up = subprocess.Popen([*ASYNCRL, "learner", "--config", str(config), *overrides], stdout=output, stderr=output)
     seen, joined = Seen(), None
@@ -156,6 +156,7 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
     assert all(row.get("weights/probe_max", 0) < 1e-4 for row in rows(run))
     assert processes_of(run) == []
     check_sockets(seen, {store_port, control_port})
+    assert any(DECODER in line for line in seen.argv.values()), "groups were decoded in a process of their own"
     check_unpickling(notes)
     check_secrets(seen, config.parent, keys, store_dump)
 

@@ -14,7 +14,7 @@ from asyncrl.launch.own_store import KeptStore
 from asyncrl.processes import start_worker
 from asyncrl.types import Group
 from asyncrl.wire import decoder as decoding
-from asyncrl.wire.decoder import GroupDecoder
+from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group
 
 pytestmark = pytest.mark.integration
@@ -70,7 +70,7 @@ def test_a_decoder_that_hangs_in_its_start_is_replaced(monkeypatch):
         return process, channel
 
     monkeypatch.setattr(decoding, "start_worker", start)
-    decoder = GroupDecoder(KEY, frame_s=20.0)
+    decoder = IsolatedDecoder(KEY, frame_s=20.0)
     try:
         frame = encode_group(Group.dead(7, "why", generator_id="g", version=1), KEY)
         assert decoder.decode(frame).ticket_id == 7

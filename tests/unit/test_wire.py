@@ -151,6 +151,14 @@ def test_a_frame_made_with_another_key_is_refused(key):
         decode_group(encode_group(GROUP, KEY), key)
 
 
+def test_without_a_key_all_but_the_checksum_is_verified():
+    frame = encode_group(GROUP, KEY)
+    assert_same_group(decode_group(frame, key=None), GROUP)
+    for bad in (b"", frame[:-1], frame.replace(b"stop", b"\xff" * 4)):
+        with pytest.raises(WireError):
+            decode_group(bad, key=None)
+
+
 def test_every_single_flipped_bit_is_noticed():
     frame = bytearray(encode_group(DEAD, KEY))
     for bit in range(8 * len(frame)):
