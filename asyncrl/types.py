@@ -41,12 +41,12 @@ class VersionSpan(NamedTuple):
 class Ticket:
     """Leave to sample one prompt; the prompt follows from the id, the dataset and the seed."""
 
+    # Dense, from 1: the position in the sample plan.
     id: int
-    """Dense, from 1: the position in the sample plan."""
+    # The oldest weights that may start it: older ones would break the staleness bound.
     minimum_version: int
-    """The oldest weights that may start it: older ones would break the staleness bound."""
+    # Of the learner that issued it: other weights must not start it.
     history: History = INITIAL
-    """Of the learner that issued it: other weights must not start it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,8 +55,8 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
+    # The dataset row: what reward functions judge by.
     row: Mapping[str, Any]
-    """The dataset row: what reward functions judge by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,19 +65,20 @@ class Rollout:
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
+    # True where the policy sampled the token, False for tool and user text. Same length as `response_ids`.
     action_mask: NDArray[np.bool_]
-    """True where the policy sampled the token, False for tool and user text. Same length as `response_ids`."""
+    # ln pi_behaviour of each response token, in nats, temperature included; 0 where it is no action.
     behaviour_logprobs: NDArray[np.float32]
-    """ln pi_behaviour of each response token, in nats, temperature included; 0 where it is no action."""
+    # Run-length encoded weights of each response token; the lengths add up to the response.
     version_spans: tuple[VersionSpan, ...]
-    """Run-length encoded weights of each response token; the lengths add up to the response."""
+    # `stop` or `length`.
     finish_reason: str
-    """`stop` or `length`."""
+    # Weighted sum of `reward_parts`, as the reward functions gave it; never overwritten.
     reward: float = 0.0
-    """Weighted sum of `reward_parts`, as the reward functions gave it; never overwritten."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    # What a reward function took out of the response as its answer; empty: there is none in it; None: no
+    # function says.
     answer: str | None = None
-    """What a reward function took out of the response as its answer; empty: there is none in it; None: no function says."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -107,10 +108,10 @@ class GroupTimes(NamedTuple):
     """When a generator did what, by its own `time_of_day`."""
 
     leased_at: float
+    # When the weights were there that it may be sampled with.
     sampling_at: float
-    """When the weights were there that it may be sampled with."""
+    # When it was handed over, for the first time.
     put_at: float
-    """When it was handed over, for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,18 +121,18 @@ class Group:
     ticket_id: int
     rollouts: tuple[Rollout, ...]
     generator_id: str
+    # The generator's policy version when the group was complete: splits lag into in-flight and in-queue.
     finished_version: int
-    """The generator's policy version when the group was complete: splits lag into in-flight and in-queue."""
     sampling_s: float = 0.0
     reward_s: float = 0.0
+    # Unknown of dead groups, and of those that were sampled outside of a run.
     times: GroupTimes | None = None
-    """Unknown of dead groups, and of those that were sampled outside of a run."""
+    # The stream of tickets that the id counts in: the same number is another prompt in another one.
     lane: str = "train"
-    """The stream of tickets that the id counts in: the same number is another prompt in another one."""
+    # Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline.
     greedy_reward: float | None = None
-    """Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline."""
+    # Set on a group without rollouts: the ticket failed too often; it is counted, not trained.
     dead_reason: str | None = None
-    """Set on a group without rollouts: the ticket failed too often; it is counted, not trained."""
 
     @classmethod
     def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train") -> Self:

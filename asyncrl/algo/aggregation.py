@@ -18,8 +18,8 @@ class Counts:
     """Denominators of one optimizer step, over all ranks and micro-batches, before any token is rejected."""
 
     tokens: int
+    # With at least one action token.
     sequences: int
-    """With at least one action token."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:

@@ -27,12 +27,12 @@ from asyncrl.algo.tokens import TokenBatch
 class Correction:
     """Constant weights of one batch."""
 
+    # float32, 0 where rejected: `TokenBatch.weights_T`.
     weights_T: Tensor
-    """float32, 0 where rejected: `TokenBatch.weights_T`."""
+    # bool: False where rejected.
     keep_T: Tensor
-    """bool: False where rejected."""
+    # Sums over tokens.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums over tokens."""
 
 
 def none(batch: TokenBatch) -> Correction:

@@ -12,12 +12,12 @@ from asyncrl.algo.ranges import NonNegative
 class GroupOutcome:
     """What a filter sees of a group: one entry per rollout."""
 
+    # Raw, before shaping and KL.
     rewards: tuple[float, ...]
-    """Raw, before shaping and KL."""
+    # Response tokens.
     lengths: tuple[int, ...]
-    """Response tokens."""
+    # `stop` or `length`.
     finish_reasons: tuple[str, ...]
-    """`stop` or `length`."""
 
 
 def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:

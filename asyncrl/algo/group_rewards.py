@@ -18,33 +18,33 @@ from asyncrl.errors import ConfigError, ShapeError
 class GroupRewards:
     """Rewards of all sequences of a batch, whole groups, with what single estimators need besides."""
 
+    # float32: shaped reward of each sequence.
     rewards_S: Tensor
-    """float32: shaped reward of each sequence."""
+    # int64, 0..G-1, non-decreasing: which group a sequence belongs to.
     group_S: Tensor
-    """int64, 0..G-1, non-decreasing: which group a sequence belongs to."""
     num_groups: int
+    # int64: action tokens of each sequence.
     lengths_S: Tensor
-    """int64: action tokens of each sequence."""
+    # int64, non-decreasing: which sequence an action token belongs to.
     sequence_T: Tensor
-    """int64, non-decreasing: which sequence an action token belongs to."""
+    # Named parts of the reward, each [S]: gdpo.
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Named parts of the reward, each [S]: gdpo."""
+    # Reward of single tokens on top, e.g. minus the KL penalty.
     token_rewards_T: Tensor | None = None
-    """Reward of single tokens on top, e.g. minus the KL penalty."""
+    # Critic's values: gae.
     values_T: Tensor | None = None
-    """Critic's values: gae."""
+    # [G] reward of the greedy response to each prompt: remax.
     greedy_rewards_group: Tensor | None = None
-    """[G] reward of the greedy response to each prompt: remax."""
+    # bool: responses that were cut off at the length limit: gae.
     truncated_S: Tensor | None = None
-    """bool: responses that were cut off at the length limit: gae."""
+    # By the generator when it sampled the token: optimal_token_baseline.
     behaviour_logprobs_T: Tensor | None = None
-    """By the generator when it sampled the token: optimal_token_baseline."""
+    # Of the policy at the start of the update: optimal_token_baseline.
     logprobs_T: Tensor | None = None
-    """Of the policy at the start of the update: optimal_token_baseline."""
+    # Of the reference model: for an advantage of your own.
     reference_logprobs_T: Tensor | None = None
-    """Of the reference model: for an advantage of your own."""
+    # Sum over the vocabulary of squared probabilities: optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
-    """Sum over the vocabulary of squared probabilities: optimal_token_baseline."""
 
     def __post_init__(self) -> None:
         tokens, sequences = self.sequence_T.shape, self.rewards_S.shape

@@ -12,8 +12,9 @@ from torch import Tensor
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.tokens import TokenBatch
 
+# k3 grows like the ratio; beyond this a single token would own the gradient. k2 and k3+ pull at any distance
+# up to e^20.
 K3_BOUND = 10.0
-"""k3 grows like the ratio; beyond this a single token would own the gradient. k2 and k3+ pull at any distance up to e^20."""
 
 
 def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from asyncrl.algo.tokens import TokenBatch
 class TokenLoss:
     """Loss of every action token, and sums over tokens for metrics."""
 
+    # Differentiable, importance weights included.
     losses_T: Tensor
-    """Differentiable, importance weights included."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # bool: tokens without a loss, where the loss chooses its tokens.
     left_out_T: Tensor | None = None
-    """bool: tokens without a loss, where the loss chooses its tokens."""
 
 
 def ppo_clip(

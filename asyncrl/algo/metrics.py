@@ -21,12 +21,12 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
 from asyncrl.algo.tokens import TokenBatch
 
+# A raw ratio beyond this, or below its inverse, is counted as tail.
 TAIL = 2.0
-"""A raw ratio beyond this, or below its inverse, is counted as tail."""
+# Thirds of the longest response allowed: what drops more of the long ones is biased.
 BANDS = ("short", "medium", "long")
-"""Thirds of the longest response allowed: what drops more of the long ones is biased."""
+# Last parts of names that become means over sequences.
 OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
-"""Last parts of names that become means over sequences."""
 
 
 def policy_metrics(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from asyncrl.algo.tokens import TokenBatch
 
+# What a ratio is of: a token, or its whole sequence by the product or the geometric mean of its tokens'
+# ratios.
 Level = Literal["token", "sequence", "geometric"]
-"""What a ratio is of: a token, or its whole sequence by the product or the geometric mean of its tokens' ratios."""
 
+# exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information.
 LOG_RATIO_BOUND = 20.0
-"""exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information."""
 
 PROBABILITY_EPS = 1e-8
 

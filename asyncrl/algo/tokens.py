@@ -16,26 +16,26 @@ from asyncrl.errors import ShapeError
 class TokenBatch:
     """Action tokens of one micro-batch or one whole batch."""
 
+    # int64, 0..S-1, non-decreasing: which sequence a token belongs to.
     sequence_T: Tensor
-    """int64, 0..S-1, non-decreasing: which sequence a token belongs to."""
+    # S; sequences without an action token left are counted, but own no entry in `sequence_T`.
     num_sequences: int
-    """S; sequences without an action token left are counted, but own no entry in `sequence_T`."""
+    # float32: ln mu, by the generator when it sampled the token.
     behaviour_logprobs_T: Tensor
-    """float32: ln mu, by the generator when it sampled the token."""
+    # float32: return minus baseline.
     advantages_T: Tensor
-    """float32: return minus baseline."""
+    # float32: ln pi at the start of the update; None until computed (then the behaviour column stands in).
     proximal_logprobs_T: Tensor | None = None
-    """float32: ln pi at the start of the update; None until computed (then the behaviour column stands in)."""
+    # float32: ln pi_ref, only with a KL penalty.
     reference_logprobs_T: Tensor | None = None
-    """float32: ln pi_ref, only with a KL penalty."""
+    # float32: constant importance weights behaviour -> proximal, from the correction; None is 1.
     weights_T: Tensor | None = None
-    """float32: constant importance weights behaviour -> proximal, from the correction; None is 1."""
+    # int64: version being trained minus version of the token, in optimizer steps.
     lag_T: Tensor | None = None
-    """int64: version being trained minus version of the token, in optimizer steps."""
+    # float32: the critic that the advantages were made with.
     values_T: Tensor | None = None
-    """float32: the critic that the advantages were made with."""
+    # float32: what the critic is trained on.
     returns_T: Tensor | None = None
-    """float32: what the critic is trained on."""
 
     def __post_init__(self) -> None:
         size = self.sequence_T.shape

@@ -13,33 +13,33 @@ from numpy.typing import NDArray
 
 from asyncrl.types import Group, Rollout
 
+# What the reason begins with, and how it is counted.
 UNTRAINABLE = "untrainable"
-"""What the reason begins with, and how it is counted."""
+# Sums of squares of a batch stay finite in float32.
 MOST_REWARD = 1e9
-"""Sums of squares of a batch stay finite in float32."""
+# Of one log-probability, below 0; sums over the longest answer stay finite in float32.
 MOST_NATS = 1e5
-"""Of one log-probability, below 0; sums over the longest answer stay finite in float32."""
+# A log-probability is at most 0; engines round.
 ROUNDING_NATS = 1e-2
-"""A log-probability is at most 0; engines round."""
 MOST_VERSION = 1 << 31
+# Of the rewards of one rollout, and of a name or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
-"""Of the rewards of one rollout, and of a name or an answer."""
+# Unix seconds, and seconds, beyond which a number is no time.
 LATEST_AT, LONGEST_S = 1e11, 1e9
-"""Unix seconds, and seconds, beyond which a number is no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
     """What depends on the run and the lane."""
 
+    # Token ids are below it.
     vocabulary: int
-    """Token ids are below it."""
+    # Of a group, at most.
     rollouts: int
-    """Of a group, at most."""
+    # Of a prompt and its response.
     max_tokens: int
-    """Of a prompt and its response."""
+    # True: a group has exactly `rollouts`, as statistics over them need.
     whole: bool = False
-    """True: a group has exactly `rollouts`, as statistics over them need."""
 
 
 def trainable(group: Group, limits: GroupLimits) -> str | None:

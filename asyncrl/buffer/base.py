@@ -28,32 +28,34 @@ class Lease:
     """Tickets handed to one generator."""
 
     tickets: tuple[Ticket, ...]
+    # True when the run is over: stop leasing and leave.
     closed: bool
-    """True when the run is over: stop leasing and leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferRules:
     """What all handles on one lane must agree on."""
 
+    # B of the staleness bound; for the evaluation lane the number of prompts of one evaluation.
     groups: int
-    """B of the staleness bound; for the evaluation lane the number of prompts of one evaluation."""
     lease_s: float = 60.0
     max_attempts: int = 3
+    # Holders that may die, or lose their lease, while they have a ticket. The last `ALONE_DEATHS` of them
+    # have nothing else of the lane: so a ticket that kills its holder is told from those that were only near
+    # it.
     max_deaths: int = 5
-    """Holders that may die, or lose their lease, while they have a ticket. The last `ALONE_DEATHS` of them have nothing else of
-    the lane: so a ticket that kills its holder is told from those that were only near it."""
+    # Cap on stored frames. Over it a group is stored only while the learner waits: the oldest unfinished one,
+    # or any while nobody has that one.
     max_bytes: int = 4 << 30
-    """Cap on stored frames. Over it a group is stored only while the learner waits: the oldest unfinished one, or any while
-    nobody has that one."""
 
 
+# Begins what stands in the place of a frame that nobody shall sample again; behind it why. No frame of ours
+# begins so.
 GIVEN_UP = b"given up: "
-"""Begins what stands in the place of a frame that nobody shall sample again; behind it why. No frame of ours begins so."""
 
 
+# A longer reason is cut.
 REASON_CHARACTERS = 1000
-"""A longer reason is cut."""
 
 
 def one_line(reason: str) -> str:
@@ -67,10 +69,10 @@ def kind_of(reason: str) -> str:
 
 
 ALONE_DEATHS = 2
+# So many are kept, the newest.
 DEAD_LETTERS = 100
-"""So many are kept, the newest."""
+# What the reason of a group begins with that is set aside because processes died of it.
 DEADLY = "deadly"
-"""What the reason of a group begins with that is set aside because processes died of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +87,13 @@ class PutOutcome(StrEnum):
     """What became of a group that was offered."""
 
     STORED = "stored"
+    # Already stored, taken or done: the generator forgets it.
     DUPLICATE = "duplicate"
-    """Already stored, taken or done: the generator forgets it."""
+    # Over the byte cap: the generator keeps the group, leases nothing, and tries again.
     FULL = "full"
-    """Over the byte cap: the generator keeps the group, leases nothing, and tries again."""
+    # Never issued by this store, because it was rolled back: the generator forgets it, the id will be issued
+    # again.
     UNKNOWN = "unknown"
-    """Never issued by this store, because it was rolled back: the generator forgets it, the id will be issued again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +116,8 @@ class Audit:
     taken: int
     done: int
     payload_bytes: int
+    # put, duplicate, unknown, full, lease_expired, failed, dead, deaths, rejected_frames, returned.
     counters: dict[str, int]
-    """put, duplicate, unknown, full, lease_expired, failed, dead, deaths, rejected_frames, returned."""
 
     @property
     def missing(self) -> int:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+# An answer may take longer than its bound when it is large: a slow network is no fault, a drip is one.
 SLOWEST_BYTES_PER_S = 1 << 20
-"""An answer may take longer than its bound when it is large: a slow network is no fault, a drip is one."""
 
 
 class _Call(threading.local):

@@ -12,22 +12,22 @@ from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
+# What the reason of a group begins with whose ticket failed too often.
 DEAD = "dead"
-"""What the reason of a group begins with whose ticket failed too often."""
+# Bytes of a reason that is read from the store.
 MOST_REASON = 4000
-"""Bytes of a reason that is read from the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """One lane's."""
 
+    # A frame of another lane is none of this one, though the number of its ticket may be the same.
     lane: str
-    """A frame of another lane is none of this one, though the number of its ticket may be the same."""
     decode: Callable[[bytes], Group]
     limits: GroupLimits
+    # Why a frame is set aside whatever it holds; None for others. Learners died while they trained on it.
     condemned: Callable[[bytes], str | None] = lambda frame: None
-    """Why a frame is set aside whatever it holds; None for others. Learners died while they trained on it."""
 
     def groups(self, buffer: LearnerBuffer, take: Take, name_of: Callable[[int], int] = int) -> list[Group] | None:
         """The groups of a take; None after a frame that is not ours was sent back.

@@ -23,15 +23,15 @@ def sha1_of(data: bytes) -> str:
 class Ledger:
     """Every id consumed so far, as a watermark and the ids above it; O(in flight), never O(run)."""
 
+    # All ids up to here are consumed.
     watermark: int = 0
-    """All ids up to here are consumed."""
     above: set[int] = field(default_factory=set)
     takes: int = 0
     chain: str = EMPTY_CHAIN
+    # Groups whose effect is in the weights.
     trained: int = 0
-    """Groups whose effect is in the weights."""
+    # Groups consumed but not trained, by reason; each gave its credit back.
     rejected: dict[str, int] = field(default_factory=dict)
-    """Groups consumed but not trained, by reason; each gave its credit back."""
 
     def consume(self, ids: tuple[int, ...]) -> None:
         """Enter the ids of one take and extend the chain. Entering an id twice is refused."""

@@ -50,8 +50,8 @@ class _Store:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: int = 0
+    # The handle that recovered last.
     owner: object = None
-    """The handle that recovered last."""
     version: int = 0
     limit: int = 0
     history: History = INITIAL

@@ -19,10 +19,10 @@ class StoreProbe:
     """What the store did."""
 
     version: str
+    # For the round of one group of `FRAME_BYTES`.
     seconds: float
-    """For the round of one group of `FRAME_BYTES`."""
+    # The store's clock minus ours.
     skew_s: float
-    """The store's clock minus ours."""
 
 
 def probe_store(connection: StoreConnection) -> StoreProbe:

@@ -22,17 +22,18 @@ from asyncrl.types import Ticket
 log = logging.getLogger(__name__)
 
 _SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
+# Part of every function's name, so that a release can only call its own code, also beside another on one
+# server.
 _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
-"""Part of every function's name, so that a release can only call its own code, also beside another on one server."""
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
+# Keys of a lane, in the order of functions.lua.
 PLACES = (
     "meta leased deadlines holders reissue ready frames takes done requests attempts deaths dead_letters counters totals".split()  # noqa: SIM905
 )
-"""Keys of a lane, in the order of functions.lua."""
+# Larger windows and counts mean the same.
 MAX_COUNT = 1 << 40
-"""Larger windows and counts mean the same."""
+# A learner that starts asks so often: calls of dead ones that arrive in between recover as well.
 MOST_RIVALS = 10
-"""A learner that starts asks so often: calls of dead ones that arrive in between recover as well."""
 
 
 def hash_tag(run: str, lane: str) -> str:

@@ -30,10 +30,10 @@ class StoredRun:
     config_json: str
     config_hash: str
     release: str
+    # Tells keys of frames apart without giving them away.
     key_id: str
-    """Tells keys of frames apart without giving them away."""
+    # Where the learner's control plane listens; empty until it does.
     control_endpoint: str = ""
-    """Where the learner's control plane listens; empty until it does."""
 
 
 class RunRecord:

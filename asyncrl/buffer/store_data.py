@@ -19,15 +19,16 @@ from asyncrl.errors import StoreError
 log = logging.getLogger(__name__)
 
 DATA, ASIDE = "appendonlydir", "damaged-"
+# Of what was moved aside: to look at, until the next two.
 KEPT = 2
-"""Of what was moved aside: to look at, until the next two."""
+# For a server that lives and says nothing, not even that it loads.
 SILENT_S = 30.0
-"""For a server that lives and says nothing, not even that it loads."""
+# For one that says that it loads, and has not read a byte since.
 STUCK_S = 300.0
-"""For one that says that it loads, and has not read a byte since."""
 TELL_S = 10.0
+# SIGKILL and SIGTERM: somebody, or a kernel without memory.
 ENDED_BY_OTHERS = (-9, -15)
-"""SIGKILL and SIGTERM: somebody, or a kernel without memory."""
+# In the log of a server that ended: what a person mends, and what may pass.
 NOT_THE_DATA = (
     "No space left",
     "Disk quota exceeded",
@@ -41,7 +42,6 @@ NOT_THE_DATA = (
     "Out Of Memory",
     "Out of memory",
 )
-"""In the log of a server that ended: what a person mends, and what may pass."""
 
 
 class Loading:

@@ -14,6 +14,7 @@ LEARNER, GENERATOR = "learner", "generator"
 
 _RECORD = "asyncrl:run"
 _ANYBODY = "ping select multi exec time"
+# Places of a lane, and what the functions that generators call do there.
 _GENERATOR = {
     "leased": "zadd zrem zrange zscore",
     "deadlines": "zadd zrem zrangebyscore",
@@ -26,7 +27,6 @@ _GENERATOR = {
     "takes": "hget hkeys",
     "done": "sismember",
 }
-"""Places of a lane, and what the functions that generators call do there."""
 _LEARNER = (
     "hget hgetall hmget hset hsetnx hdel hexists hstrlen hkeys zadd zrem zrange zrangebyscore zscore zcard zremrangebyrank "
     "sismember sadd srem scard lpush lrange ltrim del unlink scan info function|load fcall"
@@ -39,8 +39,8 @@ class StoreUser:
 
     name: str
     password: str = field(repr=False)
+    # Keys and commands, as ACL SETUSER takes them.
     rules: str
-    """Keys and commands, as ACL SETUSER takes them."""
 
     @property
     def setting(self) -> str:

@@ -35,21 +35,21 @@ class Hello:
     """generator -> learner: wants to join."""
 
     generator_id: str
+    # Random per process: a restarted generator is a new member.
     incarnation: str
-    """Random per process: a restarted generator is a new member."""
     release: str
     config_hash: str
+    # Of the weights it loaded from disk; 0 for the initial model.
     version: int
-    """Of the weights it loaded from disk; 0 for the initial model."""
     tensor_parallel: int = 1
     pid: int = 0
     host: str = ""
+    # What its engine can receive, best first: `weights.base.receivable`.
     transports: tuple[str, ...] = ("gloo", "disk")
-    """What its engine can receive, best first: `weights.base.receivable`."""
+    # Of a config that came from the run's record; empty for a config of the host's own.
     host_digest: str = ""
-    """Of a config that came from the run's record; empty for a config of the host's own."""
+    # What it read from the data files: `data.dataset.fingerprints`.
     rows: str = ""
-    """What it read from the data files: `data.dataset.fingerprints`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -66,10 +66,11 @@ class Heartbeat:
     generator_id: str
     incarnation: str
     version: int
+    # One of `STATES`.
     state: str
-    """One of `STATES`."""
+    # Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s,
+    # groups, ...
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s, groups, ..."""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -97,8 +98,8 @@ class Leave:
 class Welcome:
     """learner -> generator."""
 
+    # The newest published version; an order for it follows when it is newer than the generator's.
     version: int
-    """The newest published version; an order for it follows when it is newer than the generator's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

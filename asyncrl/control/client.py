@@ -27,8 +27,8 @@ from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 log = logging.getLogger(__name__)
 
+# Heartbeats without an answer after which the learner counts as lost.
 _SILENT_BEATS = 3
-"""Heartbeats without an answer after which the learner counts as lost."""
 _RETRY_S = 0.05
 _IDENTITY_BYTES = 16
 _FLUSH_MS = 500

@@ -17,8 +17,8 @@ class LearnerKeys:
     """What the listening side holds."""
 
     secret: bytes
+    # The public key that all generators of the run have; nobody with another one is let in.
     generators: bytes
-    """The public key that all generators of the run have; nobody with another one is let in."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -26,8 +26,8 @@ class GeneratorKeys:
     """What the calling side holds."""
 
     secret: bytes
+    # The learner's public key: nobody else can answer.
     learner: bytes
-    """The learner's public key: nobody else can answer."""
 
 
 def public_key(secret: bytes) -> bytes:

@@ -22,12 +22,12 @@ class UnknownMember:
 
 CODEC = MessageCodec((Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder))
 
+# What a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
-"""What a generator accepts: orders carry the layout of the model, about 75 bytes per tensor."""
+# What the learner accepts, from each of many: what generators say takes a few KiB.
 MAX_REPORT_BYTES = 1 << 15
-"""What the learner accepts, from each of many: what generators say takes a few KiB."""
+# Of a report: longer ones are cut off before they are sent.
 MAX_REASON_CHARACTERS = 4000
-"""Of a report: longer ones are cut off before they are sent."""
 _QUEUED_MESSAGES = 64
 _HANDSHAKE_MS = 5_000
 _COMPLAINTS_EVERY_S = 1.0

@@ -6,8 +6,9 @@ are no secret (leases carry them), so a name alone proves nothing: only the conn
 
 from dataclasses import dataclass
 
+# Messages of all connections together that are no member's: a thousand generators may call a new learner at
+# once.
 STRANGERS_RATE_S, STRANGERS_BURST = 1000.0, 2000.0
-"""Messages of all connections together that are no member's: a thousand generators may call a new learner at once."""
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
+# Updates in a row that fail the probe of a generator: the same bytes will not turn out better.
 MOST_REFUSALS = 3
-"""Updates in a row that fail the probe of a generator: the same bytes will not turn out better."""
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
 _UNKNOWN = -1
@@ -69,21 +69,21 @@ Action = Prepare | Deliver | RestartSender | CloseSender
 @dataclass(slots=True)
 class _Member:
     transport: str
+    # For every other attempt after two failures; the same where nothing else can work.
     alternative: str
-    """For every other attempt after two failures; the same where nothing else can work."""
+    # What it said to have applied; -1: unknown, so the newest must go there whatever its number.
     version: int
-    """What it said to have applied; -1: unknown, so the newest must go there whatever its number."""
     phase: Phase = Phase.IDLE
     target: Weights | None = None
+    # End of the current phase, or of the back-off.
     until_s: float = 0.0
-    """End of the current phase, or of the back-off."""
+    # In a row, of updates and of senders.
     failures: int = 0
-    """In a row, of updates and of senders."""
     has_sender: bool = True
+    # Updates in a row that arrived and failed the probe.
     refused: int = 0
-    """Updates in a row that arrived and failed the probe."""
+    # Of the newest of these.
     reason: str = ""
-    """Of the newest of these."""
 
     @property
     def next_transport(self) -> str:
@@ -95,19 +95,19 @@ class _Member:
 class UpdateSchedule:
     """All generators. Every method returns what must be done now; time is passed in."""
 
+    # Preferred; see `common_transport`.
     transport: str
-    """Preferred; see `common_transport`."""
+    # For a transfer, and again for the generator's report after it.
     deadline_s: float
-    """For a transfer, and again for the generator's report after it."""
+    # For a sender to get ready: to start, to write files. The generator samples on in this time.
     preparation_s: float
-    """For a sender to get ready: to start, to write files. The generator samples on in this time."""
+    # The learner's files are the generators' too.
     one_host: bool = True
-    """The learner's files are the generators' too."""
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
+    # Of the newest report that has one, refused or not.
     probe_max: float | None = None
-    """Of the newest report that has one, refused or not."""
     _members: dict[str, _Member] = field(default_factory=dict)
 
     def phase(self, holder: str) -> Phase:

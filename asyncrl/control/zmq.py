@@ -44,16 +44,17 @@ from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, U
 
 log = logging.getLogger(__name__)
 
+# Longest pause between two looks at deadlines.
 _ROUND_MS = 100
-"""Longest pause between two looks at deadlines."""
 _MESSAGES_PER_ROUND = 1000
+# On top of the transfer deadline, for a sender to start and to prepare: the generator samples on meanwhile.
 _SENDER_START_S = 60.0
-"""On top of the transfer deadline, for a sender to start and to prepare: the generator samples on meanwhile."""
 _STOP_S = 10.0
 _FLUSH_MS = 1000
 MAX_MEMBERS = 1024
+# Newcomers at a time that have been welcomed and have not spoken again: only who does gets a sender, which is
+# a process.
 MAX_GREETED = 64
-"""Newcomers at a time that have been welcomed and have not spoken again: only who does gets a sender, which is a process."""
 
 
 class ControlHub:

@@ -19,8 +19,8 @@ from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
 
+# Rows named in a message.
 _SHOWN = 5
-"""Rows named in a message."""
 
 
 @dataclass(frozen=True, slots=True)

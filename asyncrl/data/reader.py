@@ -10,8 +10,8 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.data.dataset import Row
 from asyncrl.errors import DataError
 
+# Largest width or precision in a template: a larger one makes a prompt that is far longer than its row.
 MOST_WIDTH = 1000
-"""Largest width or precision in a template: a larger one makes a prompt that is far longer than its row."""
 
 
 class _Template(Formatter):

@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 from asyncrl.errors import DataError
 
+# Four pass for random on large domains (Luby and Rackoff 1988); with a handful of rows a test sees a bias
+# below eight.
 ROUNDS = 8
-"""Four pass for random on large domains (Luby and Rackoff 1988); with a handful of rows a test sees a bias below eight."""
 
 
 class PlanEntry(NamedTuple):
     """What one ticket stands for."""
 
+    # From 0.
     epoch: int
-    """From 0."""
+    # Index into the dataset, from 0.
     row: int
-    """Index into the dataset, from 0."""
 
 
 class SamplePlan:

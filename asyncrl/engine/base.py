@@ -11,8 +11,8 @@ from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
+# Environment variable of an engine's child processes: the process id that they must not outlive.
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
-"""Environment variable of an engine's child processes: the process id that they must not outlive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class EngineStats:
 
     sampled_tokens: int
     running_requests: int
+    # Time in which no request could run because weights changed.
     paused_s: float
-    """Time in which no request could run because weights changed."""
 
 
 class Engine(Protocol):

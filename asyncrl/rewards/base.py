@@ -20,8 +20,8 @@ class RewardInput:
 
     prompt: str
     response: str
+    # The other columns of the dataset row.
     row: Mapping[str, Any]
-    """The other columns of the dataset row."""
     truncated: bool = False
 
 
@@ -29,12 +29,12 @@ class RewardInput:
 class Score:
     """One scored response."""
 
+    # Sum of weight times part.
     total: float
-    """Sum of weight times part."""
+    # Unweighted, by part name.
     parts: Mapping[str, float]
-    """Unweighted, by part name."""
+    # As in `Rollout`; of several functions that give one, the first's.
     answer: str | None = None
-    """As in `Rollout`; of several functions that give one, the first's."""
 
 
 class Scorer(Protocol):

@@ -19,12 +19,13 @@ ALLOWED = (
     "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's (data_source, solution_str, "
     "ground_truth, extra_info=None) -> float are known by these names"
 )
+# In the place of an answer: the function does not say what the answer is. None: there is none in the
+# response.
 UNSAID = object()
-"""In the place of an answer: the function does not say what the answer is. None: there is none in the response."""
+# Given beside the row's columns: whether the response was cut off.
 TRUNCATED = "truncated"
-"""Given beside the row's columns: whether the response was cut off."""
+# What TRL's trainer gives to reward functions, and what there is none of here.
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""What TRL's trainer gives to reward functions, and what there is none of here."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -33,12 +34,12 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Form:
     """How one function is called: this is asyncrl's own way, others override what differs."""
 
+    # Parameters that may be given by name.
     accepted: frozenset[str]
-    """Parameters that may be given by name."""
+    # Of these, the ones without a default.
     required: frozenset[str]
-    """Of these, the ones without a default."""
+    # Whether it takes whatever there is, by `**`.
     takes_all: bool
-    """Whether it takes whatever there is, by `**`."""
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function cannot do without and that the row has not."""

@@ -8,12 +8,13 @@ import os
 import platform
 import struct
 
+# Machine -> AUDIT_ARCH_*, column below.
 _NUMBERS = {
     "x86_64": (0xC000003E, 0),
     "aarch64": (0xC00000B7, 1),
 }
-"""Machine -> AUDIT_ARCH_*, column below."""
 _NONE = -1
+# Name -> its number on x86_64 and on aarch64.
 REFUSED: dict[str, tuple[int, int]] = {
     "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
@@ -32,14 +33,13 @@ REFUSED: dict[str, tuple[int, int]] = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "iopl": (172, _NONE), "ioperm": (173, _NONE), "modify_ldt": (154, _NONE),
 }  # fmt: skip
-"""Name -> its number on x86_64 and on aarch64."""
 
+# BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K.
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-"""BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K."""
+# SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS.
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
-"""SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS."""
+# In struct seccomp_data.
 _NUMBER_AT, _ARCHITECTURE_AT = 0, 4
-"""In struct seccomp_data."""
 _X32 = 0x40000000
 
 

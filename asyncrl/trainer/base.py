@@ -18,18 +18,18 @@ from asyncrl.algo.tokens import TokenBatch
 class MicroBatch:
     """Whole sequences laid end to end, and the flat action tokens the mathematics sees."""
 
+    # int64
     input_ids_N: Tensor
-    """int64"""
+    # int64, restarting at 0 with each sequence
     position_ids_N: Tensor
-    """int64, restarting at 0 with each sequence"""
+    # S + 1 offsets into N: cumulative sequence lengths.
     sequence_starts: tuple[int, ...]
-    """S + 1 offsets into N: cumulative sequence lengths."""
+    # int64: index in N whose logits predict each action token (the token before it).
     source_T: Tensor
-    """int64: index in N whose logits predict each action token (the token before it)."""
+    # int64: the action token ids
     target_T: Tensor
-    """int64: the action token ids"""
+    # Columns of the same T action tokens.
     tokens: TokenBatch
-    """Columns of the same T action tokens."""
 
 
 # Name of the one metric that is divided by the counts of the step already; all others are sums over tokens.
@@ -40,20 +40,22 @@ LOSS = "loss"
 class LossSums:
     """What a loss function returns for one micro-batch: sums, to be added up over micro-batches and ranks."""
 
+    # [] differentiable; already divided by the counts of the whole optimizer step.
     loss: Tensor
-    """[] differentiable; already divided by the counts of the whole optimizer step."""
+    # Sums; the learner divides them.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums; the learner divides them."""
 
 
+# (micro-batch, logprobs_T, entropy_T: float32, both differentiable) -> sums. Never called with an empty
+# micro-batch.
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
-"""(micro-batch, logprobs_T, entropy_T: float32, both differentiable) -> sums. Never called with an empty micro-batch."""
 
+# (micro-batch, values_T: float32, differentiable) -> sums. Never called with an empty micro-batch.
 CriticLossFunction = Callable[[MicroBatch, Tensor], LossSums]
-"""(micro-batch, values_T: float32, differentiable) -> sums. Never called with an empty micro-batch."""
 
+# What `Trainer.measure` can measure: policy, the squared probabilities of its whole distribution, reference,
+# critic.
 COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T", "values_T"})
-"""What `Trainer.measure` can measure: policy, the squared probabilities of its whole distribution, reference, critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

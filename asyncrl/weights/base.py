@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # the control plane imports the orders from here, and status 
     import torch
 
 
+# What every receiver takes, the better one first.
 _EVERYWHERE = ("gloo", "disk")
-"""What every receiver takes, the better one first."""
 _LARGEST_MEASUREMENT = 1e9
 
 
@@ -51,16 +51,16 @@ class UpdateOrder:
     """What a generator must know to receive one version. Plain values only: it crosses the control plane."""
 
     version: int
+    # gloo | nccl | ipc | disk; memory, where gloo has been staged
     transport: str
-    """gloo | nccl | ipc | disk; memory, where gloo has been staged"""
     deadline_s: float
+    # Of the transport: rendezvous address and group name, bucket layout, checksums, or a directory.
     details: dict[str, Any]
-    """Of the transport: rendezvous address and group name, bucket layout, checksums, or a directory."""
     probe_ids: tuple[int, ...]
+    # The learner's own log-probabilities of probe_ids[1:] at `version`.
     probe_logprobs: tuple[float, ...]
-    """The learner's own log-probabilities of probe_ids[1:] at `version`."""
+    # Of the learner that made it.
     history: str = str(INITIAL)
-    """Of the learner that made it."""
 
     @property
     def weights(self) -> Weights:
@@ -74,14 +74,14 @@ class UpdateReport:
 
     version: int
     applied: bool
+    # Why it was not applied.
     reason: str = ""
-    """Why it was not applied."""
+    # Largest difference of log-probabilities on the probe, generator against learner.
     probe_max: float = 0.0
-    """Largest difference of log-probabilities on the probe, generator against learner."""
     paused_s: float = 0.0
     transfer_s: float = 0.0
+    # Of the version: an earlier learner may have ordered the same number.
     lineage: int = 0
-    """Of the version: an earlier learner may have ordered the same number."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: every measurement is finite, not negative, and below the age of any run."""

@@ -38,12 +38,12 @@ class Group:
     """
 
     name: str
+    # A ProcessGroupGloo, whose stubs lack its collectives.
     process_group: Any
-    """A ProcessGroupGloo, whose stubs lack its collectives."""
+    # Held, because the group does not: a served store ends with its last reference.
     store: Store
-    """Held, because the group does not: a served store ends with its last reference."""
+    # Bound on one transfer.
     deadline_s: float
-    """Bound on one transfer."""
     spoilt: bool = False
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from asyncrl.errors import TransferError
 from asyncrl.weights.transports import Job, SenderSetup
 
+# Positions in the arguments of `rebuild_cuda_tensor` that hold the tensor class, the storage class and the
+# dtype.
 _CLASSES = (0, 4, 5)
-"""Positions in the arguments of `rebuild_cuda_tensor` that hold the tensor class, the storage class and the dtype."""
 
 
 @dataclass(slots=True)

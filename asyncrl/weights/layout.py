@@ -34,13 +34,13 @@ class Layout:
     """The plan of one buffer. Make it with `plan` or `from_plain`."""
 
     specs: tuple[TensorSpec, ...]
+    # First byte of each tensor, a multiple of 64.
     offsets: tuple[int, ...]
-    """First byte of each tensor, a multiple of 64."""
     total_bytes: int
+    # In order, without gaps, over all tensors.
     buckets: tuple[Bucket, ...]
-    """In order, without gaps, over all tensors."""
+    # What was asked for: a bucket ends before it exceeds this, unless one tensor alone does.
     bucket_bytes: int
-    """What was asked for: a bucket ends before it exceeds this, unless one tensor alone does."""
 
     @classmethod
     def plan(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Self:

@@ -2,8 +2,9 @@
 
 from asyncrl.errors import TransferError
 
+# Differences on the probe that rounding alone makes, by dtype: the largest seen of several models on a CPU
+# was 0.47 and 5e-5.
 ROUNDING_NATS = {"bfloat16": 0.6, "float32": 1e-3}
-"""Differences on the probe that rounding alone makes, by dtype: the largest seen of several models on a CPU was 0.47 and 5e-5."""
 LARGEST_DIFFERENCE = 1e6
 
 

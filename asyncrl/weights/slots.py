@@ -18,11 +18,11 @@ class Slot:
     """Memory for one version and how many senders read it. Make it with `create`."""
 
     fd: int
+    # uint8.
     buffer: Tensor
-    """uint8."""
     readers: int = 0
+    # Where other processes open it.
     path: str = field(init=False)
-    """Where other processes open it."""
 
     def __post_init__(self) -> None:
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"

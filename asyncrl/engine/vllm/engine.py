@@ -27,8 +27,8 @@ from asyncrl.weights.base import UpdateOrder
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# The receiver's own deadline is to fire first: it knows what it waited for.
 _GRACE_S = 5.0
-"""The receiver's own deadline is to fire first: it knows what it waited for."""
 _CLOSE_S = 5.0
 _LOOK_S = 0.2
 

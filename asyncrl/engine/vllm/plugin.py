@@ -5,8 +5,8 @@ import os
 from asyncrl.engine.base import OWNER_ENV
 from asyncrl.processes import die_with_spawner
 
+# By transport, registered as `asyncrl-TRANSPORT`; each of them takes gloo and disk too.
 _RECEIVERS = {"gloo": "Receiver", "disk": "Receiver", "nccl": "NcclReceiver", "ipc": "IpcReceiver"}
-"""By transport, registered as `asyncrl-TRANSPORT`; each of them takes gloo and disk too."""
 
 
 def register() -> None:

@@ -19,10 +19,10 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from asyncrl.errors import ConfigError
 
+# Name of `segment_attention` in transformers' registry.
 SEGMENTS = "asyncrl_segments"
-"""Name of `segment_attention` in transformers' registry."""
+# What some architectures pass to their attention and plain softmax attention does not do.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""What some architectures pass to their attention and plain softmax attention does not do."""
 
 
 def segment_attention(

@@ -23,13 +23,13 @@ class Rendezvous:
 
     rank: int = 0
     ranks: int = 1
+    # Index of this rank's GPU on its host.
     local_rank: int = 0
-    """Index of this rank's GPU on its host."""
     address: str = "127.0.0.1"
+    # Free port on rank 0's host; a single rank needs none.
     port: int = 0
-    """Free port on rank 0's host; a single rank needs none."""
+    # Longest wait in any collective: when a rank is gone, the others end with an error.
     timeout_s: float = 600.0
-    """Longest wait in any collective: when a rank is gone, the others end with an error."""
 
 
 class Ranks:

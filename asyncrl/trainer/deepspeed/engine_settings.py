@@ -13,8 +13,8 @@ from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import ConfigError
 
+# Steps between DeepSpeed's own progress lines.
 NEVER = 1 << 62
-"""Steps between DeepSpeed's own progress lines."""
 
 
 def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 
+# Bytes.
 FP32 = 4
-"""Bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
+# Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
-"""Logits of a chunk, their exponentials and gradients, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,10 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
+    # Attention heads times their size.
     query: int
-    """Attention heads times their size."""
+    # Key-value heads times their size.
     kv: int
-    """Key-value heads times their size."""
     vocabulary: int
 
 

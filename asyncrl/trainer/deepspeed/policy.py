@@ -14,8 +14,8 @@ from torch.nn.functional import linear
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.deepspeed.attention import attention_kwargs
 
+# Config keys of architectures that do more to their logits than the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of architectures that do more to their logits than the output layer."""
 
 
 class TokenLogprobs(torch.autograd.Function):

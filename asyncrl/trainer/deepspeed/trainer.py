@@ -23,10 +23,10 @@ from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
 
+# Directories of DeepSpeed's own files inside a checkpoint.
 POLICY, CRITIC = "engine", "critic"
-"""Directories of DeepSpeed's own files inside a checkpoint."""
+# Directory of a reference that has moved; a frozen one is loaded from where it came from.
 REFERENCE = "reference"
-"""Directory of a reference that has moved; a frozen one is loaded from where it came from."""
 
 M = TypeVar("M", TrainedModel, Reference)
 

@@ -15,8 +15,8 @@ class Writes:
     A rank that gave up at once would leave the others waiting in the next collective.
     """
 
+    # Of the first that failed.
     failure: str = ""
-    """Of the first that failed."""
 
     def attempt(self, write: Callable[[], object]) -> None:
         """Run `write`, unless one has failed already."""
