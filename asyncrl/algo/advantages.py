@@ -60,7 +60,7 @@ def rloo(rewards: GroupRewards, *, normalise: bool = False, std_eps: Positive = 
     """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group).
 
     Args:
-        normalise: divides by (standard deviation of the batch's advantages + std_eps); their mean is 0 already.
+        normalise: divide by (standard deviation of the batch's advantages + std_eps); their mean is 0 already.
 
     Source: Ahmadian et al. 2024 (arXiv:2402.14740); normalised as in TRL.
     """
@@ -80,7 +80,9 @@ def opo(rewards: GroupRewards) -> Tensor:
 
 
 def gpg(rewards: GroupRewards) -> Tensor:
-    """a (R - mean_group), a = sequences / sequences of groups whose rewards differ: makes up for groups without gradient.
+    """a (R - mean_group), with a = sequences of the batch / sequences of groups whose rewards differ.
+
+    The factor compensates for groups whose rewards are all equal and that therefore give no gradient.
 
     Source: Chu et al. 2025 (arXiv:2504.02546).
     """
@@ -90,7 +92,9 @@ def gpg(rewards: GroupRewards) -> Tensor:
 
 
 def grpo_passk(rewards: GroupRewards, *, scale: Literal["group", "none"] = "group", std_eps: Positive = 1e-6) -> Tensor:
-    """(best - second) / (std_group + std_eps) for the best of a group, 0 for the others and on a tie: maximises pass@k.
+    """(best - second) / (std_group + std_eps) for the best of a group, 0 for the others and on a tie.
+
+    Maximises pass@k, k being the size of the group.
 
     Source: Tang et al. 2025 (arXiv:2503.19595).
     """
@@ -107,7 +111,7 @@ def grpo_passk(rewards: GroupRewards, *, scale: Literal["group", "none"] = "grou
 def maxrl(rewards: GroupRewards, *, mean_eps: Positive = 1e-6) -> Tensor:
     """(R - mean_group) / (mean_group + mean_eps), 0 where the mean is not positive: maximum likelihood of success.
 
-    For rewards that are never negative. Source: Tajwar et al. 2026 (arXiv:2602.02710).
+    Rewards must not be negative. Source: Tajwar et al. 2026 (arXiv:2602.02710).
     """
     totals_S = rewards.totals_S
     mean_S = rewards.group_sum_S(totals_S) / rewards.sizes_S
@@ -120,7 +124,7 @@ def gdpo(rewards: GroupRewards, *, weights: Mapping[str, float] | None = None, s
     Normalising each part before the sum keeps distinct combinations of parts distinct.
 
     Args:
-        weights: of the parts by name, 1 by default; parts that are not named are left out.
+        weights: weight of each part by name, 1 by default; parts that are not named are left out.
 
     Source: Liu et al. 2026 (arXiv:2601.05242).
     """
@@ -144,7 +148,7 @@ def reinforce_plus_plus_baseline(rewards: GroupRewards) -> Tensor:
 
 
 def _whiten_compared(values_S: Tensor, rewards: GroupRewards) -> Tensor:
-    """[T] whitened over the tokens of groups of two and more; 0 in a group of one."""
+    """[T]: whitened over the tokens of all groups of two and more; 0 in a group of one."""
     is_compared_T = (rewards.sizes_S > 1)[rewards.sequence_T]
     advantages_T = torch.zeros(rewards.tokens, dtype=values_S.dtype, device=values_S.device)
     advantages_T[is_compared_T] = whiten(values_S[rewards.sequence_T][is_compared_T])

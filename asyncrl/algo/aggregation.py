@@ -1,7 +1,7 @@
-"""From token losses to one number: sums, divided by the counts of the whole optimizer step.
+"""Reduces the losses of tokens [T] to one number: a sum, divided by the counts of the whole optimizer step.
 
 Dividing by the counts over all ranks and micro-batches makes the gradient independent of how the batch was cut.
-Sequences without an action token are in no denominator.
+No denominator counts a sequence without an action token.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ class Counts:
     """Denominators of one optimizer step, over all ranks and micro-batches, before any token is rejected."""
 
     tokens: int
-    # With at least one action token.
-    sequences: int
+    sequences: int  # with at least one action token
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:

@@ -4,11 +4,13 @@ With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a 
     token      exp(l_t)            per-token, biased, low variance
     sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped to +-20, too
     geometric  exp(mean_t l_t)     length-independent distance of a response
-A rejected token has weight 0. Denominators of the loss count it all the same: leaving it out would make every kept
-kept token heavier the more is rejected. Without a proximal column the ratio is 1 (bypass: the loss itself corrects).
+A rejected token has weight 0. The denominators of the loss count it all the same: otherwise every kept token
+would weigh more, the more tokens are rejected. Without a proximal column the ratio is 1 (bypass: the loss itself
+corrects).
 
-`normalise` divides the weights by their mean over the tokens of the optimizer step, at the other levels over its sequences,
-rejected ones counted as 0. The step is `step`, of all ranks and micro-batches; without it `batch` is the whole step.
+`normalise` divides the weights by their mean over the tokens of the optimizer step (level `token`) or over its
+sequences (other levels); a rejected one counts as 0. `step` holds the tokens of all ranks and micro-batches of the
+optimizer step; without it, `batch` is taken for the whole step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,16 +29,16 @@ from asyncrl.algo.tokens import TokenBatch
 class Correction:
     """Constant weights of one batch."""
 
-    # float32, 0 where rejected: `TokenBatch.weights_T`.
+    # float32, 0 where rejected; becomes `TokenBatch.weights_T`.
     weights_T: Tensor
-    # bool: False where rejected.
+    # bool, False where rejected.
     keep_T: Tensor
-    # Sums over tokens.
+    # Sums over tokens, by name.
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def none(batch: TokenBatch) -> Correction:
-    """w = 1: staleness and numerical mismatch go uncorrected."""
+    """w = 1: neither staleness nor numerical mismatch is corrected."""
     return _correction(torch.ones_like(batch.behaviour_logprobs_T), _all(batch))
 
 
@@ -49,7 +51,7 @@ def truncate(
     normalise: bool = False,
     step: TokenBatch | None = None,
 ) -> Correction:
-    """w = ratio, at least floor and at most cap: truncated importance sampling.
+    """w = min(max(ratio, floor), cap): truncated importance sampling.
 
     Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training", for token level with cap 2.
@@ -93,15 +95,16 @@ def reject(
     """w = min(ratio, cap) where a divergence from the behaviour policy is within bounds, 0 elsewhere.
 
     Args:
-        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on |p - q| for tv and
-            on KL(q || p) of the sampled token against all others for binary_kl, in nats, q by mu and p by pi_proximal.
-        low: lower bound on the ratio for k1, 1 / high by default; the others have none.
-        divergence: what is bounded.
-        level: of the divergence: of each token, summed over a sequence, or its mean over a sequence (geometric).
-        weights: level of the kept weights; none is 1.
+        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on |p - q|
+            for tv; on KL(q || p) of the sampled token against all others for binary_kl, in nats. q is the token's
+            probability under mu, p under pi_proximal.
+        low: lower bound on the ratio for k1, 1 / high by default; the other divergences have no lower bound.
+        divergence: the quantity that is bounded.
+        level: where the divergence is measured: at each token, summed over a sequence, or averaged over it (geometric).
+        weights: level of the kept weights; with `none` they are 1.
 
     Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
-    (arXiv:2602.04879) for the two of probabilities.
+    (arXiv:2602.04879) for tv and binary_kl.
     """
     keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
     weights_T = torch.ones_like(batch.behaviour_logprobs_T) if weights == "none" else _ratio_T(batch, weights).clamp(max=cap)
@@ -109,9 +112,9 @@ def reject(
 
 
 def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, cap: Positive = 2.0) -> Correction:
-    """w = min(token ratio, cap), 0 for a whole sequence in which any token's ratio is outside [low, high].
+    """w = min(token ratio, cap), but 0 for every token of a sequence with a token ratio outside [low, high].
 
-    One impossible token means that everything after it was sampled from a context the policy would not be in.
+    After a token that the policy practically never samples, all later tokens stem from a context it would not reach.
     """
     ratio_T = _ratio_T(batch, "token")
     is_outlier_T = (ratio_T < low) | (ratio_T > high)
@@ -120,15 +123,34 @@ def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, ca
 
 
 def combined(correction: Correction, rejections: Iterable[Correction]) -> Correction:
-    """The weights of the first where none rejects."""
+    """The weights of `correction` where it and all `rejections` keep the token, 0 elsewhere."""
     keep_T = correction.keep_T
     for other in rejections:
         keep_T = keep_T & other.keep_T
     return Correction(torch.where(keep_T, correction.weights_T, 0.0), keep_T, {**correction.metrics, **sums(rejected=~keep_T)})
 
 
+def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:
+    """ln pi_proximal = ln mu + a (ln pi - ln mu), a = (lag - 1) / lag: a proximal policy without a forward pass.
+
+    [T]: a point on the line from the behaviour policy to the current one, which is `lag` versions newer; the proximal
+    policy is one version behind the current one. A token of lag 0 or 1 keeps its behaviour log-probability. Constant
+    in the loss.
+
+    Args:
+        lag_T: int64, version being made minus version that sampled the token.
+
+    Source: AReaL (Fu et al. 2025, arXiv:2505.24298), its log-linear approximation.
+    """
+    share_T = (1.0 - 1.0 / lag_T.clamp(min=1)).clamp(min=0.0)
+    logprobs_T = logprobs_T.detach()
+    # As in every ratio, the distance counts up to the bound; so the line is finite for an infinite ln mu.
+    behaviour_logprobs_T = behaviour_logprobs_T.clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)
+    return behaviour_logprobs_T + share_T * (logprobs_T - behaviour_logprobs_T)
+
+
 def _weights(ratio_T: Tensor, weigh: Callable[[Tensor], Tensor], step: TokenBatch, level: Level, *, normalise: bool) -> Tensor:
-    """What `weigh` makes of the ratios; normalised: divided by the mean of a whole step, which is never 0."""
+    """`weigh` of the ratios; `normalise` divides them by their mean over the whole step, kept above 0."""
     if not normalise:
         return weigh(ratio_T)
     step_T = weigh(_ratio_T(step, level))
@@ -150,7 +172,7 @@ def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
 
 
 def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[float, float]) -> Tensor:
-    """bool [T]"""
+    """bool [T]: where the divergence is within the bounds."""
     low, high = bounds
     if divergence == "k1":
         ratio_T = _ratio_T(batch, level)

@@ -1,7 +1,7 @@
-"""Policy losses that hold back the tokens that cost most entropy: those where advantage and log-probability go together.
+"""Policy losses that restrain the tokens whose advantage and log-probability covary most: they cost most entropy.
 
-The covariance (A - mean A)(ln pi - mean ln pi) and the number of tokens held back are those of the micro-batch, so
-these two losses, alone among all, depend on how the batch was cut; give them large micro-batches.
+The covariance (A - mean A)(ln pi - mean ln pi) and the number of restrained tokens are taken over the micro-batch.
+So these two losses, and no others, depend on how the batch was cut; give them large micro-batches.
 Source: Cui et al. 2025 (arXiv:2505.22617).
 """
 
@@ -24,9 +24,9 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clipped loss, without a random `share` of all tokens, drawn among those with a covariance between the bounds.
+    """PPO's clipped loss without some tokens: `share` of all, drawn at random among those within the covariance bounds.
 
-    At least one is left out if there is any. Tokens that the clip already took out are not drawn.
+    At least one token is left out if any qualifies. Tokens that the clip has removed already are not drawn.
     """
     ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)

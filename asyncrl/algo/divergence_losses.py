@@ -1,7 +1,8 @@
-"""Policy losses that mask tokens by a distance of probabilities instead of clipping their ratio.
+"""Policy losses that mask a token by the distance between its probabilities instead of clipping its ratio.
 
-A ratio is large for a rare token that hardly moved and small for a common one that moved a lot. p is the probability of
-the sampled token now, q under the anchor. Masks and ratios are constants; the gradient is that of -A ln pi.
+A ratio is large for a rare token that hardly moved and small for a common one that moved a lot. p is the probability
+of the sampled token now, q its probability under the anchor. Masks and ratios are constants; the gradient is that of
+-A ln pi.
 Source: Qi et al. 2026 (arXiv:2602.04879), DPPO with binary divergences.
 """
 
@@ -26,9 +27,9 @@ def dppo_tv(
     """-w min(r, cap) A ln pi, left out where A > 0 and p - q > limit_high, or A <= 0 and q - p > limit_low.
 
     Args:
-        pull: times w d^2, added for every token, also those that are left out: back to the anchor.
+        pull: coefficient of w d^2, which pulls every token, also those left out, back to the anchor.
 
-    Source for the pull: Kimi K2.5 2026 (arXiv:2602.02276).
+    Source of the pull: Kimi K2.5 2026 (arXiv:2602.02276).
     """
     p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
     return _masked(batch, logprobs_T, p_T - q_T > limit_high, q_T - p_T > limit_low, cap=cap, pull=pull)
@@ -43,7 +44,7 @@ def dppo_kl(
     cap: Positive = 3.0,
     pull: NonNegative = 0.0,
 ) -> TokenLoss:
-    """As dppo_tv with the binary KL(q || p) beyond a limit, in nats, and p on the side that A pushes it to."""
+    """As dppo_tv, but left out where the binary KL(q || p) exceeds a limit, in nats, and p lies where A pushes it."""
     p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
     kl_T = binary_kl(p_T, q_T)
     too_high_T, too_low_T = (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T)

@@ -1,6 +1,6 @@
-"""What k rollouts of a prompt are worth, as the mean over all choices of k of its n rollouts: without replacement, exactly.
+"""pass@k, best@k and maj@k of a prompt's n rollouts: exact means over all C(n, k) choices without replacement.
 
-A bootstrap estimates the same numbers of draws with replacement, with noise.
+A bootstrap would estimate the same numbers for draws with replacement, with noise.
 """
 
 import math
@@ -29,13 +29,14 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
-    """Mean over all choices of k rollouts of the share of their most frequent answer's rollouts that are solved.
+    """Mean, over all choices of k rollouts, of the solved share among the rollouts with the most frequent answer.
 
-    Several answers that are most frequent share the vote equally. A rollout without an answer abstains; a choice in which
-    all abstain is not solved.
+    Answers that tie share the vote equally. A rollout without an answer abstains; a choice in which all abstain
+    counts as unsolved.
 
-    Every rollout is drawn with probability k/n on its own: given that k are drawn, all choices are equally likely. So votes
-    of different answers are independent, and their numbers add up by convolution.
+    The computation draws each rollout independently with probability k/n and conditions on k rollouts being drawn:
+    then all choices are equally likely, votes for different answers are independent, and vote counts add by
+    convolution.
 
     Source: Wang et al. 2022 (arXiv:2203.11171), self-consistency.
     """
@@ -45,7 +46,7 @@ def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> f
             voters[answer].append(right)
     counted = [(len(marks), sum(marks) / len(marks)) for marks in voters.values()]
     highest = max((count for count, _ in counted), default=0)
-    if k == len(answers):  # all vote: nothing is left to chance
+    if k == len(answers):  # every rollout votes: there is one choice
         first = [worth for count, worth in counted if count == highest]
         return sum(first) / max(len(first), 1)
     drawn, total = _drawn(len(answers), k), 0.0
@@ -57,17 +58,19 @@ def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> f
 
 
 def _winners(rivals: Sequence[tuple[int, float]], drawn: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """[s]: probability that rivals get s votes together and the first among them `most`, times what the first is worth.
+    """[s]: probability of s votes in all with `most` for the winner, times the winner's solved share.
 
-    A rival is an answer: (how many rollouts have it, which share of them is solved). Others cannot get so many votes.
+    A rival is an answer that can get `most` votes: (number of rollouts that gave it, solved share of them).
     """
     k = drawn.shape[1] - 1
     shift = np.subtract.outer(np.arange(k + 1), np.arange(k + 1))
-    chance = np.zeros((k + 1, k // most + 1))  # by votes, and by how many answers have `most`
+    # Axes: votes in all, number of answers that have `most` votes. `worth` is the probability times the sum of the
+    # solved shares of these answers.
+    chance = np.zeros((k + 1, k // most + 1))
     chance[0, 0] = 1.0
-    worth = np.zeros_like(chance)  # the same, times the sum of what these answers are worth
+    worth = np.zeros_like(chance)
     for count, value in rivals:
-        # Negative differences find the zeros behind the end.
+        # A negative difference indexes from the end, where the zeros are.
         fewer = np.concatenate([drawn[count, :most], np.zeros(2 * (k + 1) - most)])[shift]
         tied = np.zeros_like(chance), np.zeros_like(chance)
         tied[0][most:, 1:] = drawn[count, most] * chance[:-most, :-1]

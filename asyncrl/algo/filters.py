@@ -1,6 +1,6 @@
-"""Group filters: a reason to reject a whole group, or None to train on it. Plain floats, no tensors.
+"""Group filters: each returns the reason to reject a whole group, or None to train on it. Plain floats, no tensors.
 
-A rejected group gives its ticket back, counted under the reason; the learner refills the batch (dynamic sampling).
+A rejected group is counted under its reason, and the learner refills the batch (dynamic sampling).
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,15 @@ from asyncrl.algo.ranges import NonNegative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What a filter sees of a group: one entry per rollout."""
+    """The input of a filter: one entry per rollout of the group."""
 
-    # Raw, before shaping and KL.
-    rewards: tuple[float, ...]
-    # Response tokens.
-    lengths: tuple[int, ...]
-    # `stop` or `length`.
-    finish_reasons: tuple[str, ...]
+    rewards: tuple[float, ...]  # before shaping and KL
+    lengths: tuple[int, ...]  # in response tokens
+    finish_reasons: tuple[str, ...]  # `stop` or `length`
 
 
 def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:
-    """Rejects a group whose rewards are all equal: its advantages are zero. A group of one is kept.
+    """Rejects a group whose rewards are all equal, for its advantages are zero. Keeps a group of one.
 
     Source: Yu et al. 2025 (arXiv:2503.14476) sec. 3.2, dynamic sampling.
     """

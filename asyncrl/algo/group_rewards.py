@@ -1,4 +1,4 @@
-"""What advantage estimators see, and the group arithmetic they share.
+"""The input of advantage estimators, and the group arithmetic they share.
 
 Axes in names:  T action tokens, S sequences (rollouts), G groups (prompts).
 Rewards are summed and centred in float64, because a variance is a small difference of large numbers.
@@ -16,34 +16,34 @@ from asyncrl.errors import ConfigError, ShapeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """Rewards of all sequences of a batch, whole groups, with what single estimators need besides."""
+    """Rewards of all sequences of a batch of whole groups, plus optional columns that single estimators need."""
 
-    # float32: shaped reward of each sequence.
+    # float32, shaped reward of each sequence.
     rewards_S: Tensor
-    # int64, 0..G-1, non-decreasing: which group a sequence belongs to.
+    # int64, 0..G-1, non-decreasing: the group of each sequence.
     group_S: Tensor
     num_groups: int
-    # int64: action tokens of each sequence.
+    # int64, number of action tokens of each sequence.
     lengths_S: Tensor
-    # int64, non-decreasing: which sequence an action token belongs to.
+    # int64, non-decreasing: the sequence of each action token.
     sequence_T: Tensor
-    # Named parts of the reward, each [S]: gdpo.
+    # Parts of the reward by name, each [S]; used by gdpo.
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    # Reward of single tokens on top, e.g. minus the KL penalty.
+    # Rewards of single tokens, added to `rewards_S`, e.g. minus the KL penalty.
     token_rewards_T: Tensor | None = None
-    # Critic's values: gae.
+    # The critic's values; used by gae.
     values_T: Tensor | None = None
-    # [G] reward of the greedy response to each prompt: remax.
+    # [G], reward of the greedy response to each prompt; used by remax.
     greedy_rewards_group: Tensor | None = None
-    # bool: responses that were cut off at the length limit: gae.
+    # bool, responses cut off at the length limit; used by gae.
     truncated_S: Tensor | None = None
-    # By the generator when it sampled the token: optimal_token_baseline.
+    # ln mu, recorded by the generator; used by optimal_token_baseline.
     behaviour_logprobs_T: Tensor | None = None
-    # Of the policy at the start of the update: optimal_token_baseline.
+    # ln pi at the start of the update; used by optimal_token_baseline.
     logprobs_T: Tensor | None = None
-    # Of the reference model: for an advantage of your own.
+    # ln pi of the reference model; for a user's advantage function.
     reference_logprobs_T: Tensor | None = None
-    # Sum over the vocabulary of squared probabilities: optimal_token_baseline.
+    # Sum of squared probabilities over the vocabulary; used by optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class GroupRewards:
                 raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
 
     def column(self, name: str) -> Tensor:
-        """A column that not every run has. Raises ConfigError if this one has not."""
+        """An optional column by name. Raises ConfigError if this run does not have it."""
         column: Tensor | None = getattr(self, name)
         if column is None:
             raise ConfigError(f"this advantage needs {name}, which this run does not compute; choose another advantage")
@@ -76,24 +76,24 @@ class GroupRewards:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of action tokens."""
         return self.sequence_T.numel()
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, the number of sequences."""
         return self.rewards_S.numel()
 
     @property
     def totals_S(self) -> Tensor:
-        """float64: reward of each sequence with the rewards of its tokens."""
+        """float64 [S]: reward of each sequence plus the rewards of its tokens."""
         if self.token_rewards_T is None:
             return self.rewards_S.double()
         return self.rewards_S.double() + segment_sum(self.token_rewards_T.double(), self.sequence_T, self.num_sequences)
 
     @property
     def sizes_S(self) -> Tensor:
-        """int64: size of the group of each sequence."""
+        """int64 [S]: size of each sequence's group."""
         return torch.bincount(self.group_S, minlength=self.num_groups)[self.group_S]
 
     def group_sum_S(self, values_S: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class GroupRewards:
         return lowest_G.scatter_reduce(0, self.group_S, values_S, "amax")[self.group_S]
 
     def centred_S(self, values_S: Tensor, weights_S: Tensor | None = None) -> Tensor:
-        """[S]: values minus their group's (weighted) mean.
+        """[S]: values minus the (weighted) mean of their group.
 
         Exactly 0 where all values of a group are equal: the float64 sum of equal float32 numbers is exact.
         """

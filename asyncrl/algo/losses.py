@@ -1,8 +1,8 @@
 """Policy losses of single tokens: pure functions of tensors, one value per action token.
 
-With A the advantage, w the constant importance weight of the correction (behaviour to proximal, `batch.weights_T`),
-d = ln pi - ln pi_anchor clamped to +-20 and r = exp(d), where the anchor is the proximal policy, or the behaviour
-policy if there is none. Nothing is averaged here: aggregation divides once, by the counts of the whole optimizer step.
+A is the advantage, w the constant importance weight of the correction (behaviour to proximal, `batch.weights_T`),
+d = ln pi - ln pi_anchor clamped to +-20, r = exp(d). The anchor is the proximal policy, or the behaviour policy if
+there is none. Nothing is averaged here: aggregation divides once, by the counts of the whole optimizer step.
 `clip_low` and `clip_high` are distances from 1.
 """
 
@@ -25,7 +25,7 @@ class TokenLoss:
     # Differentiable, importance weights included.
     losses_T: Tensor
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # bool: tokens without a loss, where the loss chooses its tokens.
+    # bool, tokens that the loss leaves out; None if it trains all tokens.
     left_out_T: Tensor | None = None
 
 
@@ -46,13 +46,14 @@ def ppo_clip(
     With a proximal policy this is decoupled PPO; clip_high > clip_low is DAPO's clip-higher.
 
     Args:
-        dual_clip: also the two-sided clip (`delta`) of others: the same function for any value above 1 + clip_high.
-        level: of the ratio: of each token, or of its whole response, as product (with seq-mean-token-sum: PPO whose action is the
-            response) or as geometric mean (`gspo`, there with the narrow clip that a mean needs).
+        dual_clip: bound on the loss where A < 0. For values above 1 + clip_high the same as TRL's two-sided clip `delta`.
+        level: the ratio is taken of each token, or of its whole response as product (with seq-mean-token-sum this is
+            PPO with the response as action) or as geometric mean (`gspo` has the narrow clip that a mean needs).
         max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour policy, in
             mean nats per token (`selection.within_drift`).
-        top_entropy: share of each sequence's tokens, those of highest entropy, that is trained (`selection.top_entropy`).
-        entropy_T: float32, needed for `top_entropy` below 1.
+        top_entropy: share of each sequence's tokens that is trained, highest entropy first
+            (`selection.highest_entropy`).
+        entropy_T: float32 in nats, needed for `top_entropy` below 1.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641);
     Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
@@ -76,7 +77,7 @@ def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:
 
 
 def truncated_reinforce(batch: TokenBatch, logprobs_T: Tensor, *, cap: Positive = 2.0) -> TokenLoss:
-    """-w stop_gradient(min(r, cap)) A ln pi: corrects inside the loss, for the proximal policy `behaviour`.
+    """-w stop_gradient(min(r, cap)) A ln pi: the loss itself corrects; for `proximal: behaviour`.
 
     Source: Espeholt et al. 2018 (arXiv:1802.01561).
     """
@@ -86,7 +87,7 @@ def truncated_reinforce(batch: TokenBatch, logprobs_T: Tensor, *, cap: Positive 
 def cispo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share | None = 0.2, clip_high: NonNegative = 0.2) -> TokenLoss:
     """-w stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A ln pi: every token keeps a gradient.
 
-    clip_low null: no lower bound (TRL, ScaleRL, there with a cap of 5: clip_high 4).
+    clip_low null means no lower bound, as in TRL and ScaleRL (whose cap of 5 is clip_high 4).
     Source: MiniMax 2025 (arXiv:2506.13585).
     """
     ratio_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T).exp()
@@ -104,7 +105,7 @@ def sapo(
     tau_negative: Positive = 1.05,
     level: Level = "token",
 ) -> TokenLoss:
-    """-w (4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a gate that closes smoothly instead of a clip.
+    """-w (4 / tau) sigmoid(tau (r - 1)) A, tau chosen by the sign of A: a smooth gate instead of a clip.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
     """
@@ -115,7 +116,7 @@ def sapo(
 
 
 def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
-    """-w (A ln pi - beta / 2 d^2): a quadratic pull to the anchor instead of a clip; beta in units of A.
+    """-w (A ln pi - beta / 2 d^2): a quadratic pull to the anchor instead of a clip; beta has the unit of A.
 
     Source: Richemond et al. 2024 (arXiv:2405.19107).
     """
@@ -126,7 +127,7 @@ def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
 def clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """-min(r A, clip(r) A), and how many tokens the clip took out of the gradient on either side."""
+    """[T]: -min(r A, clip(r) A); and the number of tokens that the clip removed from the gradient on either side."""
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     return losses_T, sums(

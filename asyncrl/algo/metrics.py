@@ -1,12 +1,13 @@
-"""What one optimizer step looked like: sums that add up over micro-batches and ranks, then the published numbers.
+"""Metrics of one optimizer step: first sums that add up over micro-batches and ranks, then the published numbers.
 
-Sums are floats by name; names that end in `/max` or `/min` are reduced so, all others by addition (`merge`). Ratios here
-are raw: a clipped or truncated ratio cannot show the tail that ends a run. Log-ratios, and the log-probabilities behind
-perplexities and `reference/nll`, are clamped to +-20: all is finite for any behaviour or reference log-probability but NaN.
+Sums are floats by name; names that end in `/max` or `/min` are reduced that way, all others by addition (`merge`).
+Ratios are raw: a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and the
+log-probabilities behind perplexities and `reference/nll`, are clamped to +-20, so every metric is finite unless a
+behaviour or reference log-probability is NaN.
 
-    mismatch/*   proximal against behaviour: staleness plus the numerical difference of generator and learner
-    policy/*     current against proximal: how far this update has moved
-    drift/*      current against behaviour: both together
+    mismatch/*   proximal / behaviour: staleness plus the numerical difference between generator and learner
+    policy/*     current / proximal: how far this update has moved
+    drift/*      current / behaviour: both together
 
 Axes in names:  T action tokens, S sequences (rollouts), G groups.
 """
@@ -23,9 +24,9 @@ from asyncrl.algo.tokens import TokenBatch
 
 # A raw ratio beyond this, or below its inverse, is counted as tail.
 TAIL = 2.0
-# Thirds of the longest response allowed: what drops more of the long ones is biased.
+# Thirds of the longest response allowed. Dropping more of the long responses than of the short ones is a bias.
 BANDS = ("short", "medium", "long")
-# Last parts of names that become means over sequences.
+# Metrics whose names end so are means over sequences.
 OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
 
 
@@ -37,14 +38,14 @@ def policy_metrics(
     left_out_T: Tensor | None = None,
     max_response_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Sums over the tokens of one micro-batch; feed them to `merge` and `finish`. Columns that are missing are not measured.
+    """Sums over the tokens of one micro-batch, for `merge` and `finish`. A missing column is not measured.
 
     Args:
-        batch: with importance weights, if there are any.
-        logprobs_T: of the current policy.
-        entropy_T: of the current policy.
+        batch: the micro-batch, with importance weights if there are any.
+        logprobs_T: ln pi of the current policy.
+        entropy_T: entropy of the current policy, in nats.
         left_out_T: bool, tokens that the policy loss leaves out.
-        max_response_tokens: splits what was dropped by `BANDS` of it.
+        max_response_tokens: the longest response allowed; with it, dropped tokens are counted by `BANDS`.
     """
     current_T = logprobs_T.detach()
     columns: dict[str, Tensor] = {
@@ -61,7 +62,7 @@ def policy_metrics(
         "drift": (current_T, batch.behaviour_logprobs_T),
     }
     for name, (to_T, from_T) in pairs.items():
-        # Equal is a ratio of 1, also where both are infinite.
+        # Equal log-probabilities are a ratio of 1, also where both are infinite.
         columns |= _ratio_columns(name, batch, torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T)))
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
@@ -75,7 +76,7 @@ def policy_metrics(
 
 
 def group_metrics(rewards: GroupRewards) -> dict[str, float]:
-    """Sums over the groups and sequences of one batch; rewards are those the advantages were made from."""
+    """Sums over the groups and sequences of one batch, of the rewards that the advantages were computed from."""
     totals_S = rewards.totals_S
     sizes_G = torch.bincount(rewards.group_S, minlength=rewards.num_groups)
     std_S = rewards.group_std_S(totals_S, ddof=1)
@@ -95,7 +96,7 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of all micro-batches or ranks: extremes by maximum or minimum, the rest added. Not all need to have all names."""
+    """Reduces micro-batches or ranks: extremes by maximum or minimum, all else by sum. A part may lack a name."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -113,9 +114,10 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def finish(sums: Mapping[str, float]) -> dict[str, float]:
     """Published metrics from fully reduced sums.
 
-    `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal. Names in
-    `group/` become means over groups, in `reward/` over rewards, in `perplexity/` and `OVER_SEQUENCES` over sequences, those
-    that end in a band over its tokens, all other sums (also a loss's or correction's) over tokens; extremes stay.
+    `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal. `group/*`
+    become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over sequences, names that end
+    in a band over the tokens of that band. All other sums, those of losses and corrections included, become means over
+    tokens; extremes stay as they are.
     """
     counts = {name: value for name, value in sums.items() if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")}
     published = {name: value for name, value in counts.items() if name != "rewards"}
@@ -146,12 +148,16 @@ def _denominator(name: str) -> str:
 
 
 def _larger(first: float, second: float) -> float:
-    """The maximum; NaN, whichever of them it is, as in a sum."""
+    """The maximum; NaN if either is NaN, as in a sum."""
     return first if first > second or math.isnan(first) else second
 
 
 def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[str, Tensor]:
-    """The last two, [S], are the perplexity of the policy above over that of the one below, and chi-square of whole responses."""
+    """Per-token columns, plus two per-sequence columns [S]: perplexity_ratio and chi2_sequence.
+
+    They are the perplexity ratio (numerator policy / denominator policy) and the chi-square divergence of whole
+    responses.
+    """
     log_ratio_T = log_ratio_T.double()
     ratio_T = log_ratio_T.exp()
     product_S = batch.sum_S(log_ratio_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -171,7 +177,7 @@ def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[st
 
 
 def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
-    """What the batch itself says, without the current policy."""
+    """Columns of the batch itself, which do not depend on the current policy."""
     columns = {
         "advantage/mean": batch.advantages_T,
         "advantage/square": batch.advantages_T.double().square(),
@@ -192,7 +198,7 @@ def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int) -> dict[str, Tensor]:
-    """Tokens in responses of each length, and those of them that correction and loss dropped."""
+    """For each length band: its tokens, and those among them that the correction or the loss dropped."""
     band_T = length_bands(batch.lengths_S, max_response_tokens)[batch.sequence_T]
     columns = {}
     for index, band in enumerate(BANDS):
@@ -205,7 +211,7 @@ def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_
 
 
 def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
-    """Index into `BANDS` of each length: thirds of `max_response_tokens`, their upper ends included."""
+    """Index into `BANDS` for each length; a band is a third of `max_response_tokens`, its upper end included."""
     return (lengths * len(BANDS) - 1).div(max_response_tokens, rounding_mode="floor").clamp(0, len(BANDS) - 1)
 
 
@@ -215,17 +221,17 @@ def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
 
 
 def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:
-    """0 for sequences without a token: they are not in the count either."""
+    """[S]: the values, but 0 for sequences without a token, which are not counted either."""
     return torch.where(batch.lengths_S > 0, values_S, 0.0)
 
 
 def _k3(log_ratio_T: Tensor) -> Tensor:
-    """Estimate of the KL divergence from the policy that the tokens come from; see `kl.k3`."""
+    """[T]: estimate of KL(denominator || numerator) from the denominator's tokens; see `kl.k3`."""
     return torch.expm1(log_ratio_T.double()) - log_ratio_T
 
 
 def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, float]:
-    """Each column's sum, maximum or minimum by its name; an empty batch has no extremes."""
+    """The sum, maximum or minimum of each column, by its name; an empty batch has no extremes."""
     added = {name: column for name, column in columns.items() if not name.endswith(("/max", "/min"))}
     extremes = {name: column.double() for name, column in columns.items() if name not in added} if size else {}
     if not extremes:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from asyncrl.algo.tokens import TokenBatch
 
-# What a ratio is of: a token, or its whole sequence by the product or the geometric mean of its tokens'
-# ratios.
+# A ratio is taken of a token, or of its whole sequence: the product or the geometric mean of its tokens' ratios.
 Level = Literal["token", "sequence", "geometric"]
 
 # exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information.
@@ -23,15 +22,15 @@ PROBABILITY_EPS = 1e-8
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     """[T]: ln(numerator / denominator), clamped to +-20; the denominator is a constant.
 
-    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN: a broken model must show.
+    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN, so that a broken model is noticed.
     """
     return (numerator_T - denominator_T.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
-    """[T]: pi / anchor of each token; or of its whole sequence, as product or geometric mean, clamped as a token's.
+    """[T]: pi / anchor of each token, or of its whole sequence as product or geometric mean; ln ratio clamped to +-20.
 
-    The ratio of a sequence has its gradient through each token's own ln pi.
+    The gradient of a sequence's ratio goes through each token's own ln pi.
     """
     if level == "token":
         return log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
@@ -41,12 +40,12 @@ def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
 
 
 def probabilities(numerator_T: Tensor, denominator_T: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of the sampled tokens, constants; a log-probability above 0 counts as certain."""
+    """[T], [T]: p and q of the sampled tokens, as constants; a log-probability above 0 counts as certain."""
     return numerator_T.detach().clamp(max=0.0).exp(), denominator_T.detach().clamp(max=0.0).exp()
 
 
 def binary_kl(p_T: Tensor, q_T: Tensor) -> Tensor:
-    """[T]: KL(q || p) in nats of two outcomes, the sampled token and all others."""
+    """[T]: KL(q || p) in nats over two outcomes: the sampled token, any other token."""
     sampled_T = torch.where(q_T > 0, q_T * ((q_T + PROBABILITY_EPS) / (p_T + PROBABILITY_EPS)).log(), 0.0)
     return sampled_T + (1 - q_T) * ((1 - q_T + PROBABILITY_EPS) / (1 - p_T + PROBABILITY_EPS)).log()
 

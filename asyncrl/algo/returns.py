@@ -26,10 +26,10 @@ def rewards_T(rewards: GroupRewards) -> Tensor:
 
 
 def discounted_returns_T(values_T: Tensor, rewards: GroupRewards, discount: float | Tensor) -> Tensor:
-    """[T]: y_t = x_t + discount * y_(t+1) within each sequence; one discount, or [S] one for each."""
+    """[T]: y_t = x_t + discount * y_(t+1) within each sequence; `discount` is one number, or [S]."""
     row_T = from_end_T(rewards)
     longest = int(row_T.max()) + 1 if rewards.tokens else 0
-    # One row per distance from the end, so that one vector operation steps all sequences at once.
+    # One row per distance from the end, so that one vector operation advances all sequences together.
     padded = torch.zeros(longest, rewards.num_sequences, dtype=values_T.dtype, device=values_T.device)
     padded[row_T, rewards.sequence_T] = values_T
     for row in range(1, longest):

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch a policy loss trains. What is left out still counts in the denominators."""
+"""Selects the tokens of a micro-batch that a policy loss trains. The others still count in the denominators."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ SHARE_SLACK = 1e-9
 def select(
     batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | None, *, max_drift: float | None, top_entropy: float
 ) -> Tensor | None:
-    """bool [T]: tokens to train, or None for all. Raises ConfigError if entropies are needed and missing."""
+    """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are needed and missing."""
     keep_T = None
     if max_drift is not None:
         keep_T = within_drift(batch, logprobs_T, max_drift)
@@ -28,8 +28,8 @@ def select(
 def within_drift(batch: TokenBatch, logprobs_T: Tensor, limit: float) -> Tensor:
     """bool [T]: A >= 0, or the sequence's mean of ln mu - ln pi is at most `limit`.
 
-    A bad response that the current policy no longer gives teaches nothing. Source: DeepSeek-V3.2 2025
-    (arXiv:2512.02556), off-policy sequence masking.
+    A bad response that the current policy would no longer give teaches nothing.
+    Source: DeepSeek-V3.2 2025 (arXiv:2512.02556), off-policy sequence masking.
     """
     drift_T = -log_ratio(logprobs_T.detach(), batch.behaviour_logprobs_T)
     return (batch.advantages_T >= 0) | (batch.mean_S(drift_T) <= limit)[batch.sequence_T]
@@ -38,8 +38,8 @@ def within_drift(batch: TokenBatch, logprobs_T: Tensor, limit: float) -> Tensor:
 def highest_entropy(batch: TokenBatch, entropy_T: Tensor, share: float) -> Tensor:
     """bool [T]: the ceil(share * length) tokens of each sequence with the highest entropy.
 
-    Within each sequence, not over the micro-batch as elsewhere: the choice must not depend on how the batch was cut.
-    Source: Wang et al. 2025 (arXiv:2506.01939), forking tokens.
+    The choice is made within each sequence, not over the micro-batch as in the paper: it must not depend on how the
+    batch was cut. Source: Wang et al. 2025 (arXiv:2506.01939), forking tokens.
     """
     by_entropy = entropy_T.detach().argsort(descending=True, stable=True)
     order = by_entropy[batch.sequence_T[by_entropy].argsort(stable=True)]
@@ -47,5 +47,5 @@ def highest_entropy(batch: TokenBatch, entropy_T: Tensor, share: float) -> Tenso
     first_T = (lengths_S.cumsum(0) - lengths_S)[batch.sequence_T]
     rank_T = torch.empty_like(order)
     rank_T[order] = torch.arange(batch.tokens, device=order.device) - first_T
-    # Without the slack rounding adds a token: 0.07 * 100 is 7.000000000000001.
+    # Without the slack, rounding would add a token: 0.07 * 100 is 7.000000000000001.
     return rank_T < (lengths_S.double() * share - SHARE_SLACK).ceil()[batch.sequence_T]

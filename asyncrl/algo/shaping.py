@@ -1,4 +1,4 @@
-"""Reward shaping: one rollout's reward in, its shaped reward out. Plain floats.
+"""Reward shaping: functions from a rollout's reward to its shaped reward. Plain floats.
 
 The learner calls `shape(reward, response_tokens=..., max_response_tokens=..., finish_reason=...)`; the rollout keeps
 its raw reward.
@@ -18,7 +18,7 @@ def soft_overlong(
 ) -> float:
     """reward - penalty * clip((response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0, 1).
 
-    No penalty up to `buffer_tokens` before the limit, then linear, the whole `penalty` at the limit.
+    The penalty is 0 up to `buffer_tokens` before the limit, then grows linearly to `penalty` at the limit.
     Source: Yu et al. 2025 (arXiv:2503.14476) eq. 13, DAPO.
     """
     excess_tokens = response_tokens - (max_response_tokens - buffer_tokens)

@@ -28,10 +28,10 @@ def gae(
     """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the tokens of the batch.
 
     Args:
-        length_alpha: lambda = 1 - 1 / (length_alpha * length), at least 0, of each response, in place of `gae_lambda`.
-        critic_lambda: of the returns that the critic is trained on; null: as the advantages.
-        bootstrap: a response that was cut off would have gone on: after its last token comes the value before it, not 0 (the
-            state behind the last token is not evaluated).
+        length_alpha: replaces `gae_lambda` by 1 - 1 / (length_alpha * length), at least 0, of each response.
+        critic_lambda: lambda of the returns that the critic is trained on; null: that of the advantages.
+        bootstrap: after the last token of a response that was cut off, V is that of the last token instead of 0,
+            because the response would have continued (the state after the last token is not evaluated).
 
     Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16; Yue et al. 2025 (arXiv:2504.05118), VAPO, for the two lambdas.
     """
@@ -48,7 +48,7 @@ def value_targets(
     critic_lambda: Share | None = None,
     bootstrap: bool = False,
 ) -> Tensor:
-    """V + the advantage before whitening, with the critic's lambda: what the critic of `gae` is trained on."""
+    """float32 [T]: V + the advantage before whitening, with the critic's lambda: the targets of `gae`'s critic."""
     decay = _lambda(rewards, gae_lambda, length_alpha) if critic_lambda is None else critic_lambda
     return (_gae(rewards, gamma, decay, bootstrap) + rewards.column("values_T").double()).float()
 
@@ -68,16 +68,16 @@ def remax(rewards: GroupRewards) -> Tensor:
 
 
 def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True, weight_cap: Positive | None = None) -> Tensor:
-    """R_t - b_t, the baseline of group and position with the least variance: b = sum_i W_i R_i / sum_i W_i.
+    """R_t - b_t, b = sum_i W_i R_i / sum_i W_i: of each group and position, the baseline with the least variance.
 
     W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a log-probability with
     respect to its logits.
 
     Args:
-        zero_tail: where only one sequence of the group is still going on, its baseline would be its own return and
-            its advantage 0; True takes no baseline there.
-        weight_cap: for gradients that carry importance weights: each token's part of W times min(pi / mu, weight_cap)^2, the
-            square of the weight that `truncate` gives it.
+        zero_tail: no baseline where only one sequence of the group is as long: the baseline would be the sequence's
+            own return and the advantage 0.
+        weight_cap: for gradients with importance weights: multiplies each token's part of W by
+            min(pi / mu, weight_cap)^2, the square of the weight that `truncate` gives the token.
 
     Source: Li et al. 2026, "The optimal token baseline", ICML.
     """
@@ -114,7 +114,7 @@ def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float | Tensor, bootst
 
 
 def _lambda(rewards: GroupRewards, gae_lambda: float, length_alpha: float | None) -> float | Tensor:
-    """One number, or one for each sequence."""
+    """One lambda for all sequences, or [S]."""
     if length_alpha is None:
         return gae_lambda
     return (1.0 - 1.0 / (length_alpha * rewards.lengths_S.double())).clamp(min=0.0)

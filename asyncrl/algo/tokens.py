@@ -1,7 +1,7 @@
 """The columns that every estimator and loss works on.
 
-Axes in names:  T action tokens, S sequences (rollouts), laid out by sequence: all tokens of sequence 0, then of 1, ...
-There is no padding and no mask: prompt, tool and user tokens are not here.
+Axes in names:  T action tokens, S sequences (rollouts). Tokens are laid out by sequence: all of sequence 0, then of 1.
+There is no padding and no mask: prompt, tool and user tokens are not among them.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from asyncrl.errors import ShapeError
 class TokenBatch:
     """Action tokens of one micro-batch or one whole batch."""
 
-    # int64, 0..S-1, non-decreasing: which sequence a token belongs to.
+    # int64, 0..S-1, non-decreasing: the sequence of each token.
     sequence_T: Tensor
-    # S; sequences without an action token left are counted, but own no entry in `sequence_T`.
+    # S. Counts sequences without an action token, too; they have no entry in `sequence_T`.
     num_sequences: int
-    # float32: ln mu, by the generator when it sampled the token.
+    # float32, ln mu, recorded by the generator when it sampled the token.
     behaviour_logprobs_T: Tensor
-    # float32: return minus baseline.
+    # float32, return minus baseline.
     advantages_T: Tensor
-    # float32: ln pi at the start of the update; None until computed (then the behaviour column stands in).
+    # float32, ln pi at the start of the update; while it is None, the behaviour column takes its place.
     proximal_logprobs_T: Tensor | None = None
-    # float32: ln pi_ref, only with a KL penalty.
+    # float32, ln pi_ref; only with a KL penalty.
     reference_logprobs_T: Tensor | None = None
-    # float32: constant importance weights behaviour -> proximal, from the correction; None is 1.
+    # float32, constant importance weights behaviour -> proximal, from the correction; None means 1.
     weights_T: Tensor | None = None
-    # int64: version being trained minus version of the token, in optimizer steps.
+    # int64, version being trained minus version of the token, in optimizer steps.
     lag_T: Tensor | None = None
-    # float32: the critic that the advantages were made with.
+    # float32, the critic's values that the advantages were computed from.
     values_T: Tensor | None = None
-    # float32: what the critic is trained on.
+    # float32, the critic's training targets.
     returns_T: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -57,17 +57,17 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of action tokens."""
         return self.sequence_T.numel()
 
     @property
     def anchor_logprobs_T(self) -> Tensor:
-        """Denominator of the ratio: proximal where there is one, else behaviour."""
+        """[T]: the ratio's denominator, in nats: the proximal column if there is one, else the behaviour column."""
         return self.behaviour_logprobs_T if self.proximal_logprobs_T is None else self.proximal_logprobs_T
 
     @property
     def lengths_S(self) -> Tensor:
-        """int64 [S]: action tokens of each sequence, 0 for an empty one."""
+        """int64 [S]: number of action tokens of each sequence."""
         return torch.bincount(self.sequence_T, minlength=self.num_sequences)
 
     def sum_S(self, values_T: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class TokenBatch:
 def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
     """[count]: sum of the values with each segment index; differentiable.
 
-    Added up in float64: one after the other in float32, 100,000 values of 0.01 are 7e-4 off, more than GSPO's clip.
+    The sum is taken in float64: in float32, 100,000 values of 0.01 add up with an error of 7e-4, more than GSPO's clip.
     """
     sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(0, segment, values.double())
     return sums.to(values.dtype)

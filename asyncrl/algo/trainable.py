@@ -1,7 +1,7 @@
-"""The one judge of what a group must be before anything digests it: planner, trainer, metrics, timeline, samples, evaluation.
+"""Decides whether a group can be trained on: planner, trainer, metrics, timeline, samples and evaluation rely on it.
 
-A frame that decodes is what its sender says, and no more. Its numbers may be of other settings than those of today (a run
-that was resumed with shorter answers), or of nobody's. Generators ask before they hand a group over, the learner asks again.
+A frame that decodes can still hold any numbers: those of other settings (the run was resumed with shorter responses),
+or of a faulty sender. Generators check a group before they hand it over; the learner checks it again.
 """
 
 import math
@@ -13,37 +13,34 @@ from numpy.typing import NDArray
 
 from asyncrl.types import Group, Rollout
 
-# What the reason begins with, and how it is counted.
+# The reason in counts and dead letters.
 UNTRAINABLE = "untrainable"
-# Sums of squares of a batch stay finite in float32.
+# Bound on the absolute value: sums of squares over a batch stay finite in float32.
 MOST_REWARD = 1e9
-# Of one log-probability, below 0; sums over the longest answer stay finite in float32.
+# A log-probability is at least -MOST_NATS, so that sums over the longest response stay finite in float32, and at most
+# 0 plus the rounding errors of engines.
 MOST_NATS = 1e5
-# A log-probability is at most 0; engines round.
 ROUNDING_NATS = 1e-2
 MOST_VERSION = 1 << 31
-# Of the rewards of one rollout, and of a name or an answer.
+# Bounds on the number of reward parts of a rollout, and on the length of a name or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
-# Unix seconds, and seconds, beyond which a number is no time.
+# Upper bounds of a time of day (Unix seconds) and of a duration.
 LATEST_AT, LONGEST_S = 1e11, 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """What depends on the run and the lane."""
+    """The limits that depend on the run and the lane."""
 
-    # Token ids are below it.
-    vocabulary: int
-    # Of a group, at most.
-    rollouts: int
-    # Of a prompt and its response.
-    max_tokens: int
-    # True: a group has exactly `rollouts`, as statistics over them need.
+    vocabulary: int  # number of token ids
+    rollouts: int  # most rollouts of a group
+    max_tokens: int  # most tokens of a prompt and its response together
+    # True: a group must have exactly `rollouts`, because statistics are taken over them.
     whole: bool = False
 
 
 def trainable(group: Group, limits: GroupLimits) -> str | None:
-    """Why nothing may digest the group; None for a group that everything can. Dead groups are not asked about."""
+    """The reason why the group must not be used; None if it can be trained on. Not for dead groups."""
     return next(_faults(group, limits), None)
 
 
@@ -56,7 +53,7 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
     if len(group.generator_id) > MOST_CHARACTERS:
         yield f"a generator_id of {len(group.generator_id)} characters, {MOST_CHARACTERS} are allowed"
     for name, seconds in (("sampling_s", group.sampling_s), ("reward_s", group.reward_s)):
-        if not 0 <= seconds <= LONGEST_S:  # NaN is not
+        if not 0 <= seconds <= LONGEST_S:  # false for NaN
             yield f"{name} {seconds:g} is no duration, 0 to {LONGEST_S:g} are allowed"
     for at in group.times or ():
         if not 0 <= at <= LATEST_AT:
@@ -98,7 +95,7 @@ def _reward_faults(rollout: Rollout) -> Iterator[str]:
 
 
 def _outside(values: NDArray[np.generic], lowest: float, highest: float) -> float | None:
-    """One of `values` that is not between the two; NaN is not."""
+    """One of `values` that is NaN or not between `lowest` and `highest`, if there is any."""
     if not len(values):
         return None
     extremes = float(values.min()), float(values.max())

@@ -1,4 +1,4 @@
-"""The critic's loss, per token (aggregate it like a policy loss), and how well it foresees."""
+"""The critic's loss per token, aggregated like a policy loss, and the share of the returns' variance it explains."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip null: (V - R)^2 / 2.
 
     Args:
-        values_T: the critic now, with gradient.
-        old_values_T: the critic that the advantages were made with.
-        returns_T: `token_advantages.value_targets`.
+        values_T: values of the current critic, with gradient.
+        old_values_T: the values that the advantages were computed from.
+        returns_T: targets, from `token_advantages.value_targets`.
 
     Source: Schulman et al. 2017, openai/baselines ppo2.
     """
@@ -28,6 +28,6 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, which is also said of returns that are all equal."""
+    """1 - Var(R - V) / Var(R): 1 is perfect, 0 is no better than a constant. 0 if all returns are equal."""
     spread = returns_T.double().var(correction=0)
     return float(1.0 - (returns_T.double() - values_T.double()).var(correction=0) / spread) if spread > 0 else 0.0

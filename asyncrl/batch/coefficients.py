@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from asyncrl.algo.entropy import acting_bonus, adapt_bonus
-from asyncrl.algo.kl import adapt_coefficient
 from asyncrl.algo.metrics import finish, merge
+from asyncrl.algo.steering import acting_bonus, adapt_bonus, adapt_coefficient
 from asyncrl.config.algorithm import EntropyConfig, KLConfig
 from asyncrl.trainer.base import StepResult
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
-from asyncrl.algo.corrections import Correction, combined
+from asyncrl.algo.corrections import Correction, combined, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
-from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch
 

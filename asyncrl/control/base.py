@@ -1,8 +1,8 @@
-"""The control plane: who is there, which weights they hold, who shall change. No payloads, no clocks compared.
+"""The control plane: which generators are members, which weights they have, and orders to change them.
 
 A generator says hello, is welcomed or refused, then sends a heartbeat every `heartbeat_s`. The learner answers with
-orders: adopt a version, stop. The learner's side is a thread that owns the membership and the senders; the
-generator's side is an asyncio task.
+orders: adopt a version, stop. Messages carry no weights, and no clocks of two hosts are compared. On the learner's
+side one thread owns the membership and the senders; on the generator's side there is one asyncio task.
 """
 
 import re
@@ -18,7 +18,7 @@ STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updatin
 
 
 def _check_names(*names: str) -> None:
-    """Names stand in leases, logs, file names and on screens."""
+    """Raise ValueError for a name that is unfit for leases, logs, file names and screens."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"the name {name[:40]!r} is not 1 to 200 letters, digits, dots, dashes and underscores")
@@ -32,23 +32,23 @@ def _check_texts(*texts: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """generator -> learner: wants to join."""
+    """generator -> learner: a request to join."""
 
     generator_id: str
     # Random per process: a restarted generator is a new member.
     incarnation: str
     release: str
     config_hash: str
-    # Of the weights it loaded from disk; 0 for the initial model.
+    # Version of the weights that the generator loaded from disk; 0 for the initial model.
     version: int
     tensor_parallel: int = 1
     pid: int = 0
     host: str = ""
-    # What its engine can receive, best first: `weights.base.receivable`.
+    # Transports over which its engine can receive weights, best first; see `weights.base.receivable`.
     transports: tuple[str, ...] = ("gloo", "disk")
-    # Of a config that came from the run's record; empty for a config of the host's own.
+    # Digest of the config from the run's record; empty if the host has a config of its own.
     host_digest: str = ""
-    # What it read from the data files: `data.dataset.fingerprints`.
+    # Fingerprints of the data files, from `data.dataset.fingerprints`.
     rows: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """generator -> learner: alive and making progress."""
+    """generator -> learner: the generator is alive and makes progress."""
 
     generator_id: str
     incarnation: str
@@ -84,7 +84,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """generator -> learner: going away in good order."""
+    """generator -> learner: the generator leaves on its own account."""
 
     generator_id: str
     incarnation: str
@@ -96,15 +96,15 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """learner -> generator."""
+    """learner -> generator: the generator is a member; also the answer to a heartbeat."""
 
-    # The newest published version; an order for it follows when it is newer than the generator's.
+    # The newest published version; an order for it follows if it is newer than the generator's.
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """learner -> generator: must not join, and why."""
+    """learner -> generator: the generator must not join, and the reason."""
 
     reason: str
 
@@ -128,51 +128,54 @@ class MemberStatus:
 
 
 class LearnerControl(Protocol):
-    """What the learner loop may ask of the control plane."""
+    """The learner's side of the control plane."""
 
     def announce(self, version: int) -> None:
-        """A new version has been published: bring every generator to it, latest wins."""
+        """Bring every generator to the newly published version; a newer version replaces an older one."""
         ...
 
     def check(self) -> None:
-        """Cheap. Raises ControlError when the control plane has broken down."""
+        """Raise ControlError if the control plane has broken down. Cheap."""
         ...
 
     def members(self) -> list[MemberStatus]:
-        """Everybody who joined and has neither left nor died."""
+        """The generators that have joined and have neither left nor died."""
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """joined, left, died, updates, updates_failed, senders_killed, senders_not_started, probe_max (of the last update)."""
+        """Counts of: joined, left, died, updates, updates_failed, senders_killed, senders_not_started.
+
+        Also `probe_max` of the last update.
+        """
         ...
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
-        """End the thread, and tell all generators that the run is over.
+        """End the thread, and with `farewell` tell all generators that the run is over.
 
-        Without `farewell` they are told nothing: they go on, and call the next learner at the same endpoint.
+        Without `farewell`, generators go on, and call the next learner at the same endpoint.
         """
         ...
 
 
 class GeneratorControl(Protocol):
-    """What the generator loop may ask of the control plane."""
+    """The generator's side of the control plane."""
 
     async def join(self, hello: Hello) -> Welcome:
-        """Raises ControlError when refused or when nobody answers in time."""
+        """Join the run. Raises ControlError if the learner refuses or does not answer in time."""
         ...
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """Waits for the next order. A lost learner is not an error here: it reconnects until told to stop."""
+        """Wait for the next order. A lost learner is no error: the generator reconnects until it is told to stop."""
         ...
 
     async def report(self, report: UpdateReport) -> None:
-        """Say what became of an order."""
+        """Report the result of an order."""
         ...
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Hand over the newest heartbeat; sent by the task in the background."""
+        """Set the heartbeat that the background task sends next."""
         ...
 
     async def leave(self) -> None:
-        """Say goodbye and close."""
+        """Leave the run and close the connection."""
         ...

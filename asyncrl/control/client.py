@@ -1,9 +1,9 @@
-"""The generator's side of the control plane: an asyncio task that keeps the learner informed and brings its orders.
+"""The generator's side of the control plane: an asyncio task that sends heartbeats and receives orders.
 
     joining --welcome--> member --no answer to heartbeats, or unknown to the learner--> joining again
 
-Being refused at the first hello is an error; being refused later (another learner took over the endpoint) ends the
-generator with a `Stop`. Losing the learner is neither: the generator goes on with what it has, and calls.
+A refusal of the first hello is an error; a later refusal (another learner took over the endpoint) ends the generator
+with a `Stop`. If the learner is lost, the generator goes on with the weights it has, and keeps calling.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import GeneratorKeys, introduce
+from asyncrl.control.curve import GeneratorKeys, present_keys
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REASON_CHARACTERS, UnknownMember, set_options
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
@@ -48,9 +48,17 @@ class ControlClient:
         keys: GeneratorKeys | None = None,
         find_learner: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """`timeout_s` bounds a report that cannot be sent, `join_s` the wait for the first answer; tcp:// needs `keys`.
+        """Make a client that is not yet connected; a tcp:// endpoint needs `keys`.
 
-        `find_learner` says where the learner listens now, or nothing: a silent one may have come back at another address.
+        Args:
+            endpoint: where the learner listens.
+            heartbeat_s: interval between heartbeats.
+            timeout_s: bound on sending a report.
+            join_s: bound on the wait for the first answer.
+            wire_key: key of the messages' checksums.
+            keys: keys of the encrypted connection.
+            find_learner: returns where the learner listens now, or "". Called while the learner is silent, because a
+                restarted learner may have another address.
         """
         self._endpoint = endpoint
         self._heartbeat_s = heartbeat_s
@@ -91,16 +99,23 @@ class ControlClient:
         self._socket = self._context.socket(zmq.DEALER)
         set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
         if self._endpoint.startswith("tcp://"):
-            self._introduce()
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a learner that is not there
+            if self._keys is None:
+                self._context.destroy(linger=0)
+                raise ControlError(
+                    f"control plane: {self._endpoint} is reached over the network, and this generator has no keys of the run; "
+                    "let it have the join.key of the learner's run directory (docs/security.md)"
+                )
+            present_keys(self._socket, self._keys)  # type: ignore[arg-type]
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the learner is away
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # By it the learner knows this connection again. Known to nobody else, so that nobody else can speak for this generator.
+        # The learner recognises the connection by its identity. It is secret, so that no other process can send
+        # messages in the name of this generator.
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
         self._socket.connect(self._endpoint)
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """See `GeneratorControl`. Raises ControlError when the task itself has broken down."""
+        """See `GeneratorControl`. Raises ControlError if the background task has failed."""
         await self._arrived.wait()
         if self._order is None:
             assert self._task is not None
@@ -113,15 +128,15 @@ class ControlClient:
     async def report(self, report: UpdateReport) -> None:
         """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner sends the version again."""
         report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
-        give_up_at_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
-            if time.monotonic() > give_up_at_s:
+            if time.monotonic() > deadline_s:
                 log.warning("the report on version %d found no learner for %g s and is dropped", report.version, self._timeout_s)
                 return
             await asyncio.sleep(_RETRY_S)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """See `GeneratorControl`. A metric that is no finite number stays here: the learner would refuse the message."""
+        """See `GeneratorControl`. Metrics that are not finite are left out: the learner would reject the message."""
         finite = {name: value for name, value in heartbeat.metrics.items() if math.isfinite(value)}
         self._beat = replace(heartbeat, metrics=finite)
 
@@ -137,15 +152,6 @@ class ControlClient:
         await asyncio.to_thread(self._context.term)
         self._task = None
 
-    def _introduce(self) -> None:
-        if self._keys is None:
-            self._context.destroy(linger=0)
-            raise ControlError(
-                f"control plane: {self._endpoint} is reached over the network, and this generator has no keys of the run; "
-                "let it have the join.key of the learner's run directory (docs/security.md)"
-            )
-        introduce(self._socket, self._keys)  # type: ignore[arg-type]
-
     # --- the task ----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
@@ -154,15 +160,15 @@ class ControlClient:
                 if self._is_member:
                     log.warning("the learner is silent; going on with the weights at hand, and calling it")
                     self._is_member = False
-                await self._follow()
-            await self._send_sign_of_life()
+                await self._reconnect_if_moved()
+            await self._send_heartbeat()
             await self._listen_until(time.monotonic() + self._heartbeat_s)
 
-    async def _follow(self) -> None:
-        """Call where the learner listens now, if that is somewhere else."""
+    async def _reconnect_if_moved(self) -> None:
+        """Connect to the learner's present endpoint if it has changed."""
         endpoint = ""
         if self._find_learner is not None:
-            with contextlib.suppress(TimeoutError):  # whoever could say is away too
+            with contextlib.suppress(TimeoutError):
                 endpoint = await asyncio.wait_for(self._find_learner(), self._timeout_s)
         if endpoint not in ("", self._endpoint):
             log.warning("the learner listens at %s now, no longer at %s", endpoint, self._endpoint)
@@ -175,7 +181,7 @@ class ControlClient:
             if not await self._socket.poll(remaining_s * 1000):
                 return
             try:
-                # Not blocking: what was announced may be gone, together with the learner that sent it.
+                # Not blocking: the message that `poll` saw may be gone, together with the learner that sent it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
             except zmq.Again:
                 continue
@@ -189,10 +195,12 @@ class ControlClient:
                 is_new, self._is_member = not self._is_member, True
                 if not self._answer.done():
                     self._answer.set_result(message)
-                if is_new:  # only who speaks a second time gets a sender
-                    await self._send_sign_of_life()
+                if is_new:  # the learner starts a sender only after a second message
+                    await self._send_heartbeat()
+            case Refused(reason=reason) if self._answer.done():
+                self._put(Stop(reason=f"refused when coming back: {reason}"))
             case Refused(reason=reason):
-                self._refuse(reason)
+                self._answer.set_exception(ControlRefused(f"control plane: the learner refused this generator: {reason}"))
             case UnknownMember():
                 self._is_member = False
                 await self._send(self._current_hello())
@@ -201,19 +209,14 @@ class ControlClient:
             case _:
                 raise WireError(f"{type(message).__name__} is for the learner")
 
-    def _refuse(self, reason: str) -> None:
-        if self._answer.done():
-            self._put(Stop(reason=f"refused when coming back: {reason}"))
-        else:
-            self._answer.set_exception(ControlRefused(f"control plane: the learner refused this generator: {reason}"))
-
     def _put(self, order: UpdateOrder | Stop) -> None:
-        """Newer replaces older, except that nothing replaces a stop."""
+        """Set the next order: it replaces an older one, but not a stop."""
         if not isinstance(self._order, Stop):
             self._order = order
         self._arrived.set()
 
-    async def _send_sign_of_life(self) -> None:
+    async def _send_heartbeat(self) -> None:
+        """A heartbeat of a member, or the hello of a generator that is not one yet."""
         await self._send(self._beat if self._is_member and self._beat is not None else self._current_hello())
 
     def _current_hello(self) -> Hello:
@@ -221,7 +224,7 @@ class ControlClient:
         return self._hello if self._beat is None else replace(self._hello, version=self._beat.version)
 
     async def _send(self, message: Any) -> bool:
-        """False when nobody is connected."""
+        """Send, or return False if no learner is connected."""
         try:
             await self._socket.send(CODEC.encode(message, self._wire_key), zmq.NOBLOCK)
         except zmq.Again:

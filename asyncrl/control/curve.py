@@ -1,6 +1,6 @@
-"""CURVE on the control plane: between hosts every message is encrypted, and only those who know the run's keys may talk.
+"""CURVE on the control plane: messages between hosts are encrypted, and only holders of the run's keys can connect.
 
-Keys are 32 bytes; a pair is named by its secret half, the public half follows from it.
+Keys are 32 bytes; the public half of a pair is computed from its secret half.
 """
 
 from dataclasses import dataclass
@@ -14,48 +14,49 @@ _DOMAIN = "asyncrl"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LearnerKeys:
-    """What the listening side holds."""
+    """The keys of the listening side."""
 
     secret: bytes
-    # The public key that all generators of the run have; nobody with another one is let in.
+    # The public key that all generators of the run share; a connection with another key is refused.
     generators: bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GeneratorKeys:
-    """What the calling side holds."""
+    """The keys of the connecting side."""
 
     secret: bytes
-    # The learner's public key: nobody else can answer.
+    # The learner's public key: only its owner can answer.
     learner: bytes
 
 
 def public_key(secret: bytes) -> bytes:
-    """The other half of a pair."""
+    """The public half of the pair with this secret half."""
     return z85.decode(zmq.curve_public(z85.encode(secret)))
 
 
-def guard(socket: "zmq.Socket[bytes]", keys: LearnerKeys) -> ThreadAuthenticator:
-    """Let only the run's generators in. Call it before binding, stop what it returns before the context ends."""
-    gate = ThreadAuthenticator(socket.context)
-    gate.configure_curve_callback(_DOMAIN, _AllowList(keys.generators))
-    gate.start()
+def require_keys(socket: "zmq.Socket[bytes]", keys: LearnerKeys) -> ThreadAuthenticator:
+    """Accept only the run's generators. Call it before binding; stop the authenticator before the context ends."""
+    authenticator = ThreadAuthenticator(socket.context)
+    authenticator.configure_curve_callback(_DOMAIN, _AllowList(keys.generators))
+    authenticator.start()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a connection is admitted when nobody answers for the domain
-    return gate
+    # Without it a connection is accepted while no authenticator answers for the domain.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    return authenticator
 
 
-def introduce(socket: "zmq.Socket[bytes]", keys: GeneratorKeys) -> None:
-    """Call as a generator of the run. Call it before connecting."""
+def present_keys(socket: "zmq.Socket[bytes]", keys: GeneratorKeys) -> None:
+    """Connect as a generator of the run. Call it before connecting."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.learner)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key(keys.secret))
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class _AllowList:
-    """Asked by the authenticator about every key that calls."""
+    """The authenticator calls it with the key of every new connection."""
 
     def __init__(self, allowed: bytes) -> None:
         self._allowed = z85.encode(allowed)

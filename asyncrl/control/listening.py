@@ -8,49 +8,46 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.config.addresses import is_everywhere
-from asyncrl.control.curve import LearnerKeys, guard
+from asyncrl.control.curve import LearnerKeys, require_keys
 from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
 from asyncrl.errors import ControlError
 
 _MAX_SOCKET_PATH_BYTES = 107
+# Idle connections of strangers take a descriptor each until the handshake times out; the learner needs some as well.
 _WANTED_DESCRIPTORS = 1 << 16
 
 
 def listen(
     context: "zmq.Context[Any]", endpoint: str, keys: LearnerKeys | None
 ) -> "tuple[zmq.Socket[bytes], ThreadAuthenticator | None]":
-    """A bound ROUTER, and who guards it: to be stopped before the context ends. Raises ControlError, with all closed."""
+    """A bound ROUTER and its authenticator, to be stopped before the context ends. Raises ControlError."""
     _require_private(endpoint, keys)
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     set_options(router, max_bytes=MAX_REPORT_BYTES)
-    gate = None
+    authenticator = None
     if endpoint.startswith("tcp://") and keys is not None:
-        gate = guard(router, keys)
-        _raise_descriptor_limit()
+        authenticator = require_keys(router, keys)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # to a generator that connects again; nobody else knows its identity
+    # A generator that connects again takes over its identity; no other process knows it.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
         router.close()
-        if gate is not None:
-            gate.stop()
+        if authenticator is not None:
+            authenticator.stop()
         raise ControlError(f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address") from error
     if endpoint.startswith("ipc://"):
         os.chmod(endpoint.removeprefix("ipc://"), 0o600)
-    return router, gate
-
-
-def _raise_descriptor_limit() -> None:
-    """Idle connections of strangers take one each until their handshake is late; the learner's own files need some too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return router, authenticator
 
 
 def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
-    """Raises ControlError for an address that everybody can reach, or that the system cannot have."""
+    """Raise ControlError for an address that any process could reach, or that the system does not allow."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and len(os.fsencode(address)) > _MAX_SOCKET_PATH_BYTES:
         raise ControlError(

@@ -1,13 +1,13 @@
-"""Who is there: a state machine over messages and the time they came, which the caller passes in.
+"""The members of the run: a state machine over messages and their times of arrival, which the caller passes in.
 
-    hello --> refused                   another release, another config, or its name belongs to somebody alive
-      |-----> deferred                  its name is taken; wait for a sign of life of the old owner
-      '-----> member --> left           said goodbye
-                 '-----> died           silent for `timeout_s`, or replaced by its own restarted self
+    hello --> refused                   another release, another config, or a live generator has the name
+      |-----> deferred                  the name is taken; wait whether its owner sends anything
+      '-----> member --> left           sent a Leave
+                 '-----> died           silent for `timeout_s`, or replaced by its own restarted process
 
-A restarted generator comes with a new incarnation: it is a new member, and the old one is dead. That it is no
-duplicate shows when the old owner stays silent for a while after the newcomer's first hello. The first third of that time tells
-nothing: after a pause of the learner, what the dead said before is read in turn with what the newcomer says.
+A restarted generator has a new incarnation: it becomes a new member, and the old one counts as dead. It is no
+duplicate if the old owner stays silent for `challenge_s` after the first hello of the new one. The first third of
+that time does not count: after a pause of the learner, old messages of the dead owner are read among the new hellos.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused
 
+MAX_MEMBERS = 1024
+
 
 def holder_name(generator_id: str, incarnation: str) -> str:
-    """How one incarnation is called on the wire and in the store's leases."""
+    """The name of one incarnation on the wire and in the store's leases."""
     return f"{generator_id}:{incarnation}"
 
 
@@ -33,13 +35,13 @@ class Member:
 
     @property
     def holder(self) -> str:
-        """Its name."""
+        """See `holder_name`."""
         return holder_name(self.hello.generator_id, self.hello.incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The newcomer is a member; `replaced` is the holder that died for it, if any."""
+    """The newcomer is a member; `replaced` is the dead holder that had its name, if any."""
 
     member: Member
     replaced: str | None = None
@@ -47,7 +49,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class AlreadyMember:
-    """A member said hello again, after a lost connection."""
+    """A member sent a hello again, after a lost connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Membership:
     def __init__(
         self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "", rows: str = ""
     ) -> None:
-        """`timeout_s`: silence that counts as death; `challenge_s`: shorter, for a name that somebody else asks for."""
+        """`timeout_s`: silence after which a member counts as dead; `challenge_s`: the same while its name is disputed."""
         self._host_digest = host_digest
         self._rows = rows
         self._release = release
@@ -76,11 +78,11 @@ class Membership:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """By generator id."""
+        """The members by generator id."""
         return self._members
 
     def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Deferred | Refused:
-        """Decide on a newcomer."""
+        """The decision on a hello that came at `now_s`."""
         if reason := self._objection(hello):
             return Refused(reason=reason)
         old = self._members.get(hello.generator_id)
@@ -89,10 +91,23 @@ class Membership:
         if old.hello.incarnation == hello.incarnation:
             old.heard_at_s = now_s
             return AlreadyMember()
-        return self._challenge(old, hello, now_s)
+        incarnation, since_s = self._challenges.get(hello.generator_id, ("", 0.0))
+        if incarnation != hello.incarnation:
+            self._challenges[hello.generator_id] = (hello.incarnation, now_s)
+            return Deferred()
+        if now_s - since_s < self._challenge_s:
+            return Deferred()
+        if old.heard_at_s > since_s + self._challenge_s / 3:
+            del self._challenges[hello.generator_id]
+            return Refused(
+                reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host {old.hello.host!r}); "
+                "give this one another id or stop the other"
+            )
+        self.died += 1
+        return self._join(hello, now_s, replaced=old.holder)
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> bool:
-        """Take note; False when the sender is no member and must say hello."""
+        """Update the member's state; False if the sender is not a member and must send a hello."""
         member = self._find(beat.generator_id, beat.incarnation)
         if member is None:
             return False
@@ -100,7 +115,7 @@ class Membership:
         return True
 
     def leave(self, leave: Leave) -> str | None:
-        """The holder that left; None when it was no member."""
+        """Remove the member and return its holder name; None if it was not a member."""
         member = self._find(leave.generator_id, leave.incarnation)
         if member is None:
             return None
@@ -109,12 +124,12 @@ class Membership:
         return member.holder
 
     def expire(self, now_s: float) -> list[str]:
-        """The holders that have just died of silence."""
+        """Remove the members that have been silent for too long and return their holder names."""
         dead = [member for member in self._members.values() if now_s - member.heard_at_s > self._timeout_s]
         for member in dead:
             del self._members[member.hello.generator_id]
         self.died += len(dead)
-        # A challenger that gave up must not shorten the life of a later conflict.
+        # A challenger that gave up must not shorten the time of a later challenge.
         self._challenges = {
             name: (incarnation, since_s)
             for name, (incarnation, since_s) in self._challenges.items()
@@ -123,7 +138,7 @@ class Membership:
         return [member.holder for member in dead]
 
     def statuses(self, now_s: float) -> list[MemberStatus]:
-        """Everybody, for people to read."""
+        """The status of every member, for display."""
         return [
             MemberStatus(
                 generator_id=generator_id,
@@ -147,8 +162,10 @@ class Membership:
             return (
                 "generator took its config from a record of this run that is out of date: the run was resumed with other keys of "
                 "reward, model or run.environment, or the store gave it an old record; start the generator again, and if that "
-                "is of no use, find out who else writes into the store"
+                "does not help, find out what else writes into the store"
             )
+        if len(self._members) >= MAX_MEMBERS and hello.generator_id not in self._members:
+            return f"the run has {MAX_MEMBERS} generators, each with a process that sends to it; that is the most allowed"
         if hello.rows != self._rows:
             return (
                 f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; "
@@ -163,22 +180,6 @@ class Membership:
         member = Member(hello, now_s, version=hello.version)
         self._members[hello.generator_id] = member
         return Joined(member=member, replaced=replaced)
-
-    def _challenge(self, old: Member, hello: Hello, now_s: float) -> Joined | Deferred | Refused:
-        incarnation, since_s = self._challenges.get(hello.generator_id, ("", 0.0))
-        if incarnation != hello.incarnation:
-            self._challenges[hello.generator_id] = (hello.incarnation, now_s)
-            return Deferred()
-        if now_s - since_s < self._challenge_s:
-            return Deferred()
-        if old.heard_at_s > since_s + self._challenge_s / 3:
-            del self._challenges[hello.generator_id]
-            return Refused(
-                reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host {old.hello.host!r}); "
-                "give this one another id or stop the other"
-            )
-        self.died += 1
-        return self._join(hello, now_s, replaced=old.holder)
 
     def _find(self, generator_id: str, incarnation: str) -> Member | None:
         member = self._members.get(generator_id)

@@ -1,4 +1,4 @@
-"""The control plane's messages on the wire, the options of the sockets that carry them, and what is said of bad ones."""
+"""The control plane's messages on the wire, the options of its sockets, and the log of rejected messages."""
 
 import logging
 import time
@@ -17,49 +17,52 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UnknownMember:
-    """learner -> generator: your heartbeat is nobody's I know; say hello. (The learner restarted, or counted you dead.)"""
+    """learner -> generator: the heartbeat's sender is not a member and must send a hello.
+
+    The learner has restarted, or has counted the generator as dead.
+    """
 
 
 CODEC = MessageCodec((Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder))
 
-# What a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
+# Largest message that a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
-# What the learner accepts, from each of many: what generators say takes a few KiB.
+# Largest message that the learner accepts; generators send a few KiB.
 MAX_REPORT_BYTES = 1 << 15
-# Of a report: longer ones are cut off before they are sent.
+# Longer reasons of a report are cut off before they are sent.
 MAX_REASON_CHARACTERS = 4000
 _QUEUED_MESSAGES = 64
 _HANDSHAKE_MS = 5_000
-_COMPLAINTS_EVERY_S = 1.0
+_LOG_EVERY_S = 1.0
 
 
-class Complaints:
-    """Messages that were rejected: each is counted, one a second is told."""
+class Rejections:
+    """Rejected messages: all are counted, at most one a second is logged."""
 
     def __init__(self) -> None:
-        self.count = self._told = 0
-        self._told_at_s = -_COMPLAINTS_EVERY_S
+        self.count = self._logged = 0
+        self._logged_at_s = -_LOG_EVERY_S
 
     def add(self, error: Exception) -> None:
-        """One more, and why."""
+        """Count a message that was rejected because of `error`."""
         self.count += 1
-        if time.monotonic() - self._told_at_s < _COMPLAINTS_EVERY_S:
+        if time.monotonic() - self._logged_at_s < _LOG_EVERY_S:
             return
         log.warning(
             "control plane: a message was rejected (the %d. since the last such line): %s",
-            *(self.count - self._told, error),
+            *(self.count - self._logged, error),
             exc_info=None if isinstance(error, WireError | TypeError) else error,
         )
-        self._told, self._told_at_s = self.count, time.monotonic()
+        self._logged, self._logged_at_s = self.count, time.monotonic()
 
 
 def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:
-    """What both ends need: nothing is queued for the dead, nothing larger than `max_bytes` comes in, closing never hangs."""
+    """The options of both ends: no queue for a dead peer, no message above `max_bytes`, a close that never blocks."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)  # whoever connects and says nothing is dropped
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)  # closes a connection that never sends anything
     # Drops the connection of a stopped peer, so that sending to it fails instead of queueing.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)

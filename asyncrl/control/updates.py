@@ -1,13 +1,13 @@
-"""Which generator gets which version when: a state machine per generator, without clocks, sockets or processes.
+"""Decides which generator gets which version when: a state machine per generator, without clocks and sockets.
 
     idle -- newer version --> preparing -- order --> updating -- report --> idle
                  ^                 |                     |
                  |                 '----- failed, or too late: sender killed, back-off
                  '-------------------------------------------------------'
 
-Latest wins: a generator that was busy goes straight to the newest version. Generators never wait for each other.
-After two failures in a row every other attempt goes by disk, which needs no group, where all are on one host; a success
-restores the transport. A sender that dies with nothing to send is replaced after a back-off too.
+A generator that was busy goes straight to the newest version. Generators never wait for each other. After two
+failures in a row, every other attempt uses files, which need no transfer group, if all processes are on one host; a
+success restores the transport. A sender that dies while it has nothing to send is replaced after a back-off, too.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
-# Updates in a row that fail the probe of a generator: the same bytes will not turn out better.
+# After this many updates in a row that arrived and failed the probe, repeating them is pointless.
 MOST_REFUSALS = 3
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
@@ -26,7 +26,7 @@ _UNKNOWN = -1
 
 
 class Phase(Enum):
-    """Where a generator's update stands."""
+    """The phase of a generator's update."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -35,7 +35,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Have the holder's sender get ready with the newest version."""
+    """Let the holder's sender prepare the newest version."""
 
     holder: str
     transport: str
@@ -43,7 +43,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Send the order to the generator and start the sender, in this order and at once."""
+    """Send the order to the generator, then immediately start the sender's transfer."""
 
     holder: str
     order: UpdateOrder
@@ -51,14 +51,14 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RestartSender:
-    """Kill it, whatever it does, and start another one."""
+    """Kill the holder's sender, whatever it does, and start another one."""
 
     holder: str
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSender:
-    """The generator is gone."""
+    """Close the sender of a generator that is gone."""
 
     holder: str
 
@@ -69,20 +69,19 @@ Action = Prepare | Deliver | RestartSender | CloseSender
 @dataclass(slots=True)
 class _Member:
     transport: str
-    # For every other attempt after two failures; the same where nothing else can work.
+    # Transport of every other attempt after two failures; `transport` again if no other can work.
     alternative: str
-    # What it said to have applied; -1: unknown, so the newest must go there whatever its number.
+    # The version that the generator has reported as applied; -1: unknown, so that any version is newer.
     version: int
     phase: Phase = Phase.IDLE
     target: Weights | None = None
     # End of the current phase, or of the back-off.
     until_s: float = 0.0
-    # In a row, of updates and of senders.
+    # Failures in a row, of updates and of senders.
     failures: int = 0
     has_sender: bool = True
-    # Updates in a row that arrived and failed the probe.
+    # Updates in a row that arrived and failed the probe, and the reason of the last one.
     refused: int = 0
-    # Of the newest of these.
     reason: str = ""
 
     @property
@@ -93,44 +92,44 @@ class _Member:
 
 @dataclass(slots=True)
 class UpdateSchedule:
-    """All generators. Every method returns what must be done now; time is passed in."""
+    """The updates of all generators. Every method returns the actions to carry out now; time is passed in."""
 
-    # Preferred; see `common_transport`.
+    # The preferred transport; see `common_transport`.
     transport: str
-    # For a transfer, and again for the generator's report after it.
+    # Bound on a transfer, and again on the generator's report after it.
     deadline_s: float
-    # For a sender to get ready: to start, to write files. The generator samples on in this time.
+    # Bound on a sender's preparation: its start, the writing of files. The generator samples on meanwhile.
     preparation_s: float
-    # The learner's files are the generators' too.
+    # Whether generators see the learner's files.
     one_host: bool = True
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    # Of the newest report that has one, refused or not.
+    # From the newest report that has one, applied or refused.
     probe_max: float | None = None
     _members: dict[str, _Member] = field(default_factory=dict)
 
     def phase(self, holder: str) -> Phase:
-        """Of a member."""
+        """The phase of the member's update."""
         return self._members[holder].phase
 
     def version(self, holder: str) -> int:
-        """What the member has applied, -1 when unknown."""
+        """The version that the member has applied; -1 if unknown."""
         return self._members[holder].version
 
     def has_sender(self, holder: str) -> bool:
-        """False from its death until its `RestartSender`: nothing it says means anything."""
+        """False from the death of the member's sender until its `RestartSender`; its messages are to be ignored."""
         return self._members[holder].has_sender
 
     def common_transport(self, offered: Sequence[str]) -> str | None:
-        """The preferred one, else gloo, else files on one host; None when the generator offers none of them."""
+        """The preferred transport, else gloo, else files on one host; None if the generator offers none of them."""
         usable = (self.transport, "gloo", *(("disk",) if self.one_host else ()))
         return next((transport for transport in usable if transport in offered), None)
 
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
-        """A new member that offers a common transport.
+        """Add a member. `transports` must include a common transport.
 
-        Version 0 is the initial model; any other number may be of an earlier learner's making.
+        Version 0 is the initial model. Any other version counts as unknown: an earlier learner may have made it.
         """
         transport = self.common_transport(transports)
         assert transport is not None, f"{holder} offers {transports}"
@@ -139,16 +138,16 @@ class UpdateSchedule:
         return self._begin(holder, now_s)
 
     def remove(self, holder: str) -> list[Action]:
-        """A member left or died."""
+        """Remove a member that left or died."""
         return [CloseSender(holder)] if self._members.pop(holder, None) else []
 
     def announce(self, version: int, now_s: float) -> list[Action]:
-        """A new version was published."""
+        """Bring all members to a version that has been published."""
         self.newest = version
         return self._begin_all(now_s)
 
     def prepared(self, holder: str, order: UpdateOrder, now_s: float) -> list[Action]:
-        """The sender is ready. The version is what it found to be the newest, perhaps newer than announced."""
+        """The sender is ready. The order's version may be newer than the announced one."""
         member = self._members.get(holder)
         if member is None or member.phase is not Phase.PREPARING:
             return []
@@ -156,18 +155,18 @@ class UpdateSchedule:
         return [Deliver(holder, order)]
 
     def sent(self, holder: str, now_s: float) -> list[Action]:
-        """All has left the sender; the generator has time to apply it."""
+        """The transfer is complete; the generator now has `deadline_s` to apply the weights."""
         member = self._members.get(holder)
         if member is not None and member.phase is Phase.UPDATING:
             member.until_s = now_s + self.deadline_s
         return []
 
     def sender_failed(self, holder: str, now_s: float) -> list[Action]:
-        """The sender said so, or died, or could not be started."""
+        """The sender reported a failure, died, or could not be started."""
         return self._fail(holder, now_s)
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
-        """The generator's word; reports on anything but the current update are late and mean nothing."""
+        """The generator's report; one that is not on the current update is late and ignored."""
         member = self._members.get(holder)
         if member is None or member.phase is not Phase.UPDATING:
             return []
@@ -176,7 +175,7 @@ class UpdateSchedule:
         if report.applied or report.probe_max > 0:
             self.probe_max = report.probe_max
         if not report.applied:
-            if report.probe_max > 0:  # else it did not arrive, which says nothing of what was sent
+            if report.probe_max > 0:  # otherwise the weights did not arrive, so the probe tells nothing about them
                 member.refused, member.reason = member.refused + 1, report.reason
             return self._fail(holder, now_s)
         self.updates += 1
@@ -186,20 +185,20 @@ class UpdateSchedule:
 
     @property
     def hopeless(self) -> str | None:
-        """Why no generator will ever take an update, when each has refused `MOST_REFUSALS` in a row."""
+        """The reason of the refusals, if every generator has refused `MOST_REFUSALS` updates in a row."""
         members = self._members.values()
         if not members or min(member.refused for member in members) < MOST_REFUSALS:
             return None
         return next(member.reason for member in members)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Let deadlines pass and back-offs end."""
+        """Apply the deadlines and back-offs that have passed by `now_s`."""
         late = [h for h, m in self._members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
         actions = [action for holder in late for action in self._fail(holder, now_s)]
         return actions + self._begin_all(now_s)
 
     def postpone(self, holder: str) -> None:
-        """A `Prepare` found no version to take at this moment: the next tick asks again."""
+        """A `Prepare` found no version to send at this moment; the next tick repeats it."""
         member = self._members[holder]
         member.phase, member.until_s = Phase.IDLE, 0.0
 
@@ -210,7 +209,7 @@ class UpdateSchedule:
         member = self._members[holder]
         if member.phase is not Phase.IDLE or now_s < member.until_s:
             return []
-        if not member.has_sender:  # it is asked to prepare with the next call: it may be that none can be started
+        if not member.has_sender:  # the next call prepares: perhaps no sender can be started now
             member.has_sender = True
             return [RestartSender(holder)]
         if member.version >= self.newest:
@@ -230,5 +229,5 @@ class UpdateSchedule:
             return []
         self.failed += 1
         if phase is Phase.UPDATING:
-            member.version = _UNKNOWN  # it may hold a mixture
+            member.version = _UNKNOWN  # the engine may have a mixture of two versions
         return [RestartSender(holder)]

@@ -1,7 +1,7 @@
 """Rows from files: JSONL, a JSON array, parquet, or a Hugging Face dataset.
 
-Every row is a mapping from column to value. A file that cannot be read completely is refused, with the line: a
-dataset that silently lost rows would change the sample plan.
+Every row is a mapping from column to value. A file that cannot be read completely is an error that names the line,
+because a dataset that silently lost rows would have another sample plan.
 """
 
 import hashlib
@@ -20,23 +20,22 @@ class Rows(Sequence[Row]):
     """The rows of one dataset, in order."""
 
     def __init__(self, rows: Sequence[Row], source: str, lines: Sequence[int] | None = None) -> None:
-        """`lines` are the line numbers of rows that are lines of a file."""
+        """`source` names the origin of the rows in messages; `lines` are their line numbers if they have any."""
         if not rows:
             raise DataError(f"{source} holds no rows; at least one is needed")
         self._rows = rows
         self.source = source
-        """Where they came from, for messages."""
         self._lines = lines
 
     def place(self, index: int) -> str:
-        """Where the row at `index` (from 0) is found, for messages: people, and editors, count from 1."""
+        """The position of the row at `index` (from 0) for messages, counted from 1."""
         return f"{self.source}:{self._lines[index]}" if self._lines else f"{self.source}, row {index + 1}"
 
     @property
     def fingerprint(self) -> str:
-        """Their number, and a digest of their content in this order: equal wherever they were read from.
+        """The number of rows and a digest of their content in this order; it does not depend on the file's path.
 
-        Of a value that JSON does not have (an image, a date) only the type counts.
+        A value that JSON does not have (an image, a date) enters by its type only.
         """
         digest = hashlib.blake2b(digest_size=8)
         for row in self._rows:
@@ -58,7 +57,7 @@ class Rows(Sequence[Row]):
 
 
 def fingerprints(train: str, held_out: Rows | None) -> str:
-    """What was read from data.train, by its fingerprint, and from data.eval, in one text."""
+    """One text for both datasets, from the fingerprint of data.train and the rows of data.eval."""
     return train if held_out is None else f"{train}, and held out {held_out.fingerprint}"
 
 
@@ -94,38 +93,29 @@ def _read_jsonl(path: Path) -> Rows:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                rows.append(_parse_object(line, f"{path}:{number}"))
+                shown = line.strip()[:80].decode("utf-8", "replace")
+                row = _parse(line, f"{path}:{number}", f"found `{shown}`; every line must be one JSON object")
+                rows.append(_as_row(row, f"{path}:{number}"))
                 numbers.append(number)
     return Rows(rows, str(path), numbers)
 
 
-def _parse_object(line: bytes, where: str) -> Row:
+def _read_json(path: Path) -> list[Row]:
+    rows = _parse(path.read_bytes(), str(path), "a .json dataset is one array of objects, one object per line is .jsonl")
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects")
+    return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
+
+
+def _parse(text: bytes, where: str, expected: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: found bytes that are not UTF-8 text; allowed is JSON in UTF-8; save the file as UTF-8"
         ) from error
     except (ValueError, RecursionError) as error:
-        shown = line.strip()[:80].decode("utf-8", "replace")
-        raise DataError(f"{where}: no JSON ({error}), found `{shown}`; every line must be one JSON object") from error
-    return _as_row(row, where)
-
-
-def _read_json(path: Path) -> list[Row]:
-    try:
-        rows = json.loads(path.read_bytes())
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: found bytes that are not UTF-8 text; allowed is JSON in UTF-8; save the file as UTF-8"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: no JSON ({error}); a .json dataset is one array of objects, one object per line is .jsonl"
-        ) from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects")
-    return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
+        raise DataError(f"{where}: not JSON ({error}); {expected}") from error
 
 
 def _as_row(row: object, where: str) -> Row:
@@ -142,7 +132,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except ArrowInvalid as error:
-        raise DataError(f"{path}: no parquet file ({error})") from error
+        raise DataError(f"{path}: not a parquet file ({error}); give a parquet, JSON or JSONL file") from error
     return rows
 
 
@@ -151,13 +141,13 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"dataset {source} is no {', '.join(FORMATS)} file, so it would be a Hugging Face dataset, which needs the package "
-            "`datasets`; install asyncrl[data] or give a file"
+            f"dataset {source} is not a {', '.join(FORMATS)} file; as a Hugging Face dataset it needs the package `datasets`; "
+            "install asyncrl[data] or give a file"
         ) from error
     name, _, part = source.partition(":")
     try:
         loaded = datasets.load_dataset(name, part or None, split=split)
-    except (OSError, ValueError) as error:  # what `datasets` raises for unknown names, splits and broken files
+    except (OSError, ValueError) as error:  # raised by `datasets` for unknown names, unknown splits and broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
     rows: Iterable[Row] = loaded
     return list(rows)

@@ -1,8 +1,8 @@
 """Prompts: from a dataset row to token ids, and back from ids to text.
 
-Who adds the special tokens is decided once: a chat template writes its own, so its text is tokenised without any; plain
-text gets what the tokenizer adds (a BOS where the model wants one) unless the text already begins with it. Every
-prompt is tokenised at start: one that is too long or has no text stops the run before it begins, not after a day.
+Special tokens are added once: a chat template writes its own, so its text is tokenised without any; plain text gets
+those of the tokenizer (a BOS if the model needs one) unless the text already begins with it. All prompts are
+tokenised at the start, so that one that is too long or empty stops the run before it begins.
 """
 
 import logging
@@ -19,21 +19,30 @@ from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
 
-# Rows named in a message.
+# Most rows named in a message.
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """Makes one row a prompt."""
+    """Renders rows as prompts."""
 
     reader: PromptReader
     tokenizer: Any
 
-    def prompt(self, row: Row, where: str) -> Prompt:
+    def prompts(self, rows: Rows) -> list[Prompt]:
+        return [self._prompt(row, rows.place(index)) for index, row in enumerate(rows)]
+
+    def _prompt(self, row: Row, where: str) -> Prompt:
         value = self.reader.read(row, where)
         text = self._chat(value) if self.reader.chat_template else str(value)
-        return Prompt(token_ids=tuple(self._tokenize(text)), text=text, row=row)
+        bos = self.tokenizer.bos_token
+        add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
+        # Some tokenizers append an end token to every text; a prompt that ends with it would get an empty response.
+        while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return Prompt(token_ids=tuple(ids), text=text, row=row)
 
     def _chat(self, value: str | list[Mapping[str, str]]) -> str:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -42,31 +51,22 @@ class _Renderer:
             messages = [{"role": "system", "content": system}, *messages]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
-    def _tokenize(self, text: str) -> list[int]:
-        bos = self.tokenizer.bos_token
-        add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
-        # Some tokenizers also end every text; a prompt that already ends would get an empty answer.
-        while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
-            ids.pop()
-        return ids
-
 
 class PromptSource:
     """The prompt of every ticket, and the held-out prompts."""
 
     def __init__(self, data: DataConfig, model: ModelConfig, sampling: SamplingConfig, *, seed: int) -> None:
-        """Loads and tokenises all prompts. Raises DataError naming the rows that cannot be used."""
+        """Load and tokenise all prompts. Raises DataError that names the rows that cannot be used."""
         self.tokenizer = load_tokenizer(model)
         if model.chat_template and not self.tokenizer.chat_template:
             raise DataError(f"model.chat_template is true, but the tokenizer of {model.path} has none; set it to false")
         render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
+        # Learner and generators must have read the same data; they compare this.
         self.fingerprint = fingerprints(self.rows.fingerprint, held_out)
-        """Of the data files, for those who must have read the same."""
-        self._train = _render_all(render, self.rows)
-        self._eval = _render_all(render, held_out) if held_out else []
+        self._train = render.prompts(self.rows)
+        self._eval = render.prompts(held_out) if held_out else []
         too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
@@ -80,15 +80,15 @@ class PromptSource:
         self.plan = SamplePlan(len(self.rows), seed=seed, shuffle=data.shuffle)
 
     def prompt(self, ticket_id: int) -> Prompt:
-        """What training ticket `ticket_id` (from 1) asks for."""
+        """The prompt of training ticket `ticket_id` (from 1)."""
         return self._train[self.plan.at(ticket_id).row]
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, or all when there are fewer."""
+        """The first `count` held-out prompts, or all if there are fewer."""
         return self._eval[:count]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of response tokens, without special tokens and exactly as sampled otherwise."""
+        """The text of response tokens, exactly as sampled but without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -105,19 +105,15 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def vocabulary_size(model: ModelConfig) -> int:
-    """How many tokens the policy has an embedding for."""
+    """The number of tokens for which the policy has an embedding."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return int(config.get_text_config().vocab_size)
 
 
-def _render_all(render: _Renderer, rows: Rows) -> list[Prompt]:
-    return [render.prompt(row, rows.place(index)) for index, row in enumerate(rows)]
-
-
 def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
-    """At most one line, with the first of them."""
+    """One line that names the first prompts above the limit, if there are any."""
     if found := [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) > limit]:
         shown = ", ".join(f"{rows.place(index)}: {len(prompts[index].token_ids)} tokens" for index in found[:_SHOWN])
         yield f"{len(found)} of {len(rows)} of {rows.source} ({shown}{', ...' if len(found) > _SHOWN else ''})"

@@ -1,9 +1,9 @@
-"""The sample plan: which row a ticket stands for. Pure arithmetic, the same in every process, for ever.
+"""The sample plan: the row of every ticket. Pure arithmetic with the same result in every process.
 
 Tickets 1, 2, 3, ... run through the dataset epoch after epoch; a shuffled epoch is a keyed pseudo-random permutation
 of the rows. The permutation is computed, not stored: a Feistel network on the smallest square power of two that
-holds all rows, walked along its cycle until it lands inside the dataset. BLAKE2b is its round function, so the
-plan depends on no library's random numbers and may never change between releases (a run resumes with it).
+is at least the number of rows, followed along its cycle until the result is inside the dataset. Its round function is
+BLAKE2b, so the plan depends on no library's random numbers. It must never change, because runs are resumed with it.
 """
 
 import hashlib
@@ -11,17 +11,14 @@ from typing import NamedTuple
 
 from asyncrl.errors import DataError
 
-# Four pass for random on large domains (Luby and Rackoff 1988); with a handful of rows a test sees a bias
-# below eight.
+# Four rounds suffice for large domains (Luby and Rackoff 1988); with a few rows a test detects a bias below eight.
 ROUNDS = 8
 
 
 class PlanEntry(NamedTuple):
-    """What one ticket stands for."""
+    """The epoch of a ticket and the index of its row in the dataset, both from 0."""
 
-    # From 0.
     epoch: int
-    # Index into the dataset, from 0.
     row: int
 
 
@@ -31,9 +28,9 @@ class SamplePlan:
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
         """
         Args:
-            size: rows of the dataset; at least 1.
-            seed: fixes the order of every epoch.
-            shuffle: False: the order of the file.
+            size: number of rows of the dataset, at least 1.
+            seed: determines the order of every epoch.
+            shuffle: False keeps the order of the file.
         """
         if size < 1:
             raise DataError(f"the sample plan needs a dataset of at least 1 row, got {size}")
@@ -47,13 +44,12 @@ class SamplePlan:
         if ticket_id < 1:
             raise ValueError(f"ticket ids are from 1, got {ticket_id}")
         epoch, position = divmod(ticket_id - 1, self.size)
-        return PlanEntry(epoch, self._permute(epoch, position) if self._shuffle else position)
-
-    def _permute(self, epoch: int, position: int) -> int:
-        key = f"{self._seed}:{epoch}".encode()
-        while (position := self._feistel(key, position)) >= self.size:
-            pass  # outside the dataset: on along the cycle, which leads back inside (the domain is < 4 times the dataset)
-        return position
+        if self._shuffle:
+            key = f"{self._seed}:{epoch}".encode()
+            # The cycle through a position inside the dataset leads back inside; the domain is < 4 times the dataset.
+            while (position := self._feistel(key, position)) >= self.size:
+                pass
+        return PlanEntry(epoch, position)
 
     def _feistel(self, key: bytes, value: int) -> int:
         """A bijection of [0, 4 ** half_bits)."""

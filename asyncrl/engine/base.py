@@ -1,4 +1,4 @@
-"""What a generator needs from an inference engine: sample rollouts, and adopt new weights under running requests."""
+"""The interface of an inference engine: it samples rollouts, and adopts new weights while requests run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
-# Environment variable of an engine's child processes: the process id that they must not outlive.
+# Environment variable of an engine's child processes: the process id of the generator, which they must not outlive.
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """How to sample one request."""
+    """The parameters of one sampling request."""
 
     temperature: float
     max_response_tokens: int
@@ -26,54 +26,55 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the start; the caller takes differences."""
+    """Counters since the start of the engine."""
 
     sampled_tokens: int
     running_requests: int
-    # Time in which no request could run because weights changed.
+    # Time in which no request could run because of weight updates.
     paused_s: float
 
 
 class Engine(Protocol):
-    """One inference engine in this process's care. All methods run on one asyncio loop."""
+    """One inference engine, owned by this process. All methods run on one asyncio loop."""
 
     @property
     def weights(self) -> Weights:
-        """Those in use; version -1 while they are dirty."""
+        """The weights in use; version -1 while they are dirty (unverified, or a mixture of versions)."""
         ...
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        """`count` unscored rollouts; each token carries its behaviour log-probability and exact weights.
+        """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
 
-        Survives weight updates; cancelling the task aborts the requests. Raises EngineError when the engine is dead.
+        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError if the engine is
+        dead.
         """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities (temperature 1) of token_ids[1:] under the current weights, for the probe."""
+        """[n - 1]: log-probabilities in nats, temperature 1, of token_ids[1:] under the current weights."""
         ...
 
     async def begin_update(self) -> None:
-        """Pause sampling, keep the requests, and make the engine ready to receive. The weights are dirty from here."""
+        """Pause sampling, keep the requests, and prepare to receive weights. The weights are dirty from now on."""
         ...
 
     async def receive(self, order: UpdateOrder) -> None:
         """Receive the parameters of one order; returns when they are loaded.
 
-        Raises TransferError on a checksum, a count or a deadline.
+        Raises TransferError: a wrong checksum, missing parameters, or a missed deadline.
         """
         ...
 
     async def finish_update(self, weights: Weights) -> None:
-        """Make what was received current as `weights` and resume sampling."""
+        """Put the received weights, named `weights`, into use and resume sampling."""
         ...
 
     async def abort_requests(self) -> None:
-        """Drop every running request: their callers get EngineError. Used when weights turn out to be wrong."""
+        """Abort every running request; the callers get EngineError. Used after weights have failed the probe."""
         ...
 
     async def progress(self) -> None:
-        """Return when the engine gets on: when a token is sampled, or, where nothing may run, when its processes answer."""
+        """Return as soon as the engine samples a token, or, while nothing may run, when its processes answer."""
         ...
 
     def stats(self) -> EngineStats:

@@ -1,8 +1,8 @@
 """A real small engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
 
-The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one such row for
-each last token. The weights of version v are either given (an order with `details={"tensors": {"logits": [...]}}`) or
-follow from v, so that tests can compute every log-probability themselves. In a vector policy, token 0 ends a response.
+The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one such row
+for each last token. The weights of version v are either given (an order with `details={"tensors": {"logits": [...]}}`)
+or computed from v, so that tests can compute every log-probability. In a vector policy, token 0 ends a response.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ EOS = 0
 
 
 def logits_of(version: int, vocabulary: int = 16) -> NDArray[np.float32]:
-    """The weights that follow from a version: [vocabulary], nats."""
+    """[vocabulary]: the logits of a version, in nats."""
     return np.random.default_rng(version).normal(size=vocabulary).astype(np.float32)
 
 
@@ -40,7 +40,7 @@ class FakeEngine:
     def __init__(
         self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0, logits: Sequence[Sequence[float]] | None = None
     ) -> None:
-        """`token_s`: seconds per token; requests run at the same time, as in a batch. `logits`: of a table, at version 0."""
+        """`token_s`: seconds per token; requests run concurrently, as in a batch. `logits`: the table of version 0."""
         self._vocabulary = vocabulary
         self._token_s = token_s
         self._random = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ class FakeEngine:
 
     @property
     def weights(self) -> Weights:
-        """Those in use; version -1 while they are dirty."""
+        """See `Engine.weights`."""
         return self._weights
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -72,7 +72,7 @@ class FakeEngine:
             task.cancel()
         if task.cancelled():
             self._require_alive()
-            raise EngineError("the request was dropped: the engine was closed or its weights turned out to be wrong")
+            raise EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -117,7 +117,7 @@ class FakeEngine:
         return np.array([logprobs_of(self._row(last))[token] for last, token in pairwise(token_ids)], dtype=np.float32)
 
     def _row(self, last: int) -> NDArray[np.float32]:
-        """Logits after the token `last`."""
+        """[vocabulary]: the logits after the token `last`."""
         return self._logits[last] if self._logits.ndim == 2 else self._logits
 
     async def begin_update(self) -> None:
@@ -130,7 +130,7 @@ class FakeEngine:
             self._paused_since_s = time.monotonic()
 
     async def receive(self, order: UpdateOrder) -> None:
-        """Take the logits of the order, or those that follow from its version."""
+        """Receive the logits of the order, or compute them from its version."""
         self._require_alive()
         if self._resumed.is_set():
             raise EngineError("receive: requests are running; begin the update first")
@@ -141,7 +141,7 @@ class FakeEngine:
         self._received = logits
 
     async def finish_update(self, weights: Weights) -> None:
-        """Make what was received current as `weights` and resume sampling."""
+        """See `Engine.finish_update`."""
         self._require_alive()
         if self._paused_since_s is None or self._received is None:
             raise EngineError(f"finish_update({weights}): no weights were received")
@@ -151,7 +151,7 @@ class FakeEngine:
         self._resumed.set()
 
     async def abort_requests(self) -> None:
-        """Drop every running request: their callers get EngineError."""
+        """See `Engine.abort_requests`."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -159,7 +159,7 @@ class FakeEngine:
             await asyncio.wait(tasks)
 
     def kill(self) -> None:
-        """What the death of an engine process does: everything fails from now on."""
+        """Behave as after the death of an engine process: every call fails from now on."""
         self._dead = True
         for task in self._running:
             task.cancel()
@@ -169,7 +169,7 @@ class FakeEngine:
         self._require_alive()
 
     def stats(self) -> EngineStats:
-        """Counters."""
+        """See `Engine.stats`."""
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
         return EngineStats(
             sampled_tokens=self._sampled_tokens,
@@ -178,7 +178,7 @@ class FakeEngine:
         )
 
     async def close(self) -> None:
-        """Drop what runs."""
+        """See `Engine.close`."""
         await self.abort_requests()
 
     def _require_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""From a prompt to a scored group, in training and in `asyncrl eval` alike."""
+"""Samples and scores the group of one prompt, both in training and in `asyncrl eval`."""
 
 import asyncio
 import time
@@ -52,9 +52,10 @@ class Sampler:
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
-        """The scored group of one ticket, with `greedy` also the reward of the likeliest response, which is not kept.
+        """The scored group of one ticket; with `greedy` also the reward of a greedy response, which is not kept.
 
-        Raises RewardError and EngineError; ResultError for what nobody could train on, before anybody reads it as text.
+        Raises RewardError and EngineError. Raises ResultError for rollouts that cannot be trained on, before they are
+        decoded.
         """
         started_s, size = time.monotonic(), limits.rollouts
         with self.busy.sampling():
@@ -64,12 +65,12 @@ class Sampler:
             ticket_id=ticket_id,
             rollouts=tuple(rollouts),
             generator_id=self._generator_id,
-            # The engine may be dirty by now; then the newest token tells.
+            # The version is -1 if the engine is dirty by now; then the newest token's version counts.
             finished_version=max(self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)),
             sampling_s=sampled_s - started_s,
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
-            raise ResultError(f"the engine's answer is untrainable: {reason}")
+            raise ResultError(f"the engine's rollouts are untrainable: {reason}")
         scored = await self._score(prompt, rollouts)
         return replace(
             group,
@@ -79,11 +80,11 @@ class Sampler:
         )
 
     async def _sample(self, prompt_ids: Sequence[int], requests: Sequence[tuple[int, SamplingSpec]]) -> list[Rollout]:
-        """All requests at the same time; the first failure gives up the others."""
+        """The rollouts of all requests, which run concurrently; the first failure cancels the others."""
         tasks = [asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests]
         try:
             answers = await asyncio.gather(*tasks)
-        except ValueError as error:  # a rollout whose columns do not fit together
+        except ValueError as error:  # the columns of a rollout differ in length
             raise ResultError(str(error)) from error
         finally:
             for task in tasks:

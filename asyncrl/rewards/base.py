@@ -1,12 +1,12 @@
-"""What a reward function is, and what scores rollouts with them.
+"""Reward functions, and the interface of what scores rollouts with them.
 
 A reward function is any callable
 
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None]
 
-that takes the dataset row's columns it names (or `**columns`), may be `async`, and returns a finite number, or with it the answer
-that it found in the response, as votes are counted by it (None where it found none).
-Raising, hanging, or returning anything else is a failure of the ticket, never a score of 0.
+It gets those columns of the dataset row that it names (or all with `**columns`), and may be `async`. It returns a
+finite number, or a pair of the number and the answer it found in the response (None if there is none), by which votes
+are counted. If it raises, hangs or returns anything else, the ticket has failed; that is never a score of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
-    """What every reward function is called with."""
+    """The input of every reward function."""
 
     prompt: str
     response: str
-    # The other columns of the dataset row.
+    # The dataset row, whose columns become arguments.
     row: Mapping[str, Any]
+    # Whether the response was cut off at the length limit.
     truncated: bool = False
 
 
@@ -31,9 +32,9 @@ class Score:
 
     # Sum of weight times part.
     total: float
-    # Unweighted, by part name.
+    # Unweighted parts, by name.
     parts: Mapping[str, float]
-    # As in `Rollout`; of several functions that give one, the first's.
+    # As in `Rollout`; the first answer, if several functions return one.
     answer: str | None = None
 
 
@@ -41,7 +42,7 @@ class Scorer(Protocol):
     """Scores the responses of a group."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input. Raises RewardError with the reason: raised, timed out, not a finite number."""
+        """One score per input. Raises RewardError: a function raised, timed out, or returned no finite number."""
         ...
 
     async def close(self) -> None: ...

@@ -1,11 +1,11 @@
-"""The forms that a reward function may have, told by the names of its parameters: asyncrl's, TRL's and verl's.
+"""The forms that a reward function may have, recognised by its parameters' names: asyncrl's, TRL's and verl's.
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score` and perhaps `pred`
 
-A function of any form is called for one response at a time: TRL's lists have one item. Where the prompts of the data are chat
-messages, TRL's functions get messages, as there.
+A function of any form is called for one response at a time: TRL's lists have one item. If the prompts of the data are
+chat messages, TRL's functions get messages, as in TRL.
 """
 
 import inspect
@@ -19,12 +19,11 @@ ALLOWED = (
     "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's (data_source, solution_str, "
     "ground_truth, extra_info=None) -> float are known by these names"
 )
-# In the place of an answer: the function does not say what the answer is. None: there is none in the
-# response.
+# In place of an answer: the function returns no answers. (None means that the response contains none.)
 UNSAID = object()
-# Given beside the row's columns: whether the response was cut off.
+# Argument beside the row's columns: whether the response was cut off.
 TRUNCATED = "truncated"
-# What TRL's trainer gives to reward functions, and what there is none of here.
+# Arguments that TRL's trainer passes to reward functions and asyncrl does not have.
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -32,25 +31,25 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one function is called: this is asyncrl's own way, others override what differs."""
+    """How a function is called. This class is asyncrl's own form; the other forms override what differs."""
 
-    # Parameters that may be given by name.
+    # Names of the parameters that may be passed by name.
     accepted: frozenset[str]
-    # Of these, the ones without a default.
+    # Those of them that have no default.
     required: frozenset[str]
-    # Whether it takes whatever there is, by `**`.
+    # Whether the function has a `**` parameter.
     takes_all: bool
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
-        """Columns that the function cannot do without and that the row has not."""
+        """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - {TRUNCATED})
 
     def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Positional and named arguments of a call."""
+        """Positional and named arguments of the call for one response."""
         return (prompt, response), self._wanted(row, without={"prompt", "response"})
 
     def read(self, returned: Any) -> tuple[Any, Any]:
-        """(what should be one number, what should be the answer or is `UNSAID`) of what the function returned."""
+        """Score and answer (`UNSAID` if there is none) from the returned value; neither is checked yet."""
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
     def _wanted(self, values: Mapping[str, Any], *, without: set[str]) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class Form:
 
 
 class TRLForm(Form):
-    """Lists of one item."""
+    """TRL's form: every argument, and the returned value, is a list of one item."""
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
@@ -82,7 +81,7 @@ class TRLForm(Form):
 
 
 class VerlForm(Form):
-    """The reference answer is in the column `ground_truth`, or in `reward_model` as verl's data have it."""
+    """verl's form: the reference answer is column `ground_truth`, or `ground_truth` in column `reward_model`."""
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         missing = Form.lacking(self, row)
@@ -100,10 +99,11 @@ class VerlForm(Form):
 
 
 def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
-    """The form of a function with these parameters. Raises RewardError for one that fits none."""
+    """The form of a function with these parameters. Raises RewardError if it fits none."""
     names = [one.name for one in parameters if one.kind in (*_POSITIONAL, *_NAMED)]
     if unknown := ELSEWHERE & {one.name for one in parameters if one.default is one.empty}:
-        raise RewardError(f"takes {_list(sorted(unknown))}, which there is none of here; give it a default, or leave it out")
+        found = ", ".join(f"`{name}`" for name in sorted(unknown))
+        raise RewardError(f"takes {found}, which asyncrl does not have; give it a default, or leave it out")
     if "completions" in names:
         return _form(TRLForm, parameters)
     if "solution_str" in names:
@@ -114,7 +114,7 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         raise RewardError(f"takes ({', '.join(map(str, parameters))}); allowed is {ALLOWED}; take prompt and response first")
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         raise RewardError(
-            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would be taken for the other; "
+            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get the other's value; "
             "swap the two parameters"
         )
     return _form(Form, parameters[2:] if len(positional) >= 2 else parameters[len(positional) :])
@@ -132,7 +132,3 @@ def _form(kind: type[Form], parameters: Sequence[inspect.Parameter]) -> Form:
 def _ground_truth(row: Mapping[str, Any]) -> Any:
     model = row.get("reward_model")
     return row.get("ground_truth", model.get("ground_truth") if isinstance(model, Mapping) else None)
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

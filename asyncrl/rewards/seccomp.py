@@ -1,14 +1,14 @@
-"""The system calls that no reward needs and that reach deep into the kernel, refused by a seccomp filter.
+"""A seccomp filter against system calls that no reward needs and that sandbox escapes have used.
 
-A namespace limits what a process sees, not what it may ask the kernel; most ways out of sandboxes went through these calls.
-They fail with EPERM, and a call in another architecture's numbering (32 bit, x32) ends the process.
+A namespace limits what a process sees, but not which system calls it may make. The refused calls fail with EPERM; a
+call in the numbering of another architecture (32 bit, x32) kills the process.
 """
 
 import os
 import platform
 import struct
 
-# Machine -> AUDIT_ARCH_*, column below.
+# Machine -> AUDIT_ARCH_*, index into the pairs of `REFUSED`.
 _NUMBERS = {
     "x86_64": (0xC000003E, 0),
     "aarch64": (0xC00000B7, 1),
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[int, int]] = {
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS.
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
-# In struct seccomp_data.
+# Offsets in struct seccomp_data.
 _NUMBER_AT, _ARCHITECTURE_AT = 0, 4
 _X32 = 0x40000000
 
@@ -61,7 +61,7 @@ def program(machine: str = "") -> bytes:
 
 
 def open_program() -> int:
-    """A descriptor to be read once and closed by the caller; children that it is passed to inherit it."""
+    """A descriptor from which the filter can be read once. The caller closes it; child processes may inherit it."""
     descriptor = os.memfd_create("asyncrl-seccomp", os.MFD_CLOEXEC)
     os.write(descriptor, program())
     os.lseek(descriptor, 0, os.SEEK_SET)

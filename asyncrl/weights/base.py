@@ -3,8 +3,8 @@
     learner --publish (a copy)--> slots in shared memory --sender process, one per generator--> generator
 
 The learner never waits for a generator: `publish` copies the parameters into a slot that no sender reads, and
-returns. Each sender owns one two-party group with its generator; a transfer that misses its deadline costs that
-sender its life and nobody else anything. Updates are latest-wins per generator.
+returns. Each sender has a two-party group with its generator; if a transfer misses its deadline, only that sender is
+killed and replaced. A generator always gets the newest version; versions in between are skipped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.lineage import INITIAL, History, Weights
 
-if TYPE_CHECKING:  # the control plane imports the orders from here, and status commands must start without torch
+if TYPE_CHECKING:  # commands import this module through the control plane, and must start without torch
     import torch
 
 
-# What every receiver takes, the better one first.
+# Transports that every receiver supports, the better one first.
 _EVERYWHERE = ("gloo", "disk")
 _LARGEST_MEASUREMENT = 1e9
 
 
 def choose_transport(wanted: str, *, device: str) -> str:
-    """The transport behind `auto`: nccl on "cuda", else gloo. Any other name stays as it is."""
+    """The transport meant by `wanted`: for `auto`, nccl on "cuda" and gloo elsewhere; otherwise `wanted` itself."""
     if wanted == "auto":
         return "nccl" if device == "cuda" else "gloo"
     return wanted
 
 
 def receivable(transport: str) -> tuple[str, ...]:
-    """What an engine that was started for `transport` can receive, best first: a generator's `Hello.transports`.
+    """The transports of an engine that was started for `transport`, best first: a generator's `Hello.transports`.
 
-    vLLM is started with one receiver. Each of them takes gloo and disk too, but nccl and ipc exclude each other.
+    vLLM is started with one receiver. Each receiver supports gloo and disk too, but nccl and ipc exclude each other.
     """
     return (transport, *(other for other in _EVERYWHERE if other != transport))
 
@@ -48,43 +48,43 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """What a generator must know to receive one version. Plain values only: it crosses the control plane."""
+    """An order to a generator to receive one version. Only plain values, because it crosses the control plane."""
 
     version: int
-    # gloo | nccl | ipc | disk; memory, where gloo has been staged
+    # gloo, nccl, ipc or disk; memory, if gloo has already brought the weights into the generator's memory.
     transport: str
     deadline_s: float
-    # Of the transport: rendezvous address and group name, bucket layout, checksums, or a directory.
+    # Depends on the transport: rendezvous address and group name, bucket layout, checksums, or a directory.
     details: dict[str, Any]
     probe_ids: tuple[int, ...]
-    # The learner's own log-probabilities of probe_ids[1:] at `version`.
+    # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
     probe_logprobs: tuple[float, ...]
-    # Of the learner that made it.
+    # History of the learner that made the version.
     history: str = str(INITIAL)
 
     @property
     def weights(self) -> Weights:
-        """What it brings."""
+        """The name of the weights that the order brings."""
         return History.parse(self.history).weights(self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What became of one update, said by the generator that got it."""
+    """A generator's report on one update."""
 
     version: int
     applied: bool
-    # Why it was not applied.
+    # Why the update was not applied.
     reason: str = ""
-    # Largest difference of log-probabilities on the probe, generator against learner.
+    # Largest difference between the generator's and the learner's log-probabilities of the probe, in nats.
     probe_max: float = 0.0
     paused_s: float = 0.0
     transfer_s: float = 0.0
-    # Of the version: an earlier learner may have ordered the same number.
+    # Lineage of the version: an earlier learner may have ordered the same number.
     lineage: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError: every measurement is finite, not negative, and below the age of any run."""
+        """Raise ValueError unless every measurement is finite, not negative and below a bound that no run reaches."""
         measured = {"probe_max": self.probe_max, "paused_s": self.paused_s, "transfer_s": self.transfer_s}
         for name, value in measured.items():
             if not 0.0 <= value <= _LARGEST_MEASUREMENT:
@@ -93,35 +93,35 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A sender's reply: everything has left it. What arrived, the generator's report says."""
+    """A sender's reply: it has sent everything. Whether it arrived, the generator reports."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A sender's reply: it could not, or it died."""
+    """A sender's reply: it has failed, or has died."""
 
     reason: str
 
 
 class Sender(Protocol):
-    """One sender process and its generator, seen from the control plane. No method waits.
+    """One sender process, as the control plane uses it. No method waits.
 
-    One update: `prepare` -> replies with the UpdateOrder -> `transfer`, when the generator has been sent the order,
-    -> replies Sent. After a Failed, or when it takes too long, `restart`.
+    One update: call `prepare` -> it replies with the UpdateOrder -> send the order to the generator -> call `transfer`
+    -> it replies Sent. After a Failed, or when a deadline has passed, call `restart`.
     """
 
     def fileno(self) -> int:
-        """Readable when there are replies. Changes with `restart`."""
+        """A descriptor that is readable when there are replies. `restart` changes it."""
         ...
 
     def prepare(self, transport: str) -> bool:
-        """Make ready to send the newest version; False when there is none at this moment: ask again soon."""
+        """Prepare to send the newest version; False if there is none at this moment."""
         ...
 
     def replies(self) -> "list[UpdateOrder | Sent | Failed]":
-        """What the process has said since the last call, about the update that was prepared last."""
+        """The replies since the last call, on the update that was prepared last."""
         ...
 
     def transfer(self) -> None:
@@ -129,9 +129,9 @@ class Sender(Protocol):
         ...
 
     def restart(self) -> None:
-        """Kill the process, whatever it does, and start another one; nothing of the old one's groups is used again.
+        """Kill the process and start another one with new groups.
 
-        Raises OSError when none can be started: until the next `restart` there is none then.
+        Raises OSError if none can be started; there is none then until the next `restart`.
         """
         ...
 
@@ -141,13 +141,13 @@ class Sender(Protocol):
 
 
 class Staging(Protocol):
-    """The generator's end: what can be received while requests run."""
+    """The generator's receiver of weights while requests run."""
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        """Receive and verify; returns what the engine is to do then: the same order, or one to load from host memory.
+        """Receive and verify the weights if the transport allows it while requests run.
 
-        Blocks, at most until the order's deadline. What it returned holds until the next call.
-        Raises TransferError: nothing has changed in the engine.
+        Returns the order for the engine: the same one, or one to load from host memory, valid until the next call.
+        Blocks at most until the order's deadline. Raises TransferError; the engine is unchanged then.
         """
         ...
 
@@ -157,19 +157,22 @@ class Staging(Protocol):
 
 
 class Publisher(Protocol):
-    """The learner's end: one per run, in rank 0."""
+    """The learner's side: one per run, in rank 0."""
 
     @property
     def one_host(self) -> bool:
-        """All generators are on the learner's host: its paths mean the same to them."""
+        """Whether all generators are on the learner's host and so can open its paths."""
         ...
 
     def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]) -> float:
-        """Copy full parameters into a free slot and make `version` the newest; returns seconds. Never waits for senders."""
+        """Copy all parameters into a free slot and make `version` the newest; returns the seconds it took.
+
+        Never waits for senders.
+        """
         ...
 
     def open_sender(self, workers: int) -> Sender:
-        """A new sender process for one generator with that many workers (its tensor parallelism). Raises OSError."""
+        """Start a sender process for a generator with `workers` workers (its tensor parallelism). Raises OSError."""
         ...
 
     def close(self) -> None:

@@ -1,15 +1,13 @@
-"""A version of the weights as safetensors files: slower than any group, but it needs nobody at the other end.
+"""A version of the weights as safetensors files: slower than a transfer group, but it needs no connection.
 
     <root>/v<version>/model-00001-of-00002.safetensors ...    one file per bucket, Hugging Face names
 
-Several senders may write the same version at once. What one of them finished before it was killed is not written
-again, and the directory appears under its name only when all files are there.
+Several senders may write the same version concurrently. Files that one of them finished before it was killed are not
+written again. The directory gets its final name only when all files are complete.
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -21,40 +19,23 @@ KEPT_VERSIONS = 2
 
 
 def write_version(root: Path, version: int, buffer: Tensor, layout: Layout) -> Path:
-    """Write `buffer` and return its directory; at once if it is there. Older versions than the newest two are deleted."""
+    """Write `buffer`, unless it is there already, and return its directory. Deletes all but the two newest versions."""
     final, partial = root / f"v{version}", root / f"partial-v{version}"
     if not final.is_dir():
         partial.mkdir(parents=True, exist_ok=True)
-        # Another sender may finish, and rename, the same directory in the meantime.
-        with _unless_exists(final):
-            for position in range(len(layout.buckets)):
-                _write_bucket(partial, position, buffer, layout)
+        try:
+            for position, bucket in enumerate(layout.buckets, start=1):
+                path = partial / f"model-{position:05d}-of-{len(layout.buckets):05d}.safetensors"
+                if path.exists():
+                    continue
+                unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+                save_file({layout.specs[i].name: layout.view(buffer, i) for i in range(bucket.first, bucket.end)}, unfinished)
+                os.rename(unfinished, path)
             os.rename(partial, final)
-    _delete_old(root)
-    return final
-
-
-def _write_bucket(directory: Path, position: int, buffer: Tensor, layout: Layout) -> None:
-    bucket = layout.buckets[position]
-    path = directory / f"model-{position + 1:05d}-of-{len(layout.buckets):05d}.safetensors"
-    if path.exists():
-        return
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    tensors = {layout.specs[index].name: layout.view(buffer, index) for index in range(bucket.first, bucket.end)}
-    save_file(tensors, unfinished)
-    os.rename(unfinished, path)
-
-
-@contextlib.contextmanager
-def _unless_exists(final: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        if not final.is_dir():
-            raise
-
-
-def _delete_old(root: Path) -> None:
+        except OSError:
+            if not final.is_dir():  # else another sender has finished, and renamed, the same directory meanwhile
+                raise
     versions = {directory: int(directory.name.rpartition("v")[2]) for directory in root.iterdir()}
     for directory in sorted(versions, key=lambda each: versions[each])[:-KEPT_VERSIONS]:
         shutil.rmtree(directory, ignore_errors=True)  # another sender may be deleting it too
+    return final

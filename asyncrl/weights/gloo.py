@@ -1,14 +1,13 @@
-"""Weights over Gloo: small groups outside torch's default group, opened by name, with a deadline on everything.
+"""Weights over Gloo: two-party groups outside torch's default group, opened by name, with a deadline on every step.
 
-A group has the learner's sender as rank 0 and one generator as rank 1. It lives as long as every transfer succeeds;
-after an error it is spoilt, and the next order brings a rendezvous with a new name. Nobody else is in it, so nobody
-else can be stopped by it.
+Rank 0 of a group is the learner's sender, rank 1 one generator, so a failure affects no other generator. The group is
+used until a transfer fails; the next order then brings a rendezvous with a new name.
 
 The rendezvous is a dictionary of plain values, part of the update order:
 
-    name        unique for one sender's life and one generator's life; never used again after an error
-    directory   both on one host: a private directory for torch's FileStore; no socket listens for strangers
-    host, port  else: a TCPStore served by the sender on the control plane's interface only
+    name        unique for this sender and this generator; never used again after an error
+    directory   if both are on one host: a private directory for torch's FileStore, so that no socket listens
+    host, port  otherwise: a TCPStore served by the sender on the control plane's interface only
 """
 
 import contextlib
@@ -32,23 +31,21 @@ _MEMBERS = 2
 
 @dataclass(slots=True)
 class Group:
-    """An open group; dropping the last reference closes it.
-
-    `spoilt` groups refuse to be used: what is still in their pipes belongs to a transfer that failed.
-    """
+    """An open group; dropping the last reference closes it."""
 
     name: str
     # A ProcessGroupGloo, whose stubs lack its collectives.
     process_group: Any
-    # Held, because the group does not: a served store ends with its last reference.
+    # Referenced here because the process group does not: a served store ends with its last reference.
     store: Store
     # Bound on one transfer.
     deadline_s: float
+    # After a failed transfer the connection may still hold its data, so the group is not used again.
     spoilt: bool = False
 
 
 class _Operation(NamedTuple):
-    """One broadcast under way and the memory it uses."""
+    """A broadcast under way and the memory that it uses."""
 
     bucket: Bucket
     memory: Tensor
@@ -56,15 +53,15 @@ class _Operation(NamedTuple):
 
 
 def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None) -> Group:
-    """Meet the other member; it must come within `deadline_s`, which also bounds every later transfer.
+    """Open the group with the other member, within `deadline_s`, which also bounds every later transfer.
 
     Args:
-        rendezvous: see the module.
+        rendezvous: see the module's docstring.
         rank: 0 is the sender, 1 the receiver.
-        listener: rank 0 of a rendezvous by host and port: the bound, listening socket; taken over.
+        listener: for rank 0 of a rendezvous by host and port: the bound, listening socket, which the group takes over.
 
     Raises:
-        TransferError: nobody came, or the rendezvous is malformed.
+        TransferError: the other member did not come in time, or the rendezvous is malformed.
     """
     timeout = timedelta(seconds=deadline_s)
     try:
@@ -96,22 +93,28 @@ def receive(group: Group, buffer: Tensor, layout: Layout, checksums: Sequence[in
     """Receive all buckets into `buffer` (uint8, `layout.total_bytes` long) as rank 1; returns when all are verified.
 
     Raises:
-        TransferError: a checksum differs, the peer is gone, or the deadline has passed; what `buffer` holds is no version.
+        TransferError: a checksum differs, the peer is gone, or the deadline has passed; `buffer` is incomplete then.
     """
     _move(group, buffer, layout, lambda bucket: verify(buffer, layout, checksums, bucket))
 
 
 def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket], None]) -> None:
-    """Broadcast every bucket, in order; `moved` is called with each while the next one is under way."""
+    """Broadcast every bucket in order, and call `moved` with each one while the next is under way."""
     if group.spoilt:
         raise TransferError(f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name")
     ends_at_s = time.monotonic() + group.deadline_s
-    group.spoilt = True  # until it went well
+    group.spoilt = True  # until all buckets have been moved
     pending: list[_Operation] = []
     try:
         for bucket in layout.buckets:
-            pending.append(_broadcast(group, buffer, bucket, ends_at_s))
-            if len(pending) > 1:  # the wire never idles; more than one ahead would not help
+            memory = buffer[bucket.start_byte : bucket.end_byte]
+            remaining_s = max(ends_at_s - time.monotonic(), 0.001)
+            try:
+                work = group.process_group.broadcast(memory, 0, timedelta(seconds=remaining_s))
+            except RuntimeError as error:
+                raise _failed(group, error) from error
+            pending.append(_Operation(bucket, memory, work))
+            if len(pending) > 1:  # two operations keep the connection busy; more would not help
                 moved(_finished(group, pending.pop(0)))
         while pending:
             moved(_finished(group, pending.pop(0)))
@@ -121,33 +124,20 @@ def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket]
 
 
 def _open_store(rendezvous: Rendezvous, timeout: timedelta, listener: socket.socket | None) -> tuple[Store, str]:
-    """The store where the members exchange addresses, and the address that this side's Gloo sockets bind to."""
+    """The store in which the members exchange addresses, and the address to which this side's Gloo sockets bind."""
     if "directory" in rendezvous:
         path = Path(rendezvous["directory"]) / str(rendezvous["name"])
         store: Store = FileStore(str(path), _MEMBERS)
         store.set_timeout(timeout)
         return store, "127.0.0.1"
     host, port = str(rendezvous["host"]), int(rendezvous["port"])
-    if listener is None:
-        return TCPStore(host, port, None, False, timeout, False), _own_address(host, port)
-    serving = TCPStore(host, port, None, True, timeout, False, master_listen_fd=listener.detach())
-    return serving, host
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of the interface through which `host` is reached; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-
-
-def _broadcast(group: Group, buffer: Tensor, bucket: Bucket, ends_at_s: float) -> _Operation:
-    memory = buffer[bucket.start_byte : bucket.end_byte]
-    remaining_s = max(ends_at_s - time.monotonic(), 0.001)
-    try:
-        return _Operation(bucket, memory, group.process_group.broadcast(memory, 0, timedelta(seconds=remaining_s)))
-    except RuntimeError as error:
-        raise _failed(group, error) from error
+    if listener is not None:
+        return TCPStore(host, port, None, True, timeout, False, master_listen_fd=listener.detach()), host
+    store = TCPStore(host, port, None, False, timeout, False)
+    # Connecting a datagram socket sends nothing; it selects the interface through which `host` is reached.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as selected:
+        selected.connect((host, port))
+        return store, str(selected.getsockname()[0])
 
 
 def _finished(group: Group, operation: _Operation) -> Bucket:
@@ -159,9 +149,9 @@ def _finished(group: Group, operation: _Operation) -> Bucket:
 
 
 def _drain(pending: list[_Operation]) -> None:
-    """Wait for what is still under way after a failure, at most until the deadline.
+    """After a failure, wait for the operations still under way, at most until the deadline.
 
-    A process that ends, or frees the buffers, under a running operation is terminated by Gloo's threads.
+    If the process ended, or freed the buffers, during an operation, Gloo's threads would terminate it.
     """
     for operation in pending:
         with contextlib.suppress(RuntimeError):
@@ -176,5 +166,5 @@ def _failed(group: Group, error: BaseException) -> TransferError:
 
 
 def _brief(error: BaseException) -> str:
-    """The first line of torch's error text, without the source position that it ends with."""
+    """The first line of torch's error text; source positions follow it."""
     return (str(error).splitlines() or [repr(error)])[0].strip()

@@ -1,8 +1,8 @@
 """Sending by CUDA IPC to vLLM's own `ipc` engine: learner and generator share a GPU.
 
 The sender keeps one copy of the weights on the GPU and exports a handle per tensor. Handles cross the wire as plain
-values; the receiver turns them back with `lift_update` before it hands them to vLLM. The copy stays as it is until
-the next version is prepared, which the learner asks for only after the generator's report.
+values; the receiver restores them with `lift_update` before it passes them to vLLM. The copy is not changed until the
+next version is prepared, which the learner requests only after the generator's report.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,7 @@ from torch import Tensor
 from asyncrl.errors import TransferError
 from asyncrl.weights.transports import Job, SenderSetup
 
-# Positions in the arguments of `rebuild_cuda_tensor` that hold the tensor class, the storage class and the
-# dtype.
+# Positions of the tensor class, the storage class and the dtype among the arguments of `rebuild_cuda_tensor`.
 _CLASSES = (0, 4, 5)
 
 
@@ -28,7 +27,7 @@ class IpcTransport:
     _copy: Tensor | None = None
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        """Copy to the GPU and export."""
+        """Copy the weights to the GPU and export handles to them."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         if not torch.cuda.is_available():
@@ -51,11 +50,11 @@ class IpcTransport:
         }
 
     def transfer(self, job: Job) -> None:
-        """Nothing: the receiver reads."""
+        """Does nothing: the receiver reads the memory itself."""
 
 
 def lift_update(update: Mapping[str, Any]) -> dict[str, Any]:
-    """The `update` part of an order's details as vLLM's `IPCWeightTransferUpdateInfo` takes it."""
+    """The `update` part of an order's details in the form of vLLM's `IPCWeightTransferUpdateInfo`."""
     handles = [
         {uuid: _lift(arguments, dtype) for uuid, arguments in handle.items()}
         for handle, dtype in zip(update["ipc_handles"], update["dtype_names"], strict=True)

@@ -1,8 +1,8 @@
-"""Where every parameter lies in one flat buffer: pure arithmetic on names, dtypes and shapes.
+"""The position of every parameter in one flat buffer: pure arithmetic on names, dtypes and shapes.
 
-A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be viewed
-and a bucket can be cut out anywhere; a bucket is a byte range of whole consecutive tensors, the unit of transfer.
-The plan follows from the specs and the bucket size alone, so only these two cross the wire.
+A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be viewed.
+The unit of transfer is a bucket: the byte range of some consecutive whole tensors. The plan follows from the specs
+and the bucket size alone, so only these two cross the wire.
 """
 
 import math
@@ -37,18 +37,23 @@ class Layout:
     # First byte of each tensor, a multiple of 64.
     offsets: tuple[int, ...]
     total_bytes: int
-    # In order, without gaps, over all tensors.
+    # In order, without gaps, covering all tensors.
     buckets: tuple[Bucket, ...]
-    # What was asked for: a bucket ends before it exceeds this, unless one tensor alone does.
+    # Bound on the size of a bucket; only a bucket of a single larger tensor exceeds it.
     bucket_bytes: int
 
     @classmethod
     def plan(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Self:
-        """Raises TransferError on a name given twice, an unknown dtype or a negative shape."""
-        _require_valid(specs)
-        offsets = [0]
+        """The layout of these tensors. Raises TransferError on a repeated name, an unknown dtype, a negative size."""
+        offsets, seen = [0], set()
         for spec in specs:
-            offsets.append(_align(offsets[-1] + _size_bytes(spec)))
+            if spec.name in seen:
+                raise TransferError(f"layout: tensor {spec.name!r} is given twice; names must differ")
+            if min(spec.shape, default=0) < 0:
+                raise TransferError(f"layout: tensor {spec.name!r} has shape {list(spec.shape)}; sizes must be 0 or more")
+            seen.add(spec.name)
+            end = offsets[-1] + _size_bytes(spec)
+            offsets.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return cls(
             specs=tuple(specs),
             offsets=tuple(offsets[:-1]),
@@ -63,7 +68,7 @@ class Layout:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """The same plan on the other side. Raises TransferError when `plain` is no layout."""
+        """The inverse of `to_plain`. Raises TransferError if `plain` is malformed."""
         try:
             specs = [TensorSpec(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s)) for n, d, s in plain["specs"]]
             bucket_bytes = int(plain["bucket_bytes"])
@@ -78,15 +83,15 @@ class Layout:
 
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
-    """XXH3-64 of the bytes of every tensor, padding left out."""
+    """XXH3-64 of the bytes of every tensor, without the padding."""
     return tuple(checksum(buffer, layout, index) for index in range(len(layout.specs)))
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
-    """Compare the checksums of all tensors, or of those of one bucket.
+    """Compare the checksums of all tensors, or of the tensors of one bucket.
 
     Raises:
-        TransferError: names the first tensor that differs.
+        TransferError: a checksum differs; the message names the first such tensor.
     """
     if len(expected) != len(layout.specs):
         raise TransferError(f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed")
@@ -101,13 +106,13 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
 
 
 def checksum(buffer: Tensor, layout: Layout, index: int) -> int:
-    """XXH3-64 of the bytes of one tensor: ten times as fast as a CRC-32, so that verifying costs less than moving."""
+    """XXH3-64 of the bytes of one tensor. Ten times as fast as a CRC-32, so that verifying costs less than sending."""
     offset = layout.offsets[index]
     return xxhash.xxh3_64_intdigest(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
 
 
 def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """`offsets` holds one entry more than there are tensors: the end of the last."""
+    """Cut the tensors into buckets; the last entry of `offsets` is the end of the last tensor."""
     buckets, first = [], 0
     for index in range(1, len(offsets)):
         is_last = index == len(offsets) - 1
@@ -115,17 +120,6 @@ def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
             buckets.append(Bucket(first, index, offsets[first], offsets[index]))
             first = index
     return buckets
-
-
-def _require_valid(specs: Sequence[TensorSpec]) -> None:
-    seen = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise TransferError(f"layout: tensor {spec.name!r} is given twice; names must differ")
-        seen.add(spec.name)
-        if min(spec.shape, default=0) < 0:
-            raise TransferError(f"layout: tensor {spec.name!r} has shape {list(spec.shape)}; sizes must be 0 or more")
-        _dtype(spec)
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
@@ -137,7 +131,3 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 
 def _size_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * _dtype(spec).itemsize
-
-
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

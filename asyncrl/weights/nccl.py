@@ -1,16 +1,14 @@
 """Sending over NCCL to vLLM's own `nccl` engine: slot -> this process's GPU -> packed broadcast.
 
-The rendezvous is the 128-byte unique id in the update order: no store, no port. Both ends must enter the group
-together; the sender's deadline is the learner's, which kills this process when it passes.
+The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must enter the
+group together. The learner bounds the wait: it kills this process when the deadline has passed.
 """
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from asyncrl.errors import TransferError
 from asyncrl.weights.transports import Job, SenderSetup
@@ -20,17 +18,25 @@ _BUFFERS = 2
 
 @dataclass(slots=True)
 class NcclTransport:
-    """One communicator for as long as it works. The order's details are `init` (new groups only) and `update`."""
+    """One communicator, used until it fails. The order's details are `init` (new groups only) and `update`."""
 
     setup: SenderSetup
     _unique_id: bytes = b""
     _communicator: Any = None
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        """Mint a unique id when there is no group yet."""
+        """Describe the tensors, and a new group if there is none yet."""
         if not torch.cuda.is_available():
             raise TransferError("nccl transport: this host shows no CUDA device to the sender; use gloo or disk")
-        return {"init": None if self._communicator else self._new_init(), "update": self._update_info()}
+        specs = self.setup.layout.specs
+        return {
+            "init": None if self._communicator else self._new_init(),
+            "update": {
+                "names": [spec.name for spec in specs],
+                "dtype_names": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+            },
+        }
 
     def transfer(self, job: Job) -> None:
         """Join the group on first use, then broadcast from rank 0."""
@@ -45,7 +51,10 @@ class NcclTransport:
         if self._communicator.disabled:
             raise TransferError("nccl transport: vLLM disabled its communicator; its NCCL library could not be loaded or used")
         packed_nccl_broadcast_producer(
-            iterator=self._on_device(job.buffer),
+            iterator=(
+                (spec.name, self.setup.layout.view(job.buffer, index).to("cuda"))
+                for index, spec in enumerate(self.setup.layout.specs)
+            ),
             group=self._communicator,
             src=0,
             post_iter_func=lambda item: item[1],
@@ -66,15 +75,3 @@ class NcclTransport:
             "packed_buffer_size_bytes": self.setup.layout.bucket_bytes,
             "packed_num_buffers": _BUFFERS,
         }
-
-    def _update_info(self) -> dict[str, Any]:
-        specs = self.setup.layout.specs
-        return {
-            "names": [spec.name for spec in specs],
-            "dtype_names": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-        }
-
-    def _on_device(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for index, spec in enumerate(self.setup.layout.specs):
-            yield spec.name, self.setup.layout.view(buffer, index).to("cuda")

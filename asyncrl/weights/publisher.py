@@ -1,4 +1,4 @@
-"""Publishing: one copy into shared memory, and the newest version for everybody who asks.
+"""Publishing: one copy of the weights into shared memory, from which all senders read the newest version.
 
 `publish` runs in the training loop; `open_sender` and the senders' bookkeeping run in the control plane's thread.
 The lock between them is held for bookkeeping only, never during a copy or a transfer.
@@ -26,12 +26,12 @@ class SharedMemoryPublisher:
     """Implements `weights.base.Publisher`.
 
     Args:
-        layout: of the parameters that every `publish` brings.
+        layout: layout of the parameters that every `publish` gets.
         probe_ids: the fixed token sequence of the probe.
-        directory: owned by this object; holds rendezvous files and, for the disk transport, versions.
+        directory: emptied and owned by this object; holds rendezvous files and the versions of the disk transport.
         deadline_s: bound on one transfer.
-        history: of the weights that are published.
-        interface: address of this host for generators elsewhere; None when all are on this host.
+        history: history of the weights that are published.
+        interface: address of this host for generators on other hosts; None if all are on this host.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class SharedMemoryPublisher:
         interface: str | None = None,
         history: History = INITIAL,
     ) -> None:
-        # What an earlier learner left may carry the same version numbers on other weights, hence also a name of our own.
-        # What cannot be removed, such as files that somebody on another host has open, harms nobody.
+        # Files of an earlier learner may have the same version numbers with other weights. Some may be impossible to
+        # remove, because a process on another host has them open; so versions get a directory with a new name.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         self._layout = layout
@@ -68,9 +68,13 @@ class SharedMemoryPublisher:
         return self._interface is None
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
-        """See `Publisher`. Raises TransferError when `tensors` are not those of the layout."""
+        """See `Publisher`. Raises TransferError if `tensors` are not those of the layout."""
         started_s = time.perf_counter()
-        slot = self._begin()
+        with self._lock:
+            newest = self._newest.slot if self._newest else None
+            slot = self._slots.writable(newest)
+            if slot is newest:
+                self._newest = None  # until the slot holds a whole version again
         checksums = self._copy(slot, tensors)
         published = Published(version=version, slot=slot, checksums=checksums, probe_logprobs=tuple(probe_logprobs))
         with self._lock:
@@ -106,14 +110,6 @@ class SharedMemoryPublisher:
         self._fork_server.close()
         self._slots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _begin(self) -> Slot:
-        with self._lock:
-            newest = self._newest.slot if self._newest else None
-            slot = self._slots.writable(newest)
-            if slot is newest:
-                self._newest = None  # until it holds a whole version again
-        return slot
 
     def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
         sums: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Shared memory for whole versions of the weights: anonymous files that vanish with the last process that has them.
+"""Shared memory for whole versions of the weights: anonymous files that end with the last process that has them open.
 
-Other processes open a slot as /proc/<owner>/fd/<n>, so there is no name to leak and nothing to clean up after kill -9.
-`Slots` only keeps the books, in the learner; its owner holds a lock around it.
+Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind. `Slots`, in the
+learner, chooses slots; its caller holds a lock.
 """
 
 import mmap
@@ -15,13 +15,12 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory for one version and how many senders read it. Make it with `create`."""
+    """Memory for one version, and the number of senders that read it. Make it with `create`."""
 
     fd: int
-    # uint8.
-    buffer: Tensor
+    buffer: Tensor  # uint8
     readers: int = 0
-    # Where other processes open it.
+    # The path at which other processes open the slot.
     path: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -29,18 +28,18 @@ class Slot:
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
-        """New memory of this process."""
+        """Allocate a slot in this process."""
         fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         os.ftruncate(fd, max(size_bytes, 1))
         return cls(fd, _as_tensor(mmap.mmap(fd, max(size_bytes, 1)), size_bytes))
 
     def close(self) -> None:
-        """Give it up; what others still have open goes with them."""
+        """Release this process's share; processes that have the slot open keep theirs."""
         os.close(self.fd)
 
 
 class Slots:
-    """Slots of one size. At most one more than there are readers is ever made."""
+    """Slots of one size. There is at most one more than there are readers."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -50,24 +49,22 @@ class Slots:
         return len(self._slots)
 
     def writable(self, newest: Slot | None) -> Slot:
-        """A slot that nobody reads, `newest` only if there is no other; a new one when all are read."""
+        """A slot without readers, `newest` only if there is no other; a new slot if all have readers."""
         free = [slot for slot in self._slots if not slot.readers]
-        free.sort(key=lambda slot: slot is newest)
-        return free[0] if free else self._grow()
+        if not free:
+            free = [Slot.create(self._size_bytes)]
+            self._slots += free
+        return min(free, key=lambda slot: slot is newest)
 
     def close(self) -> None:
-        """Give up all of them."""
+        """Release all slots."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()
 
-    def _grow(self) -> Slot:
-        self._slots.append(Slot.create(self._size_bytes))
-        return self._slots[-1]
-
 
 def open_slot(path: str, size_bytes: int) -> Tensor:
-    """A slot's bytes in another process: writes to them stay private to it."""
+    """The bytes of another process's slot; writes to them stay private to this process."""
     with open(path, "rb") as file:
         return _as_tensor(mmap.mmap(file.fileno(), max(size_bytes, 1), access=mmap.ACCESS_COPY), size_bytes)
 

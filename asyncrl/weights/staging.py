@@ -2,8 +2,8 @@
 
     sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it, resume
 
-So requests wait for the loading only, whatever the wire does, and a transfer that fails leaves the weights in use as they
-were. The memory, one copy of the weights on this host however many workers load it, is kept for the next version.
+So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use unchanged.
+The memory holds one copy of the weights for all workers of this host, and is kept for the next version.
 """
 
 import time
@@ -18,10 +18,10 @@ from asyncrl.weights.slots import Slot
 
 
 class GlooStaging:
-    """Implements `weights.base.Staging`; the other transports pass through."""
+    """Implements `weights.base.Staging`; orders of other transports are returned as they are."""
 
     def __init__(self, files: Path) -> None:
-        """`files`: orders name places below this directory only; whoever writes them is not the owner of this host."""
+        """`files`: the directory that paths in orders must be below, because orders come from another host."""
         self._files = files.resolve()
         self._group: gloo.Group | None = None
         self._slot: Slot | None = None
@@ -29,7 +29,7 @@ class GlooStaging:
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         """See `Staging`."""
         if order.transport == "memory":
-            raise TransferError("weights: an order to load from memory; only this process itself says what is in its memory")
+            raise TransferError("weights: an order to load from memory came from the learner; only a generator makes such orders")
         for directory in (order.details.get("directory"), order.details.get("rendezvous", {}).get("directory")):
             if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
                 raise TransferError(
@@ -52,13 +52,13 @@ class GlooStaging:
         self._slot = None
 
     def _meet(self, order: UpdateOrder) -> gloo.Group:
-        """The group of the order, with what is left of its deadline."""
+        """The group of the order, with the remaining time of the order's deadline."""
         ends_at_s = time.monotonic() + order.deadline_s
         rendezvous = order.details["rendezvous"]
         if self._group is None or self._group.name != rendezvous["name"]:
             self._group = None  # frees its sockets first
             self._group = gloo.open_group(rendezvous, rank=1, deadline_s=order.deadline_s)
-        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for both
+        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for opening and transfer
         return self._group
 
     def _memory(self, size_bytes: int) -> Slot:

@@ -13,7 +13,7 @@ from zmq.utils import z85
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control.base import Refused
 from asyncrl.control.client import ControlClient
-from asyncrl.control.curve import GeneratorKeys, LearnerKeys, introduce, public_key
+from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, public_key
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REPORT_BYTES, set_options
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
@@ -124,7 +124,7 @@ def test_a_port_that_is_taken_leaves_no_thread_behind(publisher, hub):
 def test_what_is_too_large_costs_the_connection_and_not_the_learner(hub):
     with zmq.Context() as context, context.socket(zmq.DEALER) as caller:
         caller.linger = 0
-        introduce(caller, KEYS.join.control)
+        present_keys(caller, KEYS.join.control)
         caller.setsockopt_string(zmq.IDENTITY, "a:1")
         caller.connect(hub.endpoint)
         caller.send(bytes(64 * MAX_REPORT_BYTES))

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from asyncrl.config.schema import ControlConfig
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import introduce
+from asyncrl.control.curve import present_keys
+from asyncrl.control.membership import MAX_MEMBERS
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
 from asyncrl.control.peers import Budget
-from asyncrl.control.zmq import MAX_GREETED, MAX_MEMBERS, ControlHub
+from asyncrl.control.zmq import MAX_GREETED, ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import UpdateOrder, UpdateReport
@@ -82,7 +83,7 @@ class Caller:
         self.socket = self.context.socket(zmq.DEALER)
         set_options(self.socket, max_bytes=MAX_ORDER_BYTES)
         if hub.endpoint.startswith("tcp://"):
-            introduce(self.socket, KEYS.join.control)
+            present_keys(self.socket, KEYS.join.control)
         if identity:
             self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.connect(hub.endpoint)
@@ -260,7 +261,7 @@ def test_a_sender_that_cannot_be_made_is_tried_again_with_the_next_sign_of_life(
 
 
 def test_more_generators_than_one_learner_serves_are_refused(stage, monkeypatch):
-    monkeypatch.setattr("asyncrl.control.zmq.MAX_MEMBERS", 2)
+    monkeypatch.setattr("asyncrl.control.membership.MAX_MEMBERS", 2)
     for name in "ab":
         stage.caller(name).join()
     third = stage.caller("c")

@@ -3,7 +3,7 @@
 import zmq
 
 from asyncrl.control.base import Hello
-from asyncrl.control.curve import introduce
+from asyncrl.control.curve import present_keys
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, set_options
 
 HELLO = Hello(generator_id="a", incarnation="1", release="another", config_hash="abc", version=0)
@@ -16,7 +16,7 @@ def answer(endpoint, keys, *, secret=None, wait_ms=1500, wire_key=b""):
         set_options(caller, max_bytes=MAX_ORDER_BYTES)
         caller.setsockopt_string(zmq.IDENTITY, "a:1")
         if keys is not None:
-            introduce(caller, keys)
+            present_keys(caller, keys)
         if secret is not None:
             caller.setsockopt(zmq.CURVE_SECRETKEY, secret)
         caller.connect(endpoint)

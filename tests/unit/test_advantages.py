@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
+from asyncrl.algo.corrections import log_linear
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.proximal import log_linear
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.errors import ConfigError, ShapeError

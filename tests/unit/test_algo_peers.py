@@ -12,7 +12,8 @@ from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import combined, none
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.kl import adapt_coefficient, bias_corrected
+from asyncrl.algo.kl import bias_corrected
+from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.value import value_loss

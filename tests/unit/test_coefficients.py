@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from asyncrl.algo.entropy import acting_bonus, adapt_bonus
+from asyncrl.algo.steering import acting_bonus, adapt_bonus
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.config.algorithm import EntropyConfig, KLConfig
 from asyncrl.trainer.base import StepResult

@@ -44,14 +44,14 @@ def test_parquet_comes_back_as_written(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == rows
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"torn.parquet: no parquet file"):
+    with pytest.raises(DataError, match=r"torn.parquet: not a parquet file"):
         load_rows(str(tmp_path / "torn.parquet"))
 
 
 def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n   \n{"a": 2}\n\n{"a": 3\n')
-    with pytest.raises(DataError, match=r'rows.jsonl:6: no JSON .*found `{"a": 3`; every line must be one JSON object'):
+    with pytest.raises(DataError, match=r'rows.jsonl:6: not JSON .*found `{"a": 3`; every line must be one JSON object'):
         load_rows(str(path))
     path.write_text('\n{"a": 1}\r\n\n{"a": 2}')
     assert list(load_rows(str(path))) == [{"a": 1}, {"a": 2}]
@@ -74,10 +74,10 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
         ("a.jsonl", b'{"a": 1}\n"text"\n', r"a.jsonl:2: found a JSON str"),
         ("a.jsonl", b'{"a": "\xff"}\n', r"a.jsonl:1: found bytes that are not UTF-8 text; .* save the file as UTF-8"),
         ("a.json", b'{"a": "\xff"}\n', r"a.json: found bytes that are not UTF-8"),
-        ("a.jsonl", b"{}\n" + b"[" * 99999 + b"\n", r"a.jsonl:2: no JSON \(maximum recursion depth"),
+        ("a.jsonl", b"{}\n" + b"[" * 99999 + b"\n", r"a.jsonl:2: not JSON \(maximum recursion depth"),
         ("a.jsonl", b"\n\n", r"a.jsonl holds no rows"),
         ("a.json", b'{"a": 1}', r"a.json: found a JSON dict; a .json dataset is one array"),
-        ("a.json", b'{"a": 1}\n{"a": 2}', r"a.json: no JSON .*one object per line is .jsonl"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', r"a.json: not JSON .*one object per line is .jsonl"),
         ("a.json", b"[]", r"a.json holds no rows"),
         ("a.json", b'[{"a": 1}, 7]', r"a.json, row 2: found a JSON int"),
         ("a.csv", b"a,b\n", r"suffix `.csv`; supported are .jsonl, .json, .parquet"),

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo import registry
-from asyncrl.algo.kl import adapt_coefficient, bias_corrected
+from asyncrl.algo.kl import bias_corrected
+from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.tokens import TokenBatch
 
 VALUES = {

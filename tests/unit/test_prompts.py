@@ -161,7 +161,7 @@ def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, json
     [
         ({"question": "q"}, {}, False, r"t.jsonl:2: data.prompt_field wants column `prompt`; the row has \['question'\]"),
         ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"t.jsonl:1: data.template wants column `level`"),
-        ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is no valid template"),
+        ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is not a valid template"),
         ({"prompt": "q"}, {"template": "{prompt:>999999999999}"}, False, r"width or precision 999999999999, at most 1000 is"),
         ({"prompt": 7}, {}, False, r"t.jsonl:2: column `prompt` holds a int; allowed is text; write it as text"),
         ({"prompt": None}, {}, False, r"t.jsonl:2: column `prompt` holds nothing; allowed is text; write it as text"),

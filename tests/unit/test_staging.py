@@ -31,7 +31,7 @@ def test_other_files_of_the_host_are_refused(tmp_path, place, transport):
 
 
 def test_memory_is_named_by_this_process_only(tmp_path):
-    with pytest.raises(TransferError, match="only this process itself"):
+    with pytest.raises(TransferError, match="only a generator makes such orders"):
         GlooStaging(tmp_path).stage(order("memory", slot="/proc/1/fd/3", layout={}))
 
 

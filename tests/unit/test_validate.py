@@ -237,7 +237,7 @@ def test_functions_of_the_algorithm_and_hooks_are_looked_for():
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{bad\n", "train.jsonl:2: no JSON"), ("[1]\n", "train.jsonl:2: found a JSON list"), ('"text"\n', "found a JSON str")],
+    [("{bad\n", "train.jsonl:2: not JSON"), ("[1]\n", "train.jsonl:2: found a JSON list"), ('"text"\n', "found a JSON str")],
 )
 def test_a_first_row_that_is_no_object(content: str, said: str):
     Path("data/train.jsonl").write_text("\n" + content)
@@ -251,7 +251,7 @@ def test_a_first_row_that_is_no_object(content: str, said: str):
 def test_a_prompt_that_no_tokenizer_takes(prompt: str):
     Path("data/train.jsonl").write_text(f'{{"question": {prompt}, "answer": "a"}}\n')
     found = said_of(GOOD, *(["model.chat_template=true"] if "role" in prompt else []))
-    assert any(r"train.jsonl:1: the prompt holds \ud83d, half of a character; mend the text" in line for line in found)
+    assert any(r"train.jsonl:1: the prompt holds \ud83d, half of a character; correct the text" in line for line in found)
 
 
 def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
@@ -295,7 +295,7 @@ def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
     [
         ("def correct(response, prompt, answer): ...", "takes (response, prompt), but is called with (prompt, response)"),
         ("def correct(response): ...", "takes (response); allowed is (prompt, response, **columns) -> float"),
-        ("def correct(completions, completion_ids): ...", "takes `completion_ids`, which there is none of here"),
+        ("def correct(completions, completion_ids): ...", "takes `completion_ids`, which asyncrl does not have"),
         ("def correct(completions, level, **kwargs): ...", "wants column `level`, which data/train.jsonl lacks"),
         (
             "def correct(data_source, solution_str, ground_truth): ...",

@@ -1,4 +1,4 @@
-"""From the configuration to vLLM's arguments and environment: what differs between CPU and GPU is decided here."""
+"""vLLM's arguments and environment from the configuration, with the differences between CPU and GPU."""
 
 import os
 from typing import Any, Literal
@@ -25,9 +25,9 @@ def engine_args(
         "max_num_seqs": generator.max_running,
         # Scoring the probe samples one token behind it.
         "max_model_len": max(sampling.max_tokens, weights.probe_tokens + 1),
-        # Temperature inside: the log-probabilities are those of the distribution that was sampled from.
+        # Log-probabilities after temperature: those of the distribution that tokens are sampled from.
         "logprobs_mode": "processed_logprobs",
-        # The rollouts of a group share their prompt; versions are kept apart by a cache salt, see `VLLMEngine`.
+        # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=f"asyncrl-{choose_transport(weights.transport, device=device)}"),
         "disable_log_stats": True,
@@ -42,15 +42,15 @@ def engine_args(
 
 
 def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:
-    """What vLLM reads from the environment only; inherited by the engine's processes."""
+    """Set the options that vLLM reads from the environment only; the engine's processes inherit them."""
     os.environ[OWNER_ENV] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never go by themselves
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never exit by themselves
     if device == "cpu" and generator.threads is not None:
         # vLLM would bind every engine of this host to the same first cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(generator.threads)
     if weights.transport == "ipc":
-        # CUDA IPC handles are pickled; they come from the learner on this host, over vLLM's private pipes.
+        # vLLM pickles CUDA IPC handles; they come from the learner on this host, over vLLM's private pipes.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

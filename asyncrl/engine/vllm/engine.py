@@ -1,6 +1,6 @@
-"""vLLM as the engine: one AsyncLLM in this process's care, its core and workers in child processes.
+"""vLLM as the engine: one AsyncLLM in this process, its core and workers in child processes.
 
-No HTTP server: vLLM's routes for weight updates are unauthenticated, and none of them exists here.
+There is no HTTP server, because vLLM's routes for weight updates have no authentication.
 """
 
 import asyncio
@@ -27,18 +27,17 @@ from asyncrl.weights.base import UpdateOrder
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The receiver's own deadline is to fire first: it knows what it waited for.
+# Added to the order's deadline, so that the receiver's own deadline passes first: its error is more precise.
 _GRACE_S = 5.0
 _CLOSE_S = 5.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class VLLMEngine:
     """The `Engine` interface on vLLM.
 
-    Versions and the prefix cache: every request carries the number of the update before which it was submitted as
-    its cache salt, so that it never reads prefix blocks of a request from before that update. Requests in flight
-    keep their own KV cache, unless `generator.recompute_kv`.
+    The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks that older
+    weights have computed. A running request keeps its own KV cache through an update, unless `generator.recompute_kv`.
     """
 
     def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
@@ -47,7 +46,7 @@ class VLLMEngine:
         self._deadline_s = deadline_s
         self._recompute_kv = recompute_kv
         self._weights = Weights(0)
-        self._updates = 0  # begun so far: the cache salt
+        self._updates = 0  # number of updates begun, the cache salt
         self._received = False
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
@@ -65,10 +64,9 @@ class VLLMEngine:
         *,
         device: Device,
     ) -> Self:
-        """Load the model as version 0; blocks the loop for half a minute.
+        """Load the model as version 0; blocks the loop for about half a minute. Raises EngineError.
 
-        Not in a thread: the kernel ends the engine's processes when the thread that started them ends.
-        Raises EngineError when vLLM does not start.
+        Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
         """
         set_environment(generator, weights, device=device)
         from vllm import AsyncEngineArgs
@@ -76,7 +74,7 @@ class VLLMEngine:
 
         try:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
-            # Not kept in a variable here: something in vLLM holds on to this frame.
+            # No local variable for the AsyncLLM: vLLM keeps a reference to this frame, which would keep it alive.
             engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
@@ -85,7 +83,7 @@ class VLLMEngine:
 
     @property
     def weights(self) -> Weights:
-        """Those in use; version -1 while they are dirty."""
+        """See `Engine.weights`."""
         return self._weights
 
     # --- sampling --------------------------------------------------------------------------------------------------
@@ -97,12 +95,12 @@ class VLLMEngine:
         task.add_done_callback(self._running.pop)
         try:
             while not (await asyncio.wait({task}, timeout=self._deadline_s))[0]:
-                if self._paused_since_s is None:  # else it may be receiving, which has a deadline of its own
+                if self._paused_since_s is None:  # while receiving, another deadline applies
                     await self._call(self._llm.is_paused(), "say whether it is alive")
         finally:
-            task.cancel()  # when this one was cancelled or the engine hangs; else it is done
+            task.cancel()  # has an effect only if the caller was cancelled or the engine hangs
         if task.cancelled():
-            raise EngineError("the request was dropped: the engine was closed or its weights turned out to be wrong")
+            raise EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -152,7 +150,7 @@ class VLLMEngine:
         return output
 
     async def abort_requests(self) -> None:
-        """Drop every running request: their callers get EngineError."""
+        """See `Engine.abort_requests`."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -167,9 +165,9 @@ class VLLMEngine:
         self._received = False
         self._updates += 1
         if self._paused_since_s is not None:
-            return  # since an update that failed
+            return  # an update has failed, and the engine is still paused
         self._paused_since_s = time.monotonic()
-        # Not `pause_generation`: it sleeps 20 ms on top, for the order in which a reader would like to see outputs.
+        # `pause_generation` would sleep 20 ms more, to order outputs for readers that stream them.
         pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
         await self._call(pause, "pause its requests")
 
@@ -188,7 +186,7 @@ class VLLMEngine:
             ) from error
         except EngineDeadError as error:
             raise _dead() from error
-        except Exception as error:  # the worker's exception arrives as text in a bare Exception
+        except Exception as error:  # vLLM passes the worker's exception on as text in a plain Exception
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
         self._received = True
 
@@ -201,7 +199,7 @@ class VLLMEngine:
         await self._llm.finish_weight_update()
 
     async def finish_update(self, weights: Weights) -> None:
-        """Make what was received current as `weights` and resume sampling."""
+        """See `Engine.finish_update`."""
         if self._paused_since_s is None or not self._received:
             raise EngineError(f"finish_update({weights}): no weights were received")
         await self._call(self._llm.update_weight_version(label(weights)), f"label its weights {weights}")
@@ -213,12 +211,12 @@ class VLLMEngine:
     # --- the processes ---------------------------------------------------------------------------------------------
 
     async def progress(self) -> None:
-        """See `Engine.progress`. Without a bound: an engine that receives weights answers when it has them."""
+        """See `Engine.progress`. Not bounded: an engine that receives weights answers only after that."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         before = self._sampled()
         while self._running and self._paused_since_s is None:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if self._sampled() != before:
                 return
         try:
@@ -227,12 +225,12 @@ class VLLMEngine:
             raise _dead() from error
 
     def _sampled(self) -> tuple[int, int]:
-        """Tokens of requests that have ended and of those that run. vLLM tells of the latter in its own bookkeeping only."""
+        """Tokens of ended requests, and of running ones, which only vLLM's internal request states count."""
         states = self._llm.output_processor.request_states.values()
         return self._sampled_tokens, sum(state.detokenizer.num_output_tokens() for state in states)
 
     def stats(self) -> EngineStats:
-        """Counters for telemetry; tokens count when their rollout ends."""
+        """See `Engine.stats`; tokens are counted when their rollout ends."""
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
         return EngineStats(
             sampled_tokens=self._sampled_tokens,
@@ -241,14 +239,13 @@ class VLLMEngine:
         )
 
     async def close(self) -> None:
-        """Stop the engine's processes, by force after a few seconds; requests that still run end with EngineError."""
-        tasks = list(self._running)
-        for task in tasks:
+        """Stop the engine's processes, after a few seconds by SIGKILL; running requests end with EngineError."""
+        for task in list(self._running):
             task.cancel()
-        llm, self._llm = self._llm, None  # its finalizer fails when it outlives vLLM's modules
+        llm, self._llm = self._llm, None  # its finalizer would fail after vLLM's modules are gone
         processes = _engine_processes(llm)
         if llm.output_handler is not None:
-            llm.output_handler.cancel()  # else it reports the end of the engine as a crash
+            llm.output_handler.cancel()  # otherwise it would report the end of the engine as a crash
         await asyncio.to_thread(llm.shutdown, _CLOSE_S)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -269,7 +266,7 @@ class VLLMEngine:
 
 
 def _engine_processes(llm: Any) -> list[psutil.Process]:
-    """The core and its workers."""
+    """The processes of the engine's core and its workers."""
     found = []
     manager = llm.engine_core.resources.engine_manager
     for core in manager.processes if manager is not None else ():

@@ -1,16 +1,16 @@
-"""The vLLM plugin: loaded by vLLM in every one of its processes, before a model is there. Imports almost nothing."""
+"""The vLLM plugin: vLLM loads it in each of its processes before the model, so it imports almost nothing."""
 
 import os
 
 from asyncrl.engine.base import OWNER_ENV
 from asyncrl.processes import die_with_spawner
 
-# By transport, registered as `asyncrl-TRANSPORT`; each of them takes gloo and disk too.
+# Receiver by transport, registered as `asyncrl-TRANSPORT`; each of them supports gloo and disk too.
 _RECEIVERS = {"gloo": "Receiver", "disk": "Receiver", "nccl": "NcclReceiver", "ipc": "IpcReceiver"}
 
 
 def register() -> None:
-    """Make the receivers known, and have engine processes die with their generator, however it dies."""
+    """Register the receivers, and let engine processes end when their generator ends, even by SIGKILL."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for transport, receiver in _RECEIVERS.items():

@@ -1,13 +1,15 @@
-"""Receiving weights inside vLLM's worker processes: one reload of the model per update, whole or not at all.
+"""Receives weights inside vLLM's worker processes; every update reloads the whole model.
 
     update = {"transport": ..., "deadline_s": ..., "details": ...}     from the engine, see `UpdateOrder`
 
-    memory  slot, layout: what the generator received over Gloo and has verified, in shared memory of this host
-    disk    directory with safetensors files in Hugging Face names
-    nccl    init (a fresh `nccl_unique_id_b64`, offset and size; only with a new group), update (names, dtypes, shapes)
-    ipc     init, update: vLLM's own payloads, the handles as plain values
+The details, by transport:
 
-A failed update leaves the model usable for the next one, but its weights are a mixture: the engine must not sample.
+    memory  slot, layout: weights in this host's shared memory, received over Gloo and verified by the generator
+    disk    directory: safetensors files with Hugging Face names
+    nccl    init (a new `nccl_unique_id_b64`, offset and size; only for a new group), update (names, dtypes, shapes)
+    ipc     init, update: vLLM's own payloads, with the handles as plain values
+
+After a failed update the next one can be received, but the weights are a mixture: the engine must not sample.
 """
 
 import logging
@@ -38,18 +40,18 @@ from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
 
-# It warns of every layer without weights of its own, at every update; what is really missing is found by `reloading`.
+# vLLM would warn, at every update, of every layer without weights of its own. `reloading` finds missing parameters.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @contextmanager
 def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
-    """Load a whole checkpoint inside: kernels' packed copies are made anew, also of the tied output head.
+    """Context in which all parameters are loaded; at its end the kernels' packed copies are made again.
 
     Raises:
         TransferError: parameters were missing.
     """
-    wanted = {name for name, _ in model.named_parameters()}  # tied ones once
+    wanted = {name for name, _ in model.named_parameters()}  # tied parameters occur once
     loaded: set[str] = set()
     load_weights: Any = model.load_weights
 
@@ -58,32 +60,28 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
         loaded.update(names)
         return names
 
-    model.load_weights = recording  # type: ignore[assignment]  # vLLM's receivers call it too
+    model.load_weights = recording  # type: ignore[assignment]  # vLLM's receivers call it, too
     initialize_layerwise_reload(model)
     try:
         yield
         if missing := sorted(wanted - loaded):
             raise TransferError(f"{len(missing)} of {len(wanted)} parameters were not sent, first {missing[0]!r}")
     except BaseException:
-        _abandon_reload(model)
+        # Put the kernels' tensors back and drop what was buffered, which vLLM would mix into the next reload.
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+            info.reset()
         raise
     finally:
-        del model.load_weights  # the class's own again
+        del model.load_weights  # restores the class's method
     finalize_layerwise_reload(model, model_config)
     _repack_tied(model)
 
 
-def _abandon_reload(model: nn.Module) -> None:
-    """Put the kernels' tensors back and forget what was buffered: vLLM would mix it into the next reload."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            _place_kernel_tensors(layer, info)
-        info.reset()
-
-
 def _repack_tied(model: nn.Module) -> None:
-    """vLLM reloads the embedding, in place, but not the output head that shares it: its packed copy would stay old."""
+    """Make the packed copy of a tied output head again: vLLM does so for the embedding only."""
     owners: set[nn.Parameter] = set()
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -96,13 +94,13 @@ def _repack_tied(model: nn.Module) -> None:
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Host memory and disk for any of vLLM's engines, and the whole reload within `update_weights`."""
+    """Receives from host memory and disk in any of vLLM's engines; `update_weights` does the whole reload."""
 
     def start_weight_update(self) -> None:
-        """Nothing: the reload begins and ends with the transfer, so that a failed one leaves none open."""
+        """Does nothing: `update_weights` opens and closes the reload, so that a failed transfer leaves none open."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: see `start_weight_update`."""
+        """Does nothing; see `start_weight_update`."""
 
     def update_weights(self, update_info: Update) -> None:
         """Receive and load one version. Raises TransferError."""
@@ -122,7 +120,7 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
 
 
 class _OverVLLM(_Receives):
-    """vLLM's own transports, bounded: a communicator that does not finish in time is aborted."""
+    """vLLM's own transports with a deadline: a communicator that does not finish in time is aborted."""
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
         cut_off = threading.Event()
@@ -146,7 +144,7 @@ class _OverVLLM(_Receives):
                 raise TransferError(f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group")
 
     def _require_working(self) -> None:
-        """Raises TransferError when the group exists but moves nothing."""
+        """Raise TransferError if the group exists but transfers nothing."""
 
 
 class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
@@ -171,33 +169,33 @@ class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class _NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Gloo groups come with the order."""
+    """Empty: the update itself names the group or the files."""
 
 
 @dataclass
 class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Orders are plain dictionaries."""
+    """Empty: updates are plain dictionaries."""
 
 
 class Receiver(_Receives):
-    """Host memory and disk, on CPU and GPU."""
+    """Receives from host memory and disk, on CPU and GPU."""
 
     init_info_cls = _NoInit
     update_info_cls = _NoUpdate
 
     def init_transfer_engine(self, init_info: _NoInit) -> None:
-        """Nothing: a group comes with the order."""
+        """Does nothing: there is no group."""
 
     def receive_weights(self, update_info: _NoUpdate) -> None:
-        """Not called: `update_weights` does it all."""
+        """Never called: `update_weights` does everything."""
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to close."""
 
 
 def _from_memory(details: Update) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the slot; they hold until the generator receives the next version."""
+    """Every tensor of the slot, valid until the generator receives the next version."""
     layout = Layout.from_plain(details["layout"])
     buffer = open_slot(details["slot"], layout.total_bytes)
     for index, spec in enumerate(layout.specs):

@@ -1,4 +1,17 @@
-"""A bonus for entropy that keeps it near a target."""
+"""Coefficients that follow a measurement: the KL penalty's and the entropy bonus's, after each step."""
+
+
+def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, steps: float) -> float:
+    """The next KL coefficient: up when the measured KL is above its target, down when below, by at most 20 % per horizon.
+
+    Args:
+        kl: measured over the last `steps`, in nats per token.
+        horizon: how many steps a full correction takes; same unit as `steps`.
+
+    Source: Ziegler et al. 2019 (arXiv:1909.08593). A fixed coefficient needs no function.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * steps / horizon)
 
 
 def adapt_bonus(coefficient: float, entropy: float, *, target: float, step: float, maximum: float) -> float:
