@@ -1,15 +1,14 @@
 """The nouns of the system. Read this file first; docs/glossary.md has every word of the project.
 
-prompt       what to answer, with the dataset row that rewards judge by
-ticket       leave to sample one prompt `group_size` times; a dense integer id, kept over retries
-rollout      one sampled response with the behaviour log-probability and policy version of every token
-group        the rollouts of one ticket; the atom of the buffer: it arrives whole or not at all
-version      how many optimizer steps made the weights; owned by the learner
-lineage      which start of the learner made them: after a return to a checkpoint the same version comes again, as other weights
-history      the lineages that led to the weights being trained, each up to a version
-lag          version being trained minus version of the token, in optimizer steps
+* Prompt: the text to answer, with the dataset row from which rewards are computed.
+* Ticket: the permission to sample one prompt `group_size` times, with an integer id.
+* Rollout: one sampled response, with each token's behaviour log-probability and policy version.
+* Group: all rollouts of one ticket; the buffer stores it whole or not at all.
+* Version: the number of optimizer steps that made the weights.
+* Lineage: the start of the learner that made a version; see `asyncrl/lineage.py`.
+* Lag: version being trained minus version of a token, in optimizer steps.
 
-Arrays are numpy, because they cross processes: torch begins in the learner.
+Arrays are numpy, because they cross processes; only the learner uses torch.
 """
 
 import time
@@ -33,51 +32,49 @@ class VersionSpan(NamedTuple):
 
     @property
     def weights(self) -> Weights:
-        """Those that sampled them."""
+        """The name of the weights that sampled the tokens."""
         return Weights(self.version, self.lineage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Leave to sample one prompt; the prompt follows from the id, the dataset and the seed."""
+    """The permission to sample one prompt, which is determined by the id, the dataset and the seed."""
 
-    # Dense, from 1: the position in the sample plan.
+    # The position in the sample plan, from 1, without gaps. A ticket keeps it when it is tried again.
     id: int
-    # The oldest weights that may start it: older ones would break the staleness bound.
+    # The oldest weights that may start the ticket: older ones would break the staleness bound.
     minimum_version: int
-    # Of the learner that issued it: other weights must not start it.
+    # History of the learner that issued the ticket: only weights in it may start the ticket.
     history: History = INITIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """What one ticket asks for."""
+    """The prompt of one ticket."""
 
     token_ids: tuple[int, ...]
     text: str
-    # The dataset row: what reward functions judge by.
+    # The dataset row, whose columns reward functions get.
     row: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One response to one prompt, with what is needed to correct for its age."""
+    """One response to one prompt. Per-token columns have the length of `response_ids`."""
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
-    # True where the policy sampled the token, False for tool and user text. Same length as `response_ids`.
+    # True where the policy sampled the token, False for tool and user text.
     action_mask: NDArray[np.bool_]
-    # ln pi_behaviour of each response token, in nats, temperature included; 0 where it is no action.
+    # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is no action.
     behaviour_logprobs: NDArray[np.float32]
-    # Run-length encoded weights of each response token; the lengths add up to the response.
+    # The weights that sampled each token, run-length encoded.
     version_spans: tuple[VersionSpan, ...]
-    # `stop` or `length`.
-    finish_reason: str
-    # Weighted sum of `reward_parts`, as the reward functions gave it; never overwritten.
+    finish_reason: str  # `stop` or `length`
+    # Weighted sum of `reward_parts`, before shaping; never overwritten.
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    # What a reward function took out of the response as its answer; empty: there is none in it; None: no
-    # function says.
+    # The answer that a reward function found in the response; "" if it found none, None if no function looks for one.
     answer: str | None = None
 
     def __post_init__(self) -> None:
@@ -100,43 +97,41 @@ class Rollout:
 
 
 def time_of_day() -> float:
-    """Unix seconds, for people to look at. Nothing is decided by it: clocks are set, and hosts disagree."""
+    """Unix seconds, for display only: clocks are adjusted, and the clocks of hosts differ."""
     return time.time()
 
 
 class GroupTimes(NamedTuple):
-    """When a generator did what, by its own `time_of_day`."""
+    """Times in the life of a group, by the generator's `time_of_day`."""
 
     leased_at: float
-    # When the weights were there that it may be sampled with.
-    sampling_at: float
-    # When it was handed over, for the first time.
-    put_at: float
+    sampling_at: float  # the generator had weights that may start the ticket
+    put_at: float  # the first attempt to store the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one ticket, or the reason why it died."""
+    """The rollouts of one ticket, or the reason why there are none."""
 
     ticket_id: int
     rollouts: tuple[Rollout, ...]
     generator_id: str
-    # The generator's policy version when the group was complete: splits lag into in-flight and in-queue.
+    # The generator's policy version when the group was complete; it splits lag into in-flight and in-queue.
     finished_version: int
     sampling_s: float = 0.0
     reward_s: float = 0.0
-    # Unknown of dead groups, and of those that were sampled outside of a run.
+    # None for dead groups, and for groups sampled outside of a run.
     times: GroupTimes | None = None
-    # The stream of tickets that the id counts in: the same number is another prompt in another one.
+    # The stream of tickets to which the id belongs; an id stands for another prompt in another lane.
     lane: str = "train"
-    # Reward of the greedy response to the same prompt, for an advantage that needs one as its baseline.
+    # Reward of the greedy response to the same prompt, if the advantage uses it as baseline.
     greedy_reward: float | None = None
-    # Set on a group without rollouts: the ticket failed too often; it is counted, not trained.
+    # Why the group has no rollouts: its ticket failed too often. Such a group is counted and not trained.
     dead_reason: str | None = None
 
     @classmethod
     def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train") -> Self:
-        """A tombstone: takes the place of a group whose ticket failed too often."""
+        """A group without rollouts, which takes the place of one whose ticket failed too often."""
         return cls(
             ticket_id=ticket_id,
             rollouts=(),
@@ -148,5 +143,5 @@ class Group:
 
 
 def version_spans(weights: Iterable[Weights]) -> tuple[VersionSpan, ...]:
-    """Run-length encoding of per-token weights."""
+    """The run-length encoding of the weights of each token."""
     return tuple(VersionSpan(one.version, sum(1 for _ in run), one.lineage) for one, run in groupby(weights))

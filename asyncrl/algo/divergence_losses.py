@@ -44,7 +44,10 @@ def dppo_kl(
     cap: Positive = 3.0,
     pull: NonNegative = 0.0,
 ) -> TokenLoss:
-    """As dppo_tv, but left out where the binary KL(q || p) exceeds a limit, in nats, and p lies where A pushes it."""
+    """-w min(r, cap) A ln pi, left out where KL(q || p) exceeds a limit and p lies where A pushes it.
+
+    The KL is binary (sampled token, any other token), in nats; otherwise as `dppo_tv`.
+    """
     p_T, q_T = probabilities(logprobs_T, batch.anchor_logprobs_T)
     kl_T = binary_kl(p_T, q_T)
     too_high_T, too_low_T = (kl_T > limit_high) & (p_T > q_T), (kl_T > limit_low) & (p_T < q_T)

@@ -1,7 +1,7 @@
 """KL penalty towards the reference policy, per token [T] in nats, estimated from the sampled token alone.
 
-d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value: on-policy the gradient of
-k1 is zero on average, that of k2 equals the gradient of KL(pi || pi_ref), that of k3 the gradient of the forward
+d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value. On-policy, the gradient of k1
+is zero on average, that of k2 equals the gradient of KL(pi || pi_ref), that of k3 the gradient of the forward
 KL(pi_ref || pi).
 `k1+`, `k3+` and `abs+` keep the value and take the gradient of k2.
 Source: Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09477) for the gradients.

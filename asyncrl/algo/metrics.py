@@ -198,7 +198,7 @@ def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int) -> dict[str, Tensor]:
-    """For each length band: its tokens, and those among them that the correction or the loss dropped."""
+    """Columns for each length band: its tokens, and those among them that the correction or the loss dropped."""
     band_T = length_bands(batch.lengths_S, max_response_tokens)[batch.sequence_T]
     columns = {}
     for index, band in enumerate(BANDS):

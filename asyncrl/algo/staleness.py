@@ -8,8 +8,8 @@ Every step trains B groups. T is the number of groups trained before the step of
 while B never changes, so it is counted (in the ledger) and never computed from the version.
 
 Why no group is older than L + ceil((W - 1) / B) when it is trained: let T and R be counted when ticket `id` is
-started. By the window, at most id - 1 older groups and W - 1 younger ones are consumed before it, and T + R of these
-are consumed already, so at most id - 1 - T - R + W - 1 are trained from then on and before it. Hence it is trained at
+started. By the window, at most id - 1 older groups and W - 1 younger ones are consumed before it. T + R of these are
+consumed already, so at most id - 1 - T - R + W - 1 are trained from then on and before it. Hence it is trained at
 t <= version + floor((id - 1 - T - R) / B) + ceil((W - 1) / B), and `minimum_version` is L less than the first two
 terms.
 

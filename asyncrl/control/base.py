@@ -165,7 +165,7 @@ class GeneratorControl(Protocol):
         ...
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """Wait for the next order. A lost learner is no error: the generator reconnects until it is told to stop."""
+        """Wait for the next order. A lost learner is no error: the generator reconnects until it gets a Stop."""
         ...
 
     async def report(self, report: UpdateReport) -> None:

@@ -141,8 +141,8 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"dataset {source} is not a {', '.join(FORMATS)} file; as a Hugging Face dataset it needs the package `datasets`; "
-            "install asyncrl[data] or give a file"
+            f"dataset {source} is not a {', '.join(FORMATS)} file, so it would be a "
+            "Hugging Face dataset, which needs the package `datasets`; install asyncrl[data] or give a file"
         ) from error
     name, _, part = source.partition(":")
     try:

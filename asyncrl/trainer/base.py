@@ -1,4 +1,4 @@
-"""What the learner loop needs from a trainer: log-probabilities, optimizer steps, weights, checkpoints.
+"""The interface of a trainer: log-probabilities, optimizer steps, weights, checkpoints.
 
 Axes in names:  N tokens of a packed micro-batch (prompts and responses), T its action tokens, S its sequences.
 """
@@ -16,7 +16,7 @@ from asyncrl.algo.tokens import TokenBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences laid end to end, and the flat action tokens the mathematics sees."""
+    """Whole sequences laid end to end, and the columns of their action tokens."""
 
     # int64
     input_ids_N: Tensor
@@ -24,7 +24,7 @@ class MicroBatch:
     position_ids_N: Tensor
     # S + 1 offsets into N: cumulative sequence lengths.
     sequence_starts: tuple[int, ...]
-    # int64: index in N whose logits predict each action token (the token before it).
+    # int64: for each action token, the index in N of the token before it, whose logits predict it.
     source_T: Tensor
     # int64: the action token ids
     target_T: Tensor
@@ -32,35 +32,33 @@ class MicroBatch:
     tokens: TokenBatch
 
 
-# Name of the one metric that is divided by the counts of the step already; all others are sums over tokens.
+# Name of the only metric that is already divided by the counts of the step; all others are sums over tokens.
 LOSS = "loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """What a loss function returns for one micro-batch: sums, to be added up over micro-batches and ranks."""
+    """The result of a loss function for one micro-batch: sums, to be added up over micro-batches and ranks."""
 
-    # [] differentiable; already divided by the counts of the whole optimizer step.
+    # [], differentiable, already divided by the counts of the whole optimizer step.
     loss: Tensor
     # Sums; the learner divides them.
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# (micro-batch, logprobs_T, entropy_T: float32, both differentiable) -> sums. Never called with an empty
-# micro-batch.
+# (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable. The micro-batch is never empty.
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
 
-# (micro-batch, values_T: float32, differentiable) -> sums. Never called with an empty micro-batch.
+# (micro-batch, values_T) -> sums; values_T float32, differentiable. The micro-batch is never empty.
 CriticLossFunction = Callable[[MicroBatch, Tensor], LossSums]
 
-# What `Trainer.measure` can measure: policy, the squared probabilities of its whole distribution, reference,
-# critic.
+# Columns of `Trainer.measure`: of the policy, its sum of squared probabilities, of the reference, of the critic.
 COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T", "values_T"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step, summed over micro-batches and ranks."""
+    """The result of one optimizer step, summed over micro-batches and ranks."""
 
     metrics: Mapping[str, float]
     grad_norm: float
@@ -68,7 +66,7 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """The policy, and where asked for the reference and the critic, with optimizers and shards.
+    """The policy, and if configured the reference and the critic, with optimizers and shards.
 
     Every rank calls every method, in the same order.
     """
@@ -80,18 +78,18 @@ class Trainer(Protocol):
     def ranks(self) -> int: ...
 
     def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
-        """The asked `COLUMNS` of each micro-batch's action tokens under the current weights: no gradient, float32 [T].
+        """The requested `COLUMNS` of each micro-batch, under the current weights: float32 [T], without gradient.
 
-        `values_T` is the critic's estimate of the return from the token on, before the token is known. Every rank passes the
-        same number of micro-batches. Raises RuntimeError for the columns of a model that this trainer was built without.
+        `values_T[t]` is the critic's estimate of the return from token t onward, given only the tokens before t. Every
+        rank passes the same number of micro-batches. Raises RuntimeError if this trainer lacks the model of a column.
         """
         ...
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step on the gradient summed over micro-batches and ranks.
 
-        Every rank passes the same number of micro-batches; an empty one takes part with zero loss. A step without any, or with
-        a non-finite loss or gradient, changes nothing on any rank and has the metric `skipped_steps` 1.
+        Every rank passes the same number of micro-batches; the loss of an empty one is 0. A step without micro-batches,
+        or with a non-finite loss or gradient, changes nothing on any rank and has the metric `skipped_steps` 1.
         """
         ...
 
@@ -104,11 +102,11 @@ class Trainer(Protocol):
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities (temperature 1) of token_ids[1:] under the current weights: the probe."""
+        """The probe: log-probabilities in nats, temperature 1, of token_ids[1:] under the current weights."""
         ...
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full parameters under their Hugging Face names, one at a time, on rank 0 (gathered; others yield nothing useful)."""
+        """Whole parameters under their Hugging Face names, gathered one at a time; valid on rank 0 only."""
         ...
 
     def broadcast(self, value: bytes | None) -> bytes:
@@ -120,15 +118,15 @@ class Trainer(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
+        """Write models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
 
-        Into the existing `directory`. Returns when the files of every rank are there; the caller makes them durable.
-        Raises CheckpointError on every rank when any of them could not write.
+        `directory` must exist. Returns when the files of every rank are written; the caller makes them durable.
+        Raises CheckpointError on every rank if one of them could not write.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """The inverse of `save`. May unpickle: only for directories that have been verified."""
+        """The inverse of `save`. It may unpickle, so the caller must have verified the directory."""
         ...
 
     def close(self) -> None: ...

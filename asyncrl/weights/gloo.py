@@ -149,7 +149,7 @@ def _finished(group: Group, operation: _Operation) -> Bucket:
 
 
 def _drain(pending: list[_Operation]) -> None:
-    """After a failure, wait for the operations still under way, at most until the deadline.
+    """Wait for the operations still under way after a failure, at most until the deadline.
 
     If the process ended, or freed the buffers, during an operation, Gloo's threads would terminate it.
     """

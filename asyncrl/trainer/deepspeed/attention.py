@@ -1,8 +1,8 @@
 """Attention over packed sequences that never builds an N x N mask.
 
-Transformers looks up the mask maker by the attention's name; a name it does not know gets no mask at all. So the
-registered function sees all sequences end to end, and the offsets that the model's forward passed through tell it
-where each one starts.
+Transformers looks up a function that makes the mask by the attention's name, and makes none for a name that it does not
+know. So the function registered here gets all sequences end to end, without a mask, and the offset of each sequence as
+an argument that the model's forward passes on.
 
 Axes in names:  H heads, N packed tokens, D head size.
 """
@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 
 # Name of `segment_attention` in transformers' registry.
 SEGMENTS = "asyncrl_segments"
-# What some architectures pass to their attention and plain softmax attention does not do.
+# Arguments of architectures whose attention is more than plain softmax attention.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -38,7 +38,7 @@ def segment_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence, one fused kernel call per sequence; returns [1, N, H, D].
+    """[1, N, H, D]: causal attention within each sequence, by one fused kernel call per sequence.
 
     Raises ConfigError for architectures whose attention is more than that.
     """
@@ -65,7 +65,7 @@ AttentionInterface.register(SEGMENTS, segment_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Flash attention's varlen kernels where they exist, else one sdpa call per sequence."""
+    """The name of flash attention if its varlen kernels are installed for `device` and `dtype`, else `SEGMENTS`."""
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
             return "flash_attention_3"
@@ -75,7 +75,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def attention_kwargs(attention: str, sequence_starts: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What the attention needs to know of the packing, to be passed to the model's forward."""
+    """Arguments that describe the packing to the attention, for the model's forward."""
     if attention == SEGMENTS:
         return {"sequence_starts": sequence_starts}
     offsets = torch.tensor(sequence_starts, dtype=torch.int32, device=device)

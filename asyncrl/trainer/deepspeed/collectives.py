@@ -1,4 +1,4 @@
-"""How the ranks of one learner meet and exchange bytes: bounded in time, without pickle."""
+"""The process group of a learner's ranks, and their exchange of bytes: with timeouts, without pickle."""
 
 import os
 import socket
@@ -19,16 +19,16 @@ _ANY_PORT = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one learner meet; the command line reads it from the environment."""
+    """The rank of this process and the address of rank 0; the entry point reads them from the environment."""
 
     rank: int = 0
     ranks: int = 1
     # Index of this rank's GPU on its host.
     local_rank: int = 0
     address: str = "127.0.0.1"
-    # Free port on rank 0's host; a single rank needs none.
+    # A free port on rank 0's host; not used by a single rank.
     port: int = 0
-    # Longest wait in any collective: when a rank is gone, the others end with an error.
+    # Timeout of every collective: if a rank is gone, the others end with an error.
     timeout_s: float = 600.0
 
 
@@ -36,10 +36,10 @@ class Ranks:
     """The process group of the learner."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """Waits for all ranks. Raises RunError when one is missing after `timeout_s`, or the port is taken."""
+        """Wait for all ranks. Raises RunError if one is missing after `timeout_s`, or if the port is taken."""
         self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        # The groups that DeepSpeed makes beside this one take the default, which is as short as 10 minutes.
+        # DeepSpeed makes further groups, which use torch's default timeout of 10 minutes.
         defaults: Any = dist.distributed_c10d
         defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
         try:
@@ -78,10 +78,6 @@ class Ranks:
         dist.all_gather(parts, padded)
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def barrier(self) -> None:
-        """Return when every rank is here."""
-        self.gather(b"")
-
     def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
@@ -92,16 +88,16 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     where = (rendezvous.address, rendezvous.port)
     if rendezvous.rank > 0:
         return TCPStore(*where, rendezvous.ranks, is_master=False, timeout=timeout)
-    listener = socket.create_server(where).detach()  # left to itself, torch would listen on every interface
+    listener = socket.create_server(where).detach()  # without it torch would listen on every interface
     return TCPStore(*where, rendezvous.ranks, is_master=True, timeout=timeout, master_listen_fd=listener, use_libuv=False)
 
 
 def _keep_to_interface(address: str) -> None:
-    """The interface of the route to the master. Gloo would listen where this host's name leads, maybe the whole network."""
+    """Let Gloo use the interface of the route to `address`, rather than that of this host's name, which may be public."""
     (family, kind, _, _, master), *_ = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:
-        probe.connect(master)  # sends nothing
-        ours = probe.getsockname()[0]
+    with socket.socket(family, kind) as route:
+        route.connect(master)  # sends nothing
+        ours = route.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,4 +1,4 @@
-"""A Hugging Face model as a critic: what the rest of a response is worth, before each of its tokens is known.
+"""A Hugging Face model as a critic: it estimates the return from each token onward, given the tokens before it.
 
 Axes in names:  N packed tokens, T action tokens, D hidden size.
 """
@@ -16,20 +16,20 @@ from asyncrl.trainer.deepspeed.policy import hidden_states
 class ValueHead(nn.Linear):
     """A linear layer from the hidden state to one number.
 
-    Its weights are normal with deviation 1 / (D + 1), its bias is 0. The hidden state comes out of a norm layer with length near
-    sqrt(D), so the first values are of the order 1 / sqrt(D): far below rewards, which leaves the first advantages to the
-    rewards, but not zero, which would leave the backbone without gradient. Source: the value head of OpenRLHF (Hu et al. 2024,
-    arXiv:2405.11143), which takes the same deviation.
+    Its weights are normal with standard deviation 1 / (D + 1), its bias is 0. A norm layer gives the hidden state a length
+    near sqrt(D), so the first values are of the order 1 / sqrt(D). They are far smaller than rewards, which therefore
+    determine the first advantages, but not zero, with which the backbone would get no gradient.
+    Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143), which has the same standard deviation.
     """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
-        # A generator of its own: every rank draws the same.
+        # A separate generator, so that every rank draws the same weights.
         nn.init.normal_(self.weight, std=1 / (hidden_size + 1), generator=torch.Generator().manual_seed(0))
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        """values_T. In float32, because a bfloat16 sum would be 0.4 % off, as much as the advantages of a trained critic."""
+        """values_T in float32: a bfloat16 sum would be 0.4 % off, as much as the advantages of a trained critic."""
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         return linear(hidden_TD.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
 
@@ -44,6 +44,6 @@ class ValueModule(nn.Module):
         self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
 
     def forward(self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor) -> Tensor:
-        """values_T, float32, of the states at the packed positions `source_T`: up to and with the token before the action."""
+        """values_T, float32, of the states at the packed positions `source_T`, which are before each action token."""
         values_T: Tensor = self.head(hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)[source_T])
         return values_T

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told."""
+"""The configuration of DeepSpeed and of its optimizers."""
 
 import os
 from typing import Any
@@ -13,12 +13,12 @@ from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import ConfigError
 
-# Steps between DeepSpeed's own progress lines.
+# Steps between DeepSpeed's own progress lines: it prints none.
 NEVER = 1 << 62
 
 
 def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
-    """This rank's device. Raises ConfigError where DeepSpeed has chosen another kind."""
+    """This rank's device. Raises ConfigError if DeepSpeed runs on another kind of device."""
     wanted = learner.device if learner.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     chosen = get_accelerator().device_name()
     if chosen != wanted:
@@ -36,15 +36,15 @@ def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
 
 
 def join_deepspeed(local_rank: int) -> None:
-    """Make DeepSpeed use the process group that exists."""
-    # The only one that is looked up here serves inference, and would be compiled; filling the table runs compilers for a second.
+    """Let DeepSpeed use the existing process group."""
+    # DeepSpeed fills this table by running compilers for a second, only to find an op for inference.
     deepspeed.ops.__compatible_ops__ = {}
-    os.environ["LOCAL_RANK"] = str(local_rank)  # the only way in: deepspeed.initialize has no argument for it
+    os.environ["LOCAL_RANK"] = str(local_rank)  # deepspeed.initialize has no argument for it
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of one trained model. Gradients are accumulated in float32 whatever the model's dtype."""
+    """DeepSpeed's configuration of one trained model. Gradients are accumulated in float32 for every dtype."""
     return inference_settings(dtype=dtype, stage=stage) | {
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": optimizer.max_grad_norm,
@@ -64,7 +64,7 @@ def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> di
 def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
     """DeepSpeed's configuration of a model that is sharded but not trained."""
     return {
-        # The trainer sets accumulation boundaries itself, so these two only have to be consistent.
+        # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": NEVER,
@@ -74,12 +74,12 @@ def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
 
 
 def warm_up(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
-    """A learning rate that rises linearly over `warmup_steps` and then stays."""
+    """A learning rate that rises linearly over `warmup_steps` and then stays constant."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
 
 
 def configure(optimizer: Optimizer, schedule: LambdaLR, config: OptimizerConfig) -> None:
-    """Give an optimizer and its schedule that were loaded the numbers of `config`; moments and step count stay."""
+    """Set a loaded optimizer and its schedule to the numbers of `config`; moments and step count are kept."""
     numbers = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay, "initial_lr": config.lr}
     schedule.base_lrs = [config.lr] * len(schedule.base_lrs)
     for group, share in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):

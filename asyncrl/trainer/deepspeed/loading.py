@@ -1,4 +1,4 @@
-"""Hugging Face directories: in, as policies, and out, as exports."""
+"""Loads models from Hugging Face directories, and exports the policy to one."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from asyncrl.trainer.deepspeed.policy import PolicyModule
 
 
 def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> PolicyModule:
-    """The model of `config` on `device`, without dropout. Raises DataError where it cannot be loaded."""
-    # Checkpointing is active in training mode only; without dropout nothing else depends on the mode.
+    """The model of `config` on `device`, without dropout. Raises DataError if it cannot be loaded."""
+    # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return PolicyModule(_load(config, device, gradient_checkpointing)).train()
 
 
 def load_critic(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> ValueModule:
-    """The same model with a new value head in the place of its output layer. Raises DataError."""
+    """The same model with a new value head in place of its output layer. Raises DataError."""
     return ValueModule(_load(config, device, gradient_checkpointing).base_model).train()
 
 
@@ -40,23 +40,19 @@ def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: boo
             f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
             "give a Hugging Face directory with config.json and safetensors, or a hub name"
         ) from error
-    _remove_dropout(model)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(device)
-
-
-def _remove_dropout(model: Any) -> None:
-    """Dropout would make the same weights give different log-probabilities: a ratio that is not 1 on policy."""
+    # With dropout, the same weights would give different log-probabilities, and a ratio that is not 1 on-policy.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device)
 
 
 def export_model(model: Any, state: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
-    """Write `state` as safetensors with the model's config and tokenizer: a directory that generators and others load."""
+    """Write `state` as safetensors with the model's config and tokenizer: a Hugging Face model directory."""
     model.save_pretrained(directory, state_dict=state)
     tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     tokenizer.save_pretrained(directory)

@@ -1,15 +1,15 @@
-"""What a learner's rank holds in memory: arithmetic on parameter counts, before anything is loaded.
+"""The memory that one rank of the learner needs, computed from parameter counts before anything is loaded.
 
-N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments; in bfloat16, and wherever ZeRO shards, a
-float32 master copy too. ZeRO 1 shards master and moments, 2 also the accumulated gradients, 3 also the weights.
+N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with any ZeRO
+stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the accumulated
+gradients, 3 also the weights.
 """
 
 from dataclasses import dataclass
 
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 
-# Bytes.
-FP32 = 4
+FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
 # Logits of a chunk, their exponentials and gradients, in float32.
@@ -24,15 +24,13 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    # Attention heads times their size.
-    query: int
-    # Key-value heads times their size.
-    kv: int
+    query: int  # attention heads times their size
+    kv: int  # key-value heads times their size
     vocabulary: int
 
 
 def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
-    """The configured stage, but 1 for 0 in bfloat16: AdamW needs float32 master weights, which ZeRO keeps (and shards)."""
+    """The configured ZeRO stage, but 1 instead of 0 in bfloat16: only ZeRO keeps AdamW's float32 master weights."""
     return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
 
 
@@ -42,7 +40,7 @@ def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> dict[str, int]:
-    """Of one trained model on one rank: weights, gradients, optimizer."""
+    """Bytes of weights, gradients and optimizer of one trained model, on one rank."""
     parameters, stage = shape.parameters, zero_stage(model, learner)
 
     def share(size_bytes: int, from_stage: int) -> int:
@@ -50,7 +48,7 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
 
     gradients = share(parameters * FP32, 2)
     if model.dtype == "bfloat16":
-        gradients += share(parameters * DTYPE_BYTES["bfloat16"], 3)  # of one backward pass, before they are accumulated
+        gradients += share(parameters * DTYPE_BYTES["bfloat16"], 3)  # one backward pass, before accumulation
     master = parameters * FP32 if stage > 0 else 0
     return {
         "weights": share(weights_bytes(shape, model), 3),
@@ -60,10 +58,11 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Of one packed micro-batch at its full token budget, with the logits of one chunk; an estimate within a factor of two.
+    """Bytes of one packed micro-batch at its full token budget, with the logits of one chunk.
 
-    A layer keeps about 4 hidden states (both norms in and out), queries, keys, values and the attention's output, and 4 states of
-    the gated MLP. With checkpointing it keeps its input, and one layer is recomputed at a time.
+    An estimate within a factor of two. A layer keeps about 4 hidden states (both norms in and out), queries, keys,
+    values and the attention's output, and 4 states of the gated MLP. With checkpointing it keeps its input, and one layer
+    is recomputed at a time.
     """
     size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
     layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
@@ -73,12 +72,12 @@ def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerCon
 
 
 def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
-    """Keys and values of all layers: 2 layers kv b."""
+    """Bytes of the keys and values of all layers: 2 layers kv b."""
     return 2 * shape.layers * shape.kv * DTYPE_BYTES[model.dtype]
 
 
 def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
-    """On disk: weights, master copy where there is one, moments, and for the policy a Hugging Face export: 16 N."""
+    """Bytes on disk: weights, master copy if there is one, moments, and a Hugging Face export of the policy."""
     master = FP32 if model.dtype == "bfloat16" else 0
     trained = weights_bytes(shape, model) + shape.parameters * (master + MOMENTS_BYTES)
     return trained * (2 if critic else 1) + weights_bytes(shape, model)

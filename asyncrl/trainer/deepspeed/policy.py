@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model as a policy: log-probabilities of action tokens, and nothing larger.
+"""A Hugging Face causal language model as a policy: it returns log-probabilities of action tokens, never all logits.
 
-Axes in names:  N packed tokens, T action tokens, C one chunk of them, D hidden size, V vocabulary, R what is asked of each token.
+Axes in names:  N packed tokens, T action tokens, C one chunk of them, D hidden size, V vocabulary, R rows of results.
 The logits of at most one chunk exist at any time, forward and backward: [C, V], never [N, V].
 """
 
@@ -14,14 +14,14 @@ from torch.nn.functional import linear
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.deepspeed.attention import attention_kwargs
 
-# Config keys of architectures that do more to their logits than the output layer.
+# Config keys of architectures that transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class TokenLogprobs(torch.autograd.Function):
     """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], and the entropy of p = softmax(z).
 
-    z = hidden @ weight.T / temperature. `with_squares` asks for a third row, the sum of p ** 2, which passes no gradient on.
+    z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, which has no gradient.
     Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
     dL/dz = g (onehot(target) - p) - e p (ln p + H).
     """
@@ -54,7 +54,7 @@ class TokenLogprobs(torch.autograd.Function):
         gradient_T, entropy_gradient_T = gradients[0][:2]
         with_entropy = bool(entropy_gradient_T.any())
         hidden_gradient_TD = torch.empty_like(hidden_TD)
-        # Not in the weight's dtype, so that many chunks in bfloat16 do not round each other away.
+        # At least float32: in bfloat16 the contributions of many chunks would be lost in rounding.
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -71,11 +71,11 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 class LogprobHead(nn.Module):
-    """The output layer, asked for log-probabilities of given tokens in place of logits.
+    """An output layer that returns log-probabilities of given tokens instead of logits.
 
-    It shares the weight of the model's own output layer (and of the embedding, where tied). It is called once per micro-batch,
-    however many chunks that has, and returns one tensor, whatever the loss makes of it: ranks that share weights gather them
-    when a module runs and when a gradient reaches one of its outputs, and must do so in the same order.
+    It shares the weight of the model's own output layer (and of the embedding, if tied). It runs once per micro-batch,
+    for any number of chunks, and returns one tensor. The reason is ZeRO 3: ranks gather sharded weights when a module
+    runs and when a gradient reaches one of its outputs, and all ranks must do so in the same order.
     """
 
     def __init__(self, output_layer: nn.Module) -> None:
@@ -101,7 +101,7 @@ class PolicyModule(nn.Module):
         transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
         if transforms:
             raise ConfigError(
-                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a model without"
+                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a model without it"
             )
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings())
@@ -117,9 +117,10 @@ class PolicyModule(nn.Module):
         chunk: int,
         with_squares: bool = False,
     ) -> Tensor:
-        """columns_RT, float32, as predicted at the packed positions `source_T`.
+        """columns_RT, float32, predicted at the packed positions `source_T`.
 
-        The log-probability of `target_T`, the entropy, and with `with_squares` the sum of all squared probabilities.
+        The rows are the log-probability of `target_T`, the entropy, and, with `with_squares`, the sum of all squared
+        probabilities.
         """
         hidden_ND = hidden_states(self.model.base_model, input_ids_N, position_ids_N, sequence_starts)
         columns_RT: Tensor = self.head(hidden_ND[source_T], target_T, temperature, chunk, with_squares)

@@ -21,30 +21,30 @@ class Reference:
     """A second copy of the policy's model, sharded as the policy is. Every rank calls every method, in the same order."""
 
     def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
-        """`policy` is loaded for this and will not be trained."""
+        """`policy` must be a separate copy of the model; it is frozen."""
         self._policy = policy.requires_grad_(False)
-        # Below stage 3 every rank holds all weights.
+        # Below stage 3 every rank has all weights, and no engine is needed.
         settings = inference_settings(dtype=dtype, stage=stage)
         self.module: Any = deepspeed.initialize(model=policy, config=settings)[0] if stage == 3 else policy
         self._updates = 0
 
     @property
     def moved(self) -> bool:
-        """False as long as it is what was loaded."""
+        """Whether the weights have changed since they were loaded."""
         return self._updates > 0
 
     def update(self, policy: PolicyModule, decay: float) -> None:
-        """reference = decay * reference + (1 - decay) * policy, in place and on this rank's shards alone."""
+        """reference = decay * reference + (1 - decay) * policy, in place and only on this rank's shards."""
         self._updates += 1
-        # The same noise on every rank and after a resume: replicas stay equal.
+        # The noise is the same on every rank and after a resume, so that replicas stay equal.
         noise = torch.Generator(next(policy.parameters()).device).manual_seed(self._updates)
         for mine, theirs in zip(self._policy.parameters(), policy.parameters(), strict=True):
             mix(_shard(mine), _shard(theirs), decay, noise)
             if hasattr(mine, "partition"):
-                mine.partition()  # small parameters stay gathered between passes: drop that copy, it is stale
+                mine.partition()  # drops the gathered copy of a small parameter, which would be out of date
 
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
-        """Write the weights into `directory`, on rank 0; `writes` has what failed."""
+        """Write the weights into `directory`, on rank 0; `writes` records a failure."""
         state = {name: tensor.detach().cpu().clone() for name, tensor in whole_parameters(self._policy.model) if rank == 0}
         if rank == 0:
             writes.attempt(directory.mkdir)
@@ -64,7 +64,7 @@ class Reference:
 
 
 def _shard(parameter: Any) -> Tensor:
-    """What this rank holds of it, flat where it is sharded."""
+    """This rank's part of the parameter, flat if it is sharded."""
     shard: Tensor = getattr(parameter, "ds_tensor", parameter).data
     return shard
 
@@ -72,9 +72,9 @@ def _shard(parameter: Any) -> Tensor:
 def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> None:
     """mine = decay * mine + (1 - decay) * theirs, in place.
 
-    To the nearest bfloat16, a share below 0.4 % would vanish every time and the average would stand still. So bfloat16 rounds up
-    or down at random with the probabilities that make the mean exact: bfloat16 is the upper half of a float32, and a random
-    number added to the lower half carries into the upper one as often as it should.
+    With rounding to the nearest bfloat16, a share below 0.4 % would vanish in every update and the average would never
+    move. So bfloat16 is rounded up or down at random, with probabilities that make the mean exact: bfloat16 is the upper
+    half of a float32, and a random number added to the lower half carries into the upper half with that probability.
     """
     if mine.dtype != torch.bfloat16:
         mine.lerp_(theirs, 1 - decay)

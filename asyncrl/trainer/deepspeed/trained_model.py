@@ -1,7 +1,7 @@
 """One model with its DeepSpeed engine: forward passes over micro-batches, and optimizer steps on a sum of gradients.
 
-The gradient of a step is the plain sum over micro-batches and ranks: DeepSpeed's mean over ranks is undone and its division by
-accumulation steps switched off, so that the gradient does not depend on how a batch was cut.
+The gradient of a step is the plain sum over micro-batches and ranks. DeepSpeed's mean over ranks is undone and its
+division by accumulation steps switched off, so that the gradient does not depend on how a batch was cut.
 """
 
 import json
@@ -43,7 +43,7 @@ class TrainedModel:
         outputs: Callable[[MicroBatch], Tensor],
         loss: Callable[[MicroBatch, Tensor], LossSums],
     ) -> StepResult:
-        """See `Trainer.step`; `outputs` runs the engine on one micro-batch, `loss` gets what it returned."""
+        """See `Trainer.step`; `outputs` runs the engine on one micro-batch, `loss` gets its result."""
         lr = float(self.engine.get_lr()[0])
         if not microbatches:
             return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
@@ -53,20 +53,21 @@ class TrainedModel:
             self.engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
             sums = merge([sums, self._backward(microbatch, outputs(microbatch), loss)])
         grad_norm = self._apply()
-        metrics = self._reduce(sums) | {"skipped_steps": float(not math.isfinite(grad_norm))}
+        reduced = merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
+        metrics = reduced | {"skipped_steps": float(not math.isfinite(grad_norm))}
         return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
 
     def save(self, directory: Path, tag: str, writes: Writes) -> None:
-        """Parameters, optimizer and scheduler into `directory/tag`; `writes` has what failed."""
+        """Write parameters, optimizer and scheduler into `directory/tag`; `writes` records a failure."""
         files = self.engine.checkpoint_engine
         write = type(files).save
         files.save = lambda state_dict, path: writes.attempt(lambda: write(files, state_dict, path))
         self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
     def load(self, directory: Path, tag: str) -> None:
-        """The inverse of `save`, but for the optimizer's numbers: they are the config's, not those of before.
+        """The inverse of `save`, except that learning rate, betas and so on are those of the config.
 
-        Raises CheckpointError where DeepSpeed finds nothing to load.
+        Raises CheckpointError if DeepSpeed finds nothing to load.
         """
         path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
@@ -80,16 +81,16 @@ class TrainedModel:
     def _backward(
         self, microbatch: MicroBatch, outputs: Tensor, loss: Callable[[MicroBatch, Tensor], LossSums]
     ) -> Mapping[str, float]:
-        # Without action tokens: the sum of nothing, a zero gradient for every parameter.
+        # Without action tokens the sum is empty, and every parameter gets a zero gradient.
         empty = microbatch.target_T.numel() == 0
         sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)
-        # A non-finite loss may still have a finite gradient; as NaN it reaches the norm, which all ranks see.
+        # A non-finite loss may have a finite gradient. Made NaN, it reaches the norm, which is the same on all ranks.
         poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
         self.engine.backward(sums.loss * (self._ranks.count * poison), scale_wrt_gas=False)
         return sums.metrics
 
     def _apply(self) -> float:
-        """Clip and apply the gradient if it is finite, else drop it; the norm before clipping, inf or nan if dropped."""
+        """Clip and apply the gradient, or drop it if it is not finite; returns its norm before clipping."""
         if self._stage > 0:
             self.engine.step()
             return float(self.engine.get_global_grad_norm())
@@ -101,14 +102,11 @@ class TrainedModel:
             self.engine.zero_grad()
         return grad_norm
 
-    def _reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
-
 
 def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
-    """The module's outputs at the micro-batch's sources; `arguments` follow the packed tokens.
+    """The module's outputs at `source_T`; `arguments` are passed after the packed tokens.
 
-    An empty micro-batch runs one token, because ranks that share weights gather them together.
+    An empty micro-batch runs one token, because all ranks must take part in gathering sharded weights.
     """
     ran = microbatch
     if microbatch.input_ids_N.numel() == 0:
@@ -119,9 +117,9 @@ def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
 
 
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of a model, gathered from all ranks where sharded, until the next is asked for; exhaust it on every rank.
+    """Each parameter of a model, gathered from all ranks if it is sharded, and valid until the next one is requested.
 
-    With `write`, what rank 0 made of a sharded one goes back to all shards.
+    Every rank must exhaust the iterator. With `write`, rank 0's changes of a gathered parameter go back to all shards.
     """
     for name, parameter in model.named_parameters():
         sharded = hasattr(parameter, "ds_tensor")

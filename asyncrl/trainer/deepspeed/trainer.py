@@ -1,4 +1,4 @@
-"""The trainer on DeepSpeed: ZeRO 0 to 3, any number of ranks, micro-batches of any number and size."""
+"""The trainer on DeepSpeed: ZeRO stages 0 to 3, any number of ranks, micro-batches of any number and size."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +25,7 @@ from asyncrl.trainer.deepspeed.writes import Writes
 
 # Directories of DeepSpeed's own files inside a checkpoint.
 POLICY, CRITIC = "engine", "critic"
-# Directory of a reference that has moved; a frozen one is loaded from where it came from.
+# Directory of a reference that has moved; a frozen one is loaded again from its source.
 REFERENCE = "reference"
 
 M = TypeVar("M", TrainedModel, Reference)
@@ -44,7 +44,10 @@ class DeepSpeedTrainer:
         reference: bool = False,
         critic: CriticConfig | None = None,
     ) -> None:
-        """Load the policy, and once more as the reference and as the critic if asked. Raises DataError, ConfigError, RunError."""
+        """Load the policy, and the same model again as reference and as critic if they are needed.
+
+        Raises DataError, ConfigError, RunError.
+        """
         rendezvous = rendezvous or Rendezvous()
         self._model_config, self._temperature, self._chunk = model, temperature, learner.logprob_chunk_tokens
         self.device = choose_device(learner, rendezvous.local_rank)
@@ -68,11 +71,11 @@ class DeepSpeedTrainer:
 
     @property
     def ranks(self) -> int:
-        """Processes that train together."""
+        """The number of processes that train together."""
         return self._ranks.count
 
     def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
-        """See `Trainer`. Each model runs once per micro-batch, whatever is asked of it."""
+        """See `Trainer`. Each model runs once per micro-batch, for any number of columns."""
         with torch.no_grad():
             return [self._measure(microbatch, columns) for microbatch in microbatches]
 
@@ -102,7 +105,7 @@ class DeepSpeedTrainer:
         _built(self._reference, "reference").update(self._policy.engine.module, decay)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer`. A tensor is valid until the next one is asked for; exhaust the iterator on every rank."""
+        """See `Trainer`. A tensor is valid until the next one is requested; every rank must exhaust the iterator."""
         for name, parameter in whole_parameters(self._policy.engine.module.model):
             yield name, parameter.detach()
 
@@ -115,7 +118,7 @@ class DeepSpeedTrainer:
         return self._ranks.gather(value)
 
     def save(self, directory: Path) -> None:
-        """See `Trainer`. Returns when the files of all ranks are there; making them durable is the caller's."""
+        """See `Trainer`."""
         writes = Writes()
         self._policy.save(directory, POLICY, writes)
         if self._critic is not None:
@@ -136,7 +139,7 @@ class DeepSpeedTrainer:
     def load(self, directory: Path) -> None:
         """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        # A reference goes on from either; one that is no longer asked for is left behind.
+        # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = self._layout | {"moved_reference": found.get("moved_reference")}
         if found != layout:
             raise ConfigError(

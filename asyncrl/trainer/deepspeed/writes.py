@@ -1,4 +1,4 @@
-"""One rank's writes in one save: after the first that fails, the others are skipped."""
+"""The writes of one rank during a save."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from asyncrl.progress import beat
 
 @dataclass(slots=True)
 class Writes:
-    """The writes of one rank in one save: after one that failed the others are left out.
+    """The writes of one rank during a save: after the first failure the others are skipped.
 
-    A rank that gave up at once would leave the others waiting in the next collective.
+    A rank must not end the save early: the others would wait for it in the next collective.
     """
 
-    # Of the first that failed.
+    # Type and text of the first failure.
     failure: str = ""
 
     def attempt(self, write: Callable[[], object]) -> None:
@@ -25,5 +25,5 @@ class Writes:
             return
         try:
             write()
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the error of a full disk
             self.failure = f"{type(error).__name__}: {error}"
