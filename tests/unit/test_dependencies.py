@@ -67,6 +67,11 @@ def test_extras_that_the_messages_name_exist():
     assert {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"} <= named <= EXTRAS.keys() | {"extra"}
 
 
+def test_the_page_of_the_installation_has_every_extra():
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == EXTRAS.keys()
+
+
 def test_all_is_every_extra_but_engines_and_tools():
     (everything,) = map(Requirement, EXTRAS["all"])
     assert everything.extras == EXTRAS.keys() - {"all", "cpu", "gpu", "dev", "docs"}

@@ -52,7 +52,7 @@ def test_scripts_modules_and_extras_exist(command):
         path = ROOT / (words[2].replace(".", "/") if words[1] == "-m" else words[1])
         places = (path, path.with_suffix(".py"), path / "__main__.py")
         assert words[2:3] == ["pytest"] or any(place.is_file() for place in places)
-    if program == "pip":
+    if words[:2] == ["pip", "install"]:
         extras = re.findall(r"(?:asyncrl|\.)\[([\w,-]+)\]", command.text)
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         assert extras and all(f"\n{extra} = [" in project for one in extras for extra in one.split(","))
