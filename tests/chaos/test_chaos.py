@@ -17,9 +17,13 @@ from reliability.chaos.world import START_S, World
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 SECONDS, SEED = 5.0, 7
+FAST = ("kills", "mixed")
+CHOSEN = [
+    pytest.param(scenario, id=scenario.name, marks=() if scenario.name in FAST else pytest.mark.slow) for scenario in SCENARIOS
+]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", CHOSEN)
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
     if scenario.is_spread and (reason := obstacle()):
         pytest.skip(reason)

@@ -7,6 +7,7 @@ from reliability.chaos.weights import aborted, run, sampling_on, stricken, visit
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing():
     found = run(stricken, 6)
     assert sum(found["injected"].values()) == 6

@@ -15,8 +15,13 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.integration
 
 
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stage", "dtype"), [(1, 0, "float32"), (2, 0, "float32"), (2, 2, "float32"), (2, 3, "bfloat16")]
+    ("ranks", "stage", "dtype"),
+    [(1, 0, "float32"), slow(2, 0, "float32"), (2, 2, "float32"), slow(2, 3, "bfloat16")],
 )
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
@@ -47,6 +52,7 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, r
     assert not list(store.rglob("latest"))
 
 
+@pytest.mark.slow
 def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store)}
@@ -63,7 +69,7 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     run_ranks(1, model, [base | {"critic": True, "name": "resumed", "steps": [1, 2]}], tmp_path / "without a reference")
 
 
-@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(1, 0, "float32"), (2, 2, "float32"), (2, 3, "bfloat16")])
+@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(1, 0, "float32"), slow(2, 2, "float32"), slow(2, 3, "bfloat16")])
 def test_a_resumed_optimizer_has_the_numbers_of_today(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
     """Loaded and not: the learning rate, its warm-up and the rest are those of the config that resumes."""
     model, base = tiny_qwen2(tmp_path / "model"), {"run": "train", "stage": stage, "dtype": dtype, "critic": True}
@@ -80,7 +86,7 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(tmp_path: Path, ranks: int
         assert numbers["lr"] == pytest.approx(1e-30), "four steps of before and now, and the fifth is the first of the full rate"
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
 def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(tmp_path: Path, ranks: int, stage: int) -> None:
     """Every file is the first that does not fit: the ranks still meet in every collective."""
     limits = [1, 3_000, 20_000, 200_000]

@@ -54,7 +54,7 @@ def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
 
 
-@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(ranks_of: Start, tmp_path: Path, ranks: int, tied: bool) -> None:
     model = tiny_qwen2(tmp_path / "model", tied=tied)
     expected, loss = oracle(model)
@@ -138,6 +138,7 @@ def test_score_is_the_stock_models_at_temperature_one(ranks_of: Start, tmp_path:
     assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_and_any_budget(
     ranks_of: Start, model: Path, tmp_path: Path
 ) -> None:
