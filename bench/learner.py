@@ -19,6 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import asyncrl  # noqa: F401 - before transformers: it hides builds that transformers cannot import
+
+# isort: split
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -5,6 +5,8 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
+
 settings.register_profile("asyncrl", deadline=None)  # other work on the machine is no failure
 settings.load_profile("asyncrl")
 
