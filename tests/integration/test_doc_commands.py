@@ -63,6 +63,8 @@ NOT_TYPED = {
     "python -m reliability.simulation": "minutes: tests/simulation has 500 seeds in every run",
     "python -m reliability.simulation.mutants": "minutes: tests/simulation/test_mutants.py tries some",
     "python deploy/wandb_overview.py": "network; what it would save is held by tests/unit/test_wandb_overview.py",
+    "python -m asyncrl.quickstart.smollm2": "a package with a model: tests/integration/test_warmup.py goes without it",
+    "python docs/examples/plain.py": "writes into build/ of a clone: tests/unit/test_tutorial.py runs it elsewhere",
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
     "ruff": "a part of `make test`",
     "sbatch": "Slurm: tests/integration/test_slurm_script.py has one of three lines",
@@ -144,7 +146,7 @@ def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None
             process.kill()
     assert "step 3/3" in training
     assert "reward/right/mean" in (run / "metrics" / "learner.jsonl").read_text()
-    for name in ("quickstart", "another"):
+    for name in ("quickstart", "another", "plain"):
         shutil.copytree(run, project / "runs" / name, ignore=shutil.ignore_patterns("*.sock"))
 
     for text, page in sorted(listed().items()):

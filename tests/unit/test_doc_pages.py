@@ -156,3 +156,12 @@ def test_links_into_a_page_meet_a_heading():
             headings = re.findall(r"^#+ (.+)$", text_of(there), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_files_that_are_named_exist():
+    """Also those of the reading order, which are named from asyncrl/ on."""
+    for page in PAGES:
+        for name in re.findall(r"`((?:asyncrl|bench|configs|deploy|docs|examples|reliability|tests)/[\w/.-]+)`", text_of(page)):
+            assert (ROOT / name).exists() or "/runs/" in name, f"{page.name}: {name}"
+    for name in re.findall(r"`(\w+(?:/\w+)+\.py)`", text_of(ROOT / "docs" / "architecture.md")):
+        assert (ROOT / "asyncrl" / name).is_file() or (ROOT / name).is_file(), name
