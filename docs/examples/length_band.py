@@ -18,30 +18,30 @@ def shape(
     weight: float = 0.1,
     magnitude: float = 1.0,
 ) -> float:
-    """reward - weight * magnitude * distance, where distance is 0 inside [low, high] and grows to 1 outside.
+    """Return reward - weight * magnitude * distance; distance is 0 inside [low, high] and grows to 1 outside.
 
-    The distance is relative: 1 for no token at all, and from 2 * high tokens on. So length alone never costs more than `weight`
-    of what a right answer is worth.
+    The distance is relative: it is 1 for an empty response and from 2 * high tokens on. Length alone therefore
+    never costs more than the share `weight` of the difference between a good and a bad answer.
 
     Args:
-        reward: of the rollout, before shaping.
+        reward: reward of the rollout before shaping.
         response_tokens: length of the response.
-        max_response_tokens: the longest response allowed; not needed here.
-        finish_reason: `stop` or `length`; not needed here.
+        max_response_tokens: the longest response allowed; unused here.
+        finish_reason: `stop` or `length`; unused here.
         low: shortest response without a penalty, in tokens.
         high: longest response without a penalty, in tokens.
         weight: the largest penalty, as a share of `magnitude`.
-        magnitude: of the reward: the difference between a good and a bad answer.
+        magnitude: difference between the rewards of a good and a bad answer.
     """
     below, above = max(low - response_tokens, 0) / max(low, 1), max(response_tokens - high, 0) / high
     return reward - weight * magnitude * min(below + above, 1.0)
 
 
 class LengthDrift:
-    """Watches where the length of responses is going, and warns before it has gone."""
+    """Publish the trend of response lengths, and warn when it becomes large."""
 
     def __init__(self, *, low: int = 30, high: int = 80, decay: float = 0.9, largest_drift_tokens: float = 5.0) -> None:
-        """Bounds of the band, in tokens; `decay`: what the mean keeps of itself at each step; the largest drift per step."""
+        """Take the band in tokens, the decay of the mean per step, and the drift per step that causes a warning."""
         self._low, self._high = low, high
         self._decay = decay
         self._largest_drift_tokens = largest_drift_tokens
@@ -49,7 +49,7 @@ class LengthDrift:
         self._was_outside = False
 
     def before_step(self, plan: Any) -> dict[str, float]:
-        """What the step is about to teach: above 0, longer responses than the batch's mean."""
+        """Return the pull of this step on the length; above 0 it teaches longer responses."""
         lengths = [len(sequence.response_ids) for sequence in plan.sequences]
         advantages = [
             float(sequence.advantages[sequence.keep].mean()) if sequence.keep.any() else 0.0 for sequence in plan.sequences
@@ -60,7 +60,7 @@ class LengthDrift:
         return {"length/pull": pull, "length/outside_share": outside}
 
     def after_step(self, step: Any) -> dict[str, float]:
-        """Moves the mean; warns of a large drift, and once whenever the mean leaves the band."""
+        """Update the mean; warn of a large drift, and once each time the mean leaves the band."""
         newest = mean([len(rollout.response_ids) for group in step.collected.groups for rollout in group.rollouts])
         before = newest if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = self._decay * before + (1.0 - self._decay) * newest

@@ -1,0 +1,61 @@
+"""The worked examples of docs/planes are what the program computes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.algo.staleness import choose, credit_limit, lag_bound, minimum_version
+from asyncrl.buffer.ledger import Ledger
+
+MINUS = "\N{MINUS SIGN}"
+PLANES = Path(__file__).parents[2] / "docs" / "planes"
+
+
+def rows(page: str, columns: int) -> list[list[str]]:
+    """The cells of the tables with so many columns below "Worked example"."""
+    text = (PLANES / f"{page}.md").read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [cells for cells in found if len(cells) == columns][2:]
+
+
+def test_credit_and_window_of_the_sampling_page() -> None:
+    table = [[int(cell) for cell in cells[1:5]] for cells in rows("sampling", 6)]
+    assert len(table) == 7
+    for trained, rejected, _, limit in table:
+        assert credit_limit(trained, max_lag=2, groups=4, rejected=rejected) == limit
+    assert lag_bound(2, window=4, groups=4) == 3
+    assert choose([1, 3, 4, 5], anchor=2, count=4, window=4) == [1, 3, 4, 5]
+    assert choose([1, 3, 4, 5], anchor=2, count=4, window=3) is None
+    assert choose([6, 7, 8], anchor=2, count=4, window=4) is None
+    assert choose([2, 6, 7, 8], anchor=9, count=4, window=4) == [2, 6, 7, 8]
+    needed = {ticket: minimum_version(ticket, version=2, limit=21, groups=4) for ticket in range(14, 22)}
+    assert [ticket for ticket, version in needed.items() if version == 2] == [18, 19, 20, 21]
+    assert {minimum_version(ticket, version=1, limit=16, groups=4) for ticket in range(13, 17)} == {1}
+
+
+def test_ledger_of_the_buffer_page() -> None:
+    ledger, takes = Ledger(), [(1, 2), (3, 5), (4, 6), (7, 8)]
+    shown = [cells[1] for cells in rows("buffer", 4)]
+    for ids in takes:
+        ledger.consume(ids)
+        above = f", above {{{', '.join(map(str, sorted(ledger.above)))}}}" if ledger.above else ""
+        state = f"takes {ledger.takes}, watermark {ledger.watermark}{above}"
+        assert state in shown
+
+
+def test_numbers_of_the_learning_page() -> None:
+    text = (PLANES / "learning.md").read_text(encoding="utf-8")
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    advantage = float(((rewards - rewards.mean()) / rewards.std())[0])
+    assert f"{advantage:.3f}" in text and f"{float(rewards.std()):.3f}" in text
+    table = [[float(cell.replace(MINUS, "-")) for cell in cells] for cells in rows("learning", 7)]
+    assert len(table) == 4
+    for _, _, behaviour, proximal, ratio, weight, product in table:
+        assert ratio == pytest.approx(math.exp(proximal - behaviour), abs=5e-4)
+        assert weight == pytest.approx(min(ratio, 2.0), abs=5e-4)
+        assert product == pytest.approx(weight * advantage, abs=2e-3)
+    one_of_four = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    shown = ", ".join(f"{x:.1f}" for x in ((one_of_four - one_of_four.mean()) / one_of_four.std()).tolist())
+    assert shown.replace("-", MINUS) in " ".join(text.split())
