@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from asyncrl import __version__
-from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.metrics import policy_metrics
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.config import registry
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "dro": {"beta": 1.0},

@@ -4,17 +4,17 @@ The JSON schema says less than `asyncrl validate`: it knows keys, types, ranges 
 the rules between keys. Nothing in it is required except inside lists, since a file may stand on top of others (`extends`).
 """
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncrl.algo import registry
-from asyncrl.config.base import Choice, Part
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
-from asyncrl.config.report import describe, known_keys, schema_at
+from asyncrl.config import registry
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
+from asyncrl.config.base import Choice, Keys, Part
+from asyncrl.config.report import known_keys, schema_at
 from asyncrl.config.resume import on_resume
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import describe
 
 Schema = dict[str, Any]
 
@@ -25,18 +25,6 @@ EXTENDS: Schema = {
 }
 OWN: Schema = {"type": "string", "pattern": ":"}
 """A user's own function: `package.module:function` or `path.py:function`."""
-SCALARS: Mapping[str, Schema] = {
-    "float": {"type": "number"},
-    "int": {"type": "integer"},
-    "bool": {"type": "boolean"},
-    "str": {"type": "string"},
-    "Positive": {"type": "number", "exclusiveMinimum": 0},
-    "NonNegative": {"type": "number", "minimum": 0},
-    "AboveOne": {"type": "number", "exclusiveMinimum": 1},
-    "Share": {"type": "number", "minimum": 0, "maximum": 1},
-    "PositiveInt": {"type": "integer", "minimum": 1},
-}
-"""Annotation of a function's parameter -> JSON schema; `asyncrl.algo.ranges` has the tests that a config is held to."""
 
 
 def json_schema() -> Schema:
@@ -89,10 +77,11 @@ def _choice(kind: str, *, in_list: bool) -> Schema:
     options: list[Schema] = [{"enum": list(registry.names(kind))}, OWN, _section({"name": OWN}, required=["name"], closed=False)]
     every: dict[str, list[Schema]] = {}
     for name in registry.names(kind):
-        known = registry.parameters(kind, name)
-        values = {key: parameter_schema(parameter) for key, parameter in known.items()}
-        needed = [key for key, parameter in known.items() if parameter.required]
-        options.append(_section({"name": {"const": name}} | values, required=["name", *needed]))
+        schema = registry.parameters(kind, name).model_json_schema()
+        values = {
+            key: {word: what for word, what in value.items() if word != "title"} for key, value in schema["properties"].items()
+        }
+        options.append(_section({"name": {"const": name}} | values, required=["name", *schema.get("required", [])]))
         for key, value in values.items():
             if value not in every.setdefault(key, []):
                 every[key].append(value)
@@ -103,28 +92,6 @@ def _choice(kind: str, *, in_list: bool) -> Schema:
 
 def _section(properties: Schema, *, required: list[str], closed: bool = True) -> Schema:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": not closed}
-
-
-def parameter_schema(parameter: registry.Parameter) -> Schema:
-    """What a parameter of a registered function may be, and its default."""
-    default = {} if parameter.required else {"default": parameter.default}
-    return _of(parameter.annotation) | default
-
-
-def _of(annotation: ast.expr) -> Schema:
-    match annotation:
-        case ast.BinOp(left=left, right=right):
-            return {"anyOf": [_of(left), _of(right)]}
-        case ast.Constant(value=None):
-            return {"type": "null"}
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            value = ast.literal_eval(choices)
-            return {"enum": list(value) if isinstance(value, tuple) else [value]}
-        case ast.Subscript(value=ast.Name(id="Mapping"), slice=ast.Tuple(elts=[_, item])):
-            return {"type": "object", "additionalProperties": _of(item)}
-        case ast.Name(id=name):
-            return dict(SCALARS[name])
-    raise TypeError(f"no JSON schema for the annotation `{ast.unparse(annotation)}`; add it here")
 
 
 def tables() -> Iterator[str]:
@@ -139,7 +106,7 @@ def _tables(keys: Keys, part: Any) -> Iterator[str]:
         value = getattr(part, key, None)
         if isinstance(value, Part) and not isinstance(value, Choice):
             below.append((path, value))
-        elif schema.get("items", {}).get("$ref", "").endswith("RewardFunctionConfig"):
+        elif schema.get("items", {}).get("title") == "RewardFunctionConfig":
             rows.append(_row(path, schema, None))
             below.append(((*path, 0), value[0]))
         else:

@@ -9,19 +9,20 @@ is written, from the signatures of the functions that its first column names; ot
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from config_reference import json_schema, minimal, shown, tables
 
-from asyncrl.algo import registry
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
-from asyncrl.config.base import Choice, Part
-from asyncrl.config.choices import CHOICE_LISTS, Keys, kind_at
+from asyncrl.config import registry
+from asyncrl.config.algorithm import CHOICE_LISTS, kind_at
+from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.load import load_config
-from asyncrl.config.report import describe, schema_at
+from asyncrl.config.report import schema_at
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "config.md")
@@ -71,14 +72,16 @@ def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
     for row in rows[2:]:
         values = cells(row)
         name = re.findall(r"`([^`]+)`", values[0])[0]
-        values[column] = "; ".join(parameter(key, found) for key, found in registry.parameters(kind, name).items())
+        values[column] = "; ".join(
+            parameter(*item) for item in registry.parameters(kind, name).model_json_schema()["properties"].items()
+        )
         yield line(values)
 
 
-def parameter(key: str, found: registry.Parameter) -> str:
+def parameter(key: str, schema: Mapping[str, Any]) -> str:
     """Name, what is allowed, default."""
-    allowed = found.allowed.removeprefix("a number ").removeprefix("one of ")
-    return f"`{key}` {allowed} ({'required' if found.required else shown(found.default)})"
+    allowed = describe(schema).removeprefix("a number ").removeprefix("one of ")
+    return f"`{key}` {allowed} ({shown(schema['default']) if 'default' in schema else 'required'})"
 
 
 def settings() -> Iterator[str]:
@@ -146,8 +149,8 @@ def dotted(keys: Keys) -> str:
 
 def choice(kind: str, chosen: Choice) -> str:
     """Name, and the parameters that are not the default."""
-    known = registry.parameters(kind, chosen.name)
-    own = {key: value for key, value in chosen.params.items() if known[key].required or value != known[key].default}
+    known = registry.parameters(kind, chosen.name).model_fields
+    own = {key: value for key, value in chosen.params.items() if value != known[key].default}
     listed = ", ".join(f"{key} {shown(value)}" for key, value in own.items())
     return f"`{chosen.name}`" + (f" ({listed})" if listed else "")
 

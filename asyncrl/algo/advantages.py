@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ranges import Positive
+from asyncrl.algo.ranges import Positive, ZeroOrOne
 from asyncrl.algo.returns import whiten
 from asyncrl.errors import ConfigError
 
@@ -26,7 +26,7 @@ def grpo(
     *,
     scale: Literal["group", "batch", "none"] = "group",
     std_eps: Positive = 1e-6,
-    ddof: Literal[0, 1] = 1,
+    ddof: ZeroOrOne = 1,
 ) -> Tensor:
     """(R - mean_group) / (std + std_eps), with the standard deviation of the group, of the whole batch, or none.
 

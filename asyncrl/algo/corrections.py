@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ranges import NonNegative, Positive
-from asyncrl.algo.ratios import LOG_RATIO_BOUND, Level, binary_kl, log_ratio, probabilities, sums
+from asyncrl.algo.ranges import Level, NonNegative, Positive
+from asyncrl.algo.ratios import LOG_RATIO_BOUND, binary_kl, log_ratio, probabilities, sums
 from asyncrl.algo.tokens import TokenBatch
 
 

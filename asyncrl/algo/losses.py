@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ranges import AboveOne, NonNegative, Positive, Share
-from asyncrl.algo.ratios import Level, log_ratio, policy_ratio, sums
+from asyncrl.algo.ranges import AboveOne, Level, NonNegative, Positive, Share
+from asyncrl.algo.ratios import log_ratio, policy_ratio, sums
 from asyncrl.algo.selection import select
 from asyncrl.algo.tokens import TokenBatch
 

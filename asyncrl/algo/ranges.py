@@ -1,35 +1,21 @@
-"""Names for ranges of numbers. In a signature they are documentation; `registry.check` holds a config to them.
+"""Types of parameters. To a type checker they are plain numbers; a config is held to their bounds.
 
-The table needs no torch, so a config is checked before anything slow is imported.
+Whoever checks a config reads the signatures of this package with the names that are here, and nothing else: so this
+module needs no torch, and a parameter that a config may set is annotated with a name from here.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping as Mapping
+from typing import Annotated, Literal
 
-Positive = float
-NonNegative = float
-AboveOne = float
-Share = float
-PositiveInt = int
+from pydantic import Field
 
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+AboveOne = Annotated[float, Field(gt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+ZeroOrOne = Annotated[int, Field(ge=0, le=1)]  # a Literal would accept true and false
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "float": (_is_number, "a number"),
-    "int": (_is_int, "an integer"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "str": (lambda value: isinstance(value, str), "text"),
-    "Positive": (lambda value: _is_number(value) and value > 0, "a number > 0"),
-    "NonNegative": (lambda value: _is_number(value) and value >= 0, "a number >= 0"),
-    "AboveOne": (lambda value: _is_number(value) and value > 1, "a number > 1"),
-    "Share": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    "PositiveInt": (lambda value: _is_int(value) and value >= 1, "an integer >= 1"),
-}
-"""Annotation in a signature -> (test, what to tell the user)."""
+# What a ratio belongs to: a token, or its whole sequence by the product or the geometric mean of its tokens' ratios.
+Level = Literal["token", "sequence", "geometric"]

@@ -3,15 +3,11 @@
 `min` and `clamp` after `exp` are not enough: they back-propagate 0 * inf = NaN. So the log-ratio is clamped first.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from asyncrl.algo.ranges import Level
 from asyncrl.algo.tokens import TokenBatch
-
-# A ratio is taken of a token, or of its whole sequence: the product or the geometric mean of its tokens' ratios.
-Level = Literal["token", "sequence", "geometric"]
 
 # exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information.
 LOG_RATIO_BOUND = 20.0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Self
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import described

@@ -6,13 +6,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import Correction, combined, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.config import registry
 from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.algo import registry
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.critic_steps import CriticSteps
@@ -13,6 +12,7 @@ from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.plan import Planner, PlanSettings
 from asyncrl.batch.recipe import Recipe
+from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.schema import BatchConfig

@@ -2,13 +2,14 @@
 
 from typing import Literal
 
-from asyncrl.config.base import Choice, NonNegative, NonNegativeFloat, Part, Positive, PositiveFloat, Share
+from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
+from asyncrl.config.base import Choice, Keys, Part
 
 
 class KLConfig(Part):
     """Penalty for distance from the reference model, which is the initial policy."""
 
-    coefficient: NonNegativeFloat = 0.0
+    coefficient: NonNegative = 0.0
     """Strength of the penalty; 0 switches the reference model off."""
     estimator: Choice = Choice(name="k3")
     """Estimator of a token's divergence."""
@@ -17,9 +18,9 @@ class KLConfig(Part):
     of the trained policy (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
-    target: PositiveFloat | None = None
+    target: Positive | None = None
     """KL in nats per token that an adaptive coefficient aims at; null keeps the coefficient fixed."""
-    horizon: PositiveFloat = 10000.0
+    horizon: Positive = 10000.0
     """Number of sequences over which the coefficient may change by a fifth."""
     reference_decay: Share = 1.0
     """1 freezes the reference. Below 1, the reference keeps this share of itself after each step and takes
@@ -31,12 +32,12 @@ class EntropyConfig(Part):
 
     coefficient: float = 0.0
     """Coefficient of the bonus; with `target` its initial value."""
-    target: PositiveFloat | None = None
+    target: Positive | None = None
     """Entropy in nats per token. Below it the coefficient grows by `step` per batch and acts; above it the
     coefficient falls and does not act."""
-    step: PositiveFloat = 0.005
+    step: Positive = 0.005
     """Change of the adaptive coefficient after a batch."""
-    maximum: PositiveFloat = 1.0
+    maximum: Positive = 1.0
     """Largest value of the adaptive coefficient; the smallest is 0."""
 
 
@@ -60,7 +61,7 @@ class AlgorithmConfig(Part):
     entropy: EntropyConfig = EntropyConfig()
     filters: tuple[Choice, ...] = ()
     """Group filters, such as `zero_variance` (dynamic sampling); rejected groups are replaced."""
-    max_refills: Positive = 10
+    max_refills: PositiveInt = 10
     """Limit of rejected groups per optimizer step, in batches; above it the run stops with the reason."""
     shaping: tuple[Choice, ...] = ()
     """Reward shaping, such as `soft_overlong`."""
@@ -72,17 +73,17 @@ class AlgorithmConfig(Part):
 class OptimizerConfig(Part):
     """AdamW."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Positive = 1e-6
     """Learning rate after the warm-up; constant."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments."""
-    eps: PositiveFloat = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay, as in AdamW."""
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly to `lr`."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Positive = 1.0
     """Norm to which a larger gradient is scaled down."""
 
 
@@ -90,8 +91,36 @@ class CriticConfig(Part):
     """Value model of `gae`, with a backbone that starts as the policy's. It exists only if the advantage
     needs values."""
 
-    clip: PositiveFloat | None = 0.5
+    clip: Positive | None = 0.5
     """Largest distance of a value from the value that the advantages were computed with; null is unlimited."""
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+# Which keys of a config choose a function, and of which kind (see `registry`).
+CHOICES: dict[Keys, str] = {
+    ("algorithm", "advantage"): "advantage",
+    ("algorithm", "policy_loss"): "policy_loss",
+    ("algorithm", "correction"): "correction",
+    ("algorithm", "aggregation"): "aggregation",
+    ("algorithm", "kl", "estimator"): "kl",
+}
+CHOICE_LISTS: dict[Keys, str] = {
+    ("algorithm", "rejections"): "correction",
+    ("algorithm", "filters"): "filter",
+    ("algorithm", "shaping"): "shaping",
+}
+
+
+def kind_at(keys: Keys) -> str | None:
+    """The kind of function chosen at `keys`; None where none is."""
+    return CHOICES.get(keys) or (CHOICE_LISTS.get(keys[:-1]) if keys and isinstance(keys[-1], int) else None)
+
+
+def default_name(keys: Keys) -> str | None:
+    """The name that a choice has when a config says nothing; None for items of lists."""
+    part: object = AlgorithmConfig()
+    for key in keys[1:]:
+        part = getattr(part, str(key), None)
+    return part.name if isinstance(part, Choice) else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, EntropyConfig, KLConfig
 from asyncrl.config.base import Choice, Mistake
 from asyncrl.config.sections import BatchConfig, LearnerConfig, RewardConfig, SamplingConfig, StalenessConfig

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config.base import Mistake
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys, default_name
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES, default_name
+from asyncrl.config.base import Keys, Mistake
 from asyncrl.errors import ConfigError
 
 NULL = r"~|null|Null|NULL|"

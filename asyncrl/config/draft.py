@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.config.base import Mistake
-from asyncrl.config.choices import Keys
+from asyncrl.config.base import Keys, Mistake
 from asyncrl.config.document import Node, Problem, keys_of, placed
 from asyncrl.config.schema import SECTIONS_ONLY, Config
 

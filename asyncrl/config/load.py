@@ -5,13 +5,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from asyncrl.config import registry
 from asyncrl.config.agreements import disagreements
-from asyncrl.config.choices import CHOICES, default_name, kind_at
-from asyncrl.config.document import Node, Problem, merge, override, read
+from asyncrl.config.algorithm import CHOICES, default_name, kind_at
+from asyncrl.config.document import Node, Problem, merge, override, placed, read
 from asyncrl.config.draft import Draft, mended
-from asyncrl.config.report import describe, panel, problems_of, schema_at, shown
+from asyncrl.config.report import panel, problems_of, schema_at
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import describe, shown
 from asyncrl.errors import ConfigError
 
 __all__ = ["checked", "config_hash", "config_json", "dump_config", "load_config", "read_draft"]
@@ -82,18 +84,12 @@ def _misread(root: Node) -> Iterator[Problem]:
 
 
 def _choice_problems(root: Node) -> Iterator[Problem]:
-    """What the registry has to say about chosen functions and their parameters."""
-    from asyncrl.algo import registry
-
+    """What is wrong with chosen functions and their parameters."""
     for keys, node in root.walk():
         kind = kind_at(keys)
         params = node.plain() if kind else None
         if kind is None or not isinstance(params, dict) or not isinstance(params.get("name"), str):
             continue
-        name = params.pop("name")
-        try:
-            registry.check(kind, name, params)
-        except ConfigError as error:
-            wrong = next((key for key in params if f"`{key}`" in str(error)), "name")
-            place = node.nearest((wrong,)).place
-            yield Problem(place, (*keys, wrong), str(error))
+        for mistake in registry.mistakes(kind, params.pop("name"), params):
+            problem = placed(mistake, node)
+            yield Problem(problem.place, (*keys, *problem.keys), problem.text)

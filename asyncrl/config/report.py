@@ -2,17 +2,16 @@
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.config.base import Mistake, Mistakes
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES, Keys
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
+from asyncrl.config.base import Keys, Mistake, Mistakes
 from asyncrl.config.document import Node, Problem, placed
 from asyncrl.config.schema import Config
-
-Schema = Mapping[str, Any]
+from asyncrl.config.wording import Schema, describe, shown
 
 
 def panel(problems: Iterable[Problem | str], *, title: str) -> str:
@@ -127,26 +126,32 @@ NOT_HERE = {"lora": "LoRA", "peft": "LoRA", "use_peft": "LoRA", "lora_r": "LoRA"
 
 
 @functools.cache
-def _json_schema() -> dict[str, Any]:
-    return Config.model_json_schema()
+def _json_schema() -> Schema:
+    schema: Schema = Config.model_json_schema()
+    inlined: Schema = _inlined(schema, schema["$defs"])
+    return inlined
 
 
-def _resolved(schema: Schema) -> Schema:
-    reference = schema.get("$ref")
-    return _json_schema()["$defs"][reference.rsplit("/", 1)[-1]] if reference else schema
+def _inlined(schema: Any, parts: Schema) -> Any:
+    """The same schema with its references replaced by what they refer to."""
+    if isinstance(schema, list):
+        return [_inlined(item, parts) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    referred = parts[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else {}
+    return {key: _inlined(value, parts) for key, value in {**referred, **schema}.items() if key not in ("$ref", "$defs")}
 
 
 def schema_at(keys: Keys) -> Schema:
     """JSON schema of the value at `keys`; empty where the schema knows nothing."""
-    schema: Schema = _json_schema()
+    schema = _json_schema()
     for key in keys:
-        schema = _resolved(schema)
         if isinstance(key, int):
             items = schema.get("prefixItems", [])
             schema = items[key] if key < len(items) else schema.get("items", {})
         else:
             schema = schema.get("properties", {}).get(key, {})
-    return {**_resolved(schema), **{key: schema[key] for key in ("description",) if key in schema}}
+    return schema
 
 
 def known_keys(keys: Keys) -> list[str]:
@@ -163,50 +168,6 @@ def all_paths(keys: Keys = ()) -> tuple[str, ...]:
     return (*([".".join(map(str, keys))] if keys else []), *below)
 
 
-TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
-
-
-def describe(schema: Schema) -> str:
-    """For people: what a schema allows."""
-    schema = _resolved(schema)
-    if "anyOf" in schema:
-        return " or ".join(describe(choice) for choice in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(map(str, schema["enum"]))
-    kind = schema.get("type")
-    if kind == "object":
-        return f"a section with {', '.join(schema.get('properties', {}))}"
-    if kind == "array":
-        return _described_list(schema)
-    bounds = [
-        f"{sign} {schema[key]}"
-        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
-        if key in schema
-    ]
-    pattern = [f"matching `{schema['pattern']}`"] if "pattern" in schema else []
-    pattern = [f"such as {schema['examples'][0]}"] if "examples" in schema else pattern
-    return " ".join([TYPES.get(str(kind), "another value"), " and ".join(bounds), *pattern]).strip().replace("  ", " ")
-
-
-def _described_list(schema: Schema) -> str:
-    if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(describe(item) for item in schema["prefixItems"])
-    least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
-    return f"a list of {least}{describe(schema.get('items', {}))}"
-
-
 def _described(schema: Schema) -> str:
     text = str(schema.get("description", "")).strip().splitlines()
     return (text[0].rstrip(".") if text else describe(schema)) or "a value"
-
-
-def shown(value: Any) -> str:
-    """A found value, short."""
-    if isinstance(value, Mapping):
-        return f"a section with {', '.join(map(str, value)) or 'nothing'}"
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from asyncrl.algo.registry import needs
 from asyncrl.config.document import SCALARS
+from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
 
 SHARED: dict[str, tuple[str, ...]] = {

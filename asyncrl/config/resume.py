@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.algo.registry import needs
 from asyncrl.config.base import Mistake
-from asyncrl.config.report import shown
+from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import shown
 
 OTHER_RUN = "another run"
 """What it decides is what the run is about."""

@@ -8,9 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import one_interface, one_place
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.base import Choice, Mistake, Mistakes, NonNegative, Part, Positive, PositiveFloat, Share
+from asyncrl.config.base import Choice, Mistake, Mistakes, Part
 
 
 class RunConfig(Part):
@@ -90,11 +91,11 @@ class RewardConfig(Part):
 
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1, max_length=64)]
     """Parts of the reward, which is their weighted sum."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Positive = 10.0
     """Time limit of a call. A call that takes longer is killed, and its ticket is given back."""
-    workers: Positive = 1
+    workers: PositiveInt = 1
     """Reward processes per generator."""
-    attempts: Positive = 3
+    attempts: PositiveInt = 3
     """Failures after which a ticket is counted as dead; it never scores 0."""
     sandbox: Literal["none", "bubblewrap"] = "none"
     """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, and only files of the
@@ -122,13 +123,13 @@ class RewardConfig(Part):
 class BatchConfig(Part):
     """Size of the batch of one optimizer step."""
 
-    groups: Positive = 32
+    groups: PositiveInt = 32
     """Groups per batch (B)."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts per group (G)."""
-    minibatches: Positive = 1
+    minibatches: PositiveInt = 1
     """Optimizer steps per batch; the policy version counts batches."""
-    epochs: Positive = 1
+    epochs: PositiveInt = 1
     """Passes over each batch."""
 
     @property
@@ -151,9 +152,9 @@ class SamplingConfig(Part):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Temperature of the trained policy, used by generators and learner. vLLM supports no value between 0 and
     0.01."""
-    max_prompt_tokens: Positive = 512
+    max_prompt_tokens: PositiveInt = 512
     """Token limit of prompts; longer ones are refused at start, with their row."""
-    max_response_tokens: Positive = 512
+    max_response_tokens: PositiveInt = 512
     """Token limit of responses; a longer one is cut off, with `finish_reason` "length"."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, in addition to the model's end token."""
@@ -190,9 +191,9 @@ class SamplingConfig(Part):
 class StalenessConfig(Part):
     """Limit of the age of tokens when they are trained."""
 
-    max_lag: NonNegative = 4
+    max_lag: NonNegativeInt = 4
     """L: optimizer steps by which sampling may run ahead; 0 is synchronous on-policy training."""
-    window_groups: Positive | None = None
+    window_groups: PositiveInt | None = None
     """W: window within which younger groups may overtake the oldest unfinished one; 0.3 (L + 1) B by default,
     none at L = 0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
@@ -203,21 +204,21 @@ class StalenessConfig(Part):
 class LearnerConfig(Part):
     """The learner's processes."""
 
-    steps: Positive = 100
+    steps: PositiveInt = 100
     """Batches to train on in the whole run."""
-    ranks: Positive = 1
+    ranks: PositiveInt = 1
     """Processes of the learner, one GPU each, on one host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: ranks partition the optimizer state (1), also gradients (2), also parameters (3)."""
-    tokens_per_microbatch: Positive = 16384
+    tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed forward and backward pass."""
-    logprob_chunk_tokens: Positive = 1024
+    logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at the same time."""
     gradient_checkpointing: bool = False
     """True saves memory by recomputing activations in the backward pass."""
-    threads: Positive | None = None
+    threads: PositiveInt | None = None
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
@@ -228,19 +229,19 @@ class LearnerConfig(Part):
 class GeneratorConfig(Part):
     """The generators."""
 
-    count: Positive = 2
+    count: PositiveInt = 2
     """Generators that `asyncrl up` starts; more may join at any time."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: PositiveInt = 1
     """GPUs per generator; must divide the number of attention heads."""
-    max_running: Positive = 256
+    max_running: PositiveInt = 256
     """Sequences in flight per generator; tickets are leased to fill it."""
     gpu_memory_utilization: Share = 0.85
     """Share of a GPU's memory that vLLM may use for weights, KV cache and activations."""
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: Positive = 1.0
     """KV cache per generator on CPU."""
     enforce_eager: bool = False
     """True disables CUDA graphs: the engine starts faster and samples slower."""
-    threads: Positive | None = None
+    threads: PositiveInt | None = None
     """CPU threads per generator; by default the supervisor divides the cores."""
     recompute_kv: bool = False
     """True prefills running requests again after every weight update."""
@@ -253,13 +254,13 @@ class WeightsConfig(Part):
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """`auto` is nccl if both sides have GPUs, else gloo."""
-    deadline_s: PositiveFloat = 60.0
+    deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the sender is killed and restarted."""
-    bucket_mib: Positive = 64
+    bucket_mib: PositiveInt = 64
     """Size of the buckets in which parameters are sent."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
     """Length of the fixed sequence that learner and generator score after every update."""
-    probe_limit: PositiveFloat = 0.05
+    probe_limit: Positive = 0.05
     """Largest allowed difference of log-probabilities between generator and learner on that sequence."""
 
 
@@ -268,17 +269,17 @@ class ControlConfig(Part):
 
     bind: Annotated[str, Field(pattern=r"^tcp://.*:[0-9]+$", examples=["tcp://10.0.0.1:5555"])] | None = None
     """tcp://HOST:PORT for generators on other hosts; a socket file in the run directory by default."""
-    heartbeat_s: PositiveFloat = 1.0
+    heartbeat_s: Positive = 1.0
     """Interval between two heartbeats of a generator."""
-    timeout_s: PositiveFloat = 15.0
+    timeout_s: Positive = 15.0
     """Silence after which a generator is counted as dead; its tickets are issued again."""
-    stall_s: PositiveFloat = 1800.0
+    stall_s: Positive = 1800.0
     """Time without a new group after which the learner stops with an explanation."""
     hang_s: Annotated[float, Field(ge=60)] = 300.0
     """Time without progress after which a process is killed and restarted."""
     slow_s: Annotated[float, Field(ge=60)] = 1800.0
     """The same limit while a process starts, loads a model, writes a checkpoint or runs your hooks."""
-    max_restarts: NonNegative = 5
+    max_restarts: NonNegativeInt = 5
     """Restarts of one process within ten minutes; after more, the run stops."""
 
     @field_validator("bind")
@@ -292,11 +293,11 @@ class ControlConfig(Part):
 class EvalConfig(Part):
     """Held-out evaluation by the generators during training."""
 
-    every: Positive = 10
+    every: PositiveInt = 10
     """Optimizer steps between evaluations; needs `data.eval`."""
-    prompts: Positive = 128
+    prompts: PositiveInt = 128
     """Number of prompts, taken from the start of `data.eval`; every round uses the same ones."""
-    samples: Positive = 1
+    samples: PositiveInt = 1
     """Samples per prompt; more than one reports pass@k, best@k and mean@k, and maj@k if a reward returns the
     answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -306,7 +307,7 @@ class EvalConfig(Part):
 class CheckpointConfig(Part):
     """Saving and resuming of runs."""
 
-    every: Positive = 50
+    every: PositiveInt = 50
     """Steps between checkpoints; the last step always saves one."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Number of checkpoints kept. The store forgets a group when the oldest kept checkpoint holds it. Two or
@@ -334,7 +335,7 @@ class TelemetryConfig(Part):
     prometheus_host: str = "127.0.0.1"
     """Address of one interface on which these ports listen. Every client that reaches it may read the
     metrics."""
-    samples_per_step: NonNegative = 4
+    samples_per_step: NonNegativeInt = 4
     """Rollouts that each step writes to samples.jsonl."""
 
     @field_validator("prometheus_host")

@@ -5,8 +5,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.algo.ranges import Positive, PositiveInt
 from asyncrl.config.addresses import one_place, open_ways
-from asyncrl.config.base import Mistake, Mistakes, Part, Positive, PositiveFloat
+from asyncrl.config.base import Mistake, Mistakes, Part
 
 
 def holds_password(url: str) -> bool:
@@ -30,9 +31,9 @@ class StoreConfig(Part):
     private network."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Sync policy of the run's own server. Correctness does not depend on it."""
-    max_gib: PositiveFloat = 4.0
+    max_gib: Positive = 4.0
     """Limit of stored groups in GiB; above it generators wait."""
-    shards: Positive = 1
+    shards: PositiveInt = 1
     """Number of lanes among which ticket ids are divided, each with its own hash tag. It must divide
     `batch.groups` and the window, and must not change on resume."""
     isolate_decoding: bool = False

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
-from asyncrl.algo import registry
 from asyncrl.batch.resolve import GREEDY
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join
+from asyncrl.config import registry
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.evaluation import Evaluation, lane_name, resume_ledger

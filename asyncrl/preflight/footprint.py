@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
 from asyncrl.config.schema import Config
 from asyncrl.launch.gpus import generator_gpus, learner_gpus
 from asyncrl.preflight.machine import Machine

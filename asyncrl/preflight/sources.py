@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from asyncrl.config.algorithm import kind_at
 from asyncrl.config.base import Mistake
-from asyncrl.config.choices import kind_at
 from asyncrl.config.document import Node
 from asyncrl.config.named_files import absent
 from asyncrl.config.schema import Config

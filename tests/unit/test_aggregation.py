@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
+from asyncrl.config import registry
 from tests.support.algo_cases import Case, make_case, pick
 
 Rows = list[list[float]]

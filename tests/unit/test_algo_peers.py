@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import combined, none
 from asyncrl.algo.group_rewards import GroupRewards
@@ -17,6 +16,7 @@ from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.value import value_loss
+from asyncrl.config import registry
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/algo_peers.json").read_text())
 INPUTS = GOLDEN["inputs"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
 from asyncrl.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_every_choice_exists_with_its_parameters(page):
     for _, ours, text in rows(page):
         kind = kinds.get(ours.strip("`").removeprefix("algorithm."))
         for name, parameters in re.findall(r"\{name: ([\w-]+),([^}]*)\}", text):
-            known = registry.parameters(kind, name) if kind else {}
+            known = registry.parameters(kind, name).model_fields if kind else {}
             for parameter in re.findall(r"(\w+):", parameters):
                 assert parameter in known, f"{page}: {name} has no parameter {parameter}"
                 tried += 1

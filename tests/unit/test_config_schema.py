@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.algo import registry
 from asyncrl.commands.up import require_password
+from asyncrl.config import registry
 from asyncrl.config.addresses import is_everywhere, is_loopback
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -246,7 +246,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_every_default_choice_is_registered() -> None:
     for keys, kind in CHOICES.items():
-        registry.check(kind, default_name(keys) or "", {})
+        assert not list(registry.mistakes(kind, default_name(keys) or "", {}))
     assert {*CHOICES.values(), *CHOICE_LISTS.values()} == set(registry.KINDS)
 
 
@@ -258,14 +258,15 @@ def test_every_hashed_field_exists() -> None:
 
 
 def test_every_choice_of_the_schema_is_checked_by_the_registry() -> None:
-    from asyncrl.config.report import describe, schema_at
+    from asyncrl.config.report import schema_at
+    from asyncrl.config.wording import describe
 
     algorithm = schema_at(("algorithm",))["properties"]
-    found = {("algorithm", key) for key, schema in algorithm.items() if "Choice" in str(schema.get("$ref"))}
+    found = {("algorithm", key) for key, schema in algorithm.items() if schema.get("title") == "Choice"}
     lists = {("algorithm", key) for key, schema in algorithm.items() if "Choice" in str(schema.get("items"))}
     assert found | {("algorithm", "kl", "estimator")} == set(CHOICES)
     assert lists == set(CHOICE_LISTS)
-    assert describe(schema_at(("learner", "optimizer", "betas"))) == "a list of 2: a number >= 0 and <= 1, a number >= 0 and <= 1"
+    assert describe(schema_at(("learner", "optimizer", "betas"))) == "a list of 2: a number from 0 to 1, a number from 0 to 1"
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2@host", "redis://me:hunter2@host/1", "rediss://host?password=hunter2"])

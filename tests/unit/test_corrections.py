@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo import registry
 from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.config import registry
 from tests.support.algo_cases import Case, cast, make_case, pick
 
 Rows = list[list[float]]

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from asyncrl.cli.app import app
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.rewards.functions import bind, load_function

@@ -29,7 +29,7 @@ def test_users_of_a_store_are_generated(path, run):
 
 
 def test_every_kind_of_function_has_a_generated_table():
-    from asyncrl.algo import registry
+    from asyncrl.config import registry
 
     assert {*registry.KINDS, "presets", "settings"} == set(re.findall(r"<!-- generated: (\w+) -->", PAGE))
 

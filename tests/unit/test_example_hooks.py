@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from asyncrl.algo import registry
 from asyncrl.batch.hooks import Hooks
+from asyncrl.config import registry
 from asyncrl.config.base import Choice
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.algo import registry
 from asyncrl.algo.filters import GroupOutcome
+from asyncrl.config import registry
 
 
 def outcome(*rewards: float) -> GroupOutcome:

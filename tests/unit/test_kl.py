@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo import registry
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.config import registry
 
 VALUES = {
     "k1": lambda d: d,

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo import registry
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.selection import highest_entropy
 from asyncrl.algo.value import value_loss
+from asyncrl.config import registry
 from asyncrl.errors import ConfigError
 from tests.support.algo_cases import Case, Token, cast, make_case, pick, rows
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from asyncrl.algo import registry
 from asyncrl.batch.hooks import Hooks
+from asyncrl.config import registry
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.plugins import load

@@ -1,19 +1,21 @@
 """Names and parameters of choices: checked without torch, with a suggestion, and bound when resolved."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
+from asyncrl.config.wording import describe
 from asyncrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in registry.KINDS for name in registry.names(kind)])
 def test_every_name_resolves_to_a_function_called_as_its_kind(kind, name):
-    required = {key: 1.0 for key, parameter in registry.parameters(kind, name).items() if parameter.required}
+    required = {key: 1.0 for key, field in registry.parameters(kind, name).model_fields.items() if field.is_required()}
     if name == "soft_overlong":
         required = {"buffer_tokens": 4}
     if name == "reward_range":
@@ -30,14 +32,20 @@ def test_what_is_read_from_source_is_what_python_sees(kind, name):
     real = inspect.signature(getattr(__import__(f"asyncrl.algo.{module}", fromlist=[attribute]), attribute)).parameters
     supplied = {*registry.SUPPLIED.get(kind, ()), *registry.ON_REQUEST}
     keyword_only = {key: p for key, p in real.items() if p.kind is p.KEYWORD_ONLY and key not in supplied}
-    read = registry.parameters(kind, name)
-    assert set(read) == set(keyword_only)
+    model = registry.parameters(kind, name)
+    read = model.model_fields
+    assert list(read) == list(keyword_only)
     for key, parameter in keyword_only.items():
-        assert read[key].required == (parameter.default is parameter.empty)
-        assert read[key].allowed  # an annotation that cannot be described raises
-        if not read[key].required:
-            assert read[key].accepts(parameter.default), f"the default of {key} is out of its own range"
+        assert read[key].is_required() == (parameter.default is parameter.empty)
+        assert "another value" not in describe(model.model_json_schema()["properties"][key])
+        if not read[key].is_required():
             assert read[key].default == parameter.default and type(read[key].default) is type(parameter.default)
+    required = {key: 1 for key, field in read.items() if field.is_required()}
+    if name != "reward_range":
+        # the defaults are within their own ranges
+        assert not list(
+            registry.mistakes(kind, name, required | {key: field.default for key, field in read.items() if key not in required})
+        )
 
 
 def test_kinds_are_complete():
@@ -49,11 +57,11 @@ def test_kinds_are_complete():
 def test_checking_imports_no_torch():
     code = """
 import sys
-from asyncrl.algo import registry
+from asyncrl.config import registry
 for kind in registry.KINDS:
     for name in registry.names(kind):
         registry.parameters(kind, name)
-registry.check("advantage", "grpo", {"std_eps": 1e-4})
+list(registry.mistakes("advantage", "grpo", {"std_eps": 1e-4}))
 sys.exit("torch" in sys.modules or "numpy" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -74,8 +82,8 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("advantage", "grpo", {"std_eps": 0}, "`std_eps` is 0; it must be a number > 0"),
         ("advantage", "grpo", {"std_eps": "small"}, "'small'; it must be a number > 0"),
         ("advantage", "grpo", {"std_eps": True}, "True; it must be a number > 0"),
-        ("advantage", "grpo", {"ddof": 2}, "one of 0, 1"),
-        ("advantage", "grpo", {"ddof": True}, "one of 0, 1"),
+        ("advantage", "grpo", {"ddof": 2}, "a whole number from 0 to 1"),
+        ("advantage", "grpo", {"ddof": True}, "a whole number from 0 to 1"),
         ("advantage", "grpo", {"scale": "groop"}, "one of group, batch, none"),
         ("correction", "truncate", {"level": "row"}, "one of token, sequence, geometric"),
         ("correction", "truncate", {"normalise": 1}, "true or false"),
@@ -83,8 +91,8 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("policy_loss", "ppo_clip", {"dual_clip": 1.0}, "a number > 1 or null"),
         ("policy_loss", "ppo_clip", {"clip_low": 1.1}, "a number from 0 to 1"),
         ("policy_loss", "ppo_clip", {"clip_low": -0.1}, "a number from 0 to 1"),
-        ("shaping", "soft_overlong", {"buffer_tokens": 0}, "an integer >= 1"),
-        ("shaping", "soft_overlong", {"buffer_tokens": 2.5}, "an integer >= 1"),
+        ("shaping", "soft_overlong", {"buffer_tokens": 0}, "a whole number >= 1"),
+        ("shaping", "soft_overlong", {"buffer_tokens": 2.5}, "a whole number >= 1"),
         ("advantage", "gdpo", {"weights": {"a": "b"}}, "a map from text to a number or null"),
         ("advantage", "gae", {"whitened": "yes"}, "true or false"),
         ("correction", "mask", {"low": 6.0}, "`low` is 6.0 and `high` is 5.0.*must be below"),
@@ -96,9 +104,9 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
     ],
 )
 def test_a_wrong_choice_is_explained(kind, name, params, message):
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
-        registry.check(kind, name, params)
-    with pytest.raises(ConfigError):
+    (mistake,) = registry.mistakes(kind, name, params)
+    assert re.search(message.replace("?", r"\?"), mistake.text)
+    with pytest.raises(ConfigError, match=re.escape(mistake.text)):
         registry.resolve(kind, name, params)
 
 
@@ -140,7 +148,7 @@ def test_advantages_need_exactly_what_the_registry_says():
     ],
 )
 def test_a_right_choice_passes(kind, name, params):
-    registry.check(kind, name, params)
+    assert not list(registry.mistakes(kind, name, params))
 
 
 def test_parameters_are_bound():

@@ -10,7 +10,7 @@ import yaml
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import Ledgers
 from asyncrl.commands.up import run_here
-from asyncrl.config.choices import CHOICE_LISTS, CHOICES
+from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.config.resolved import dump_config

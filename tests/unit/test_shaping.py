@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.algo import registry
+from asyncrl.config import registry
 
 
 def shaped(tokens: int, reward: float = 0.5, **params: float) -> float:

@@ -1,21 +1,25 @@
-"""Names of the choices an algorithm is made of, and what each takes. No torch here: checking a config stays fast.
+"""The functions that an algorithm may be composed of: their names and their parameters.
 
 A choice is a registered name, `package.module:function`, or `path.py:function`. Its keyword-only parameters are the
-keys that may stand beside the name in a config. What is checked before torch is imported is read from our own source;
-a user's function is checked when it is imported.
+keys that may stand beside the name in a config, so a default or a bound is stated once, in the signature. Checking a
+config must stay fast: a registered function's signature is read without importing torch. A user's function is
+checked when it is loaded.
 """
 
 import ast
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl import plugins
-from asyncrl.algo.ranges import RANGES
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from asyncrl import algo, plugins
+from asyncrl.algo import ranges
+from asyncrl.config.base import Mistake
+from asyncrl.config.wording import describe
 from asyncrl.errors import ConfigError
 
 KINDS = ("advantage", "policy_loss", "correction", "aggregation", "kl", "filter", "shaping")
@@ -99,82 +103,88 @@ ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
 """Parameters of which the first must be below the second: between them lies what is kept, or in `clip_cov` left out."""
 
 
-SHARED = "ratios"
-"""The module whose names for annotations others import."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One key of a config beside a name."""
-
-    annotation: ast.expr
-    required: bool
-    default: Any = None
-
-    def accepts(self, value: Any) -> bool:
-        """Whether a config value fits the annotation."""
-        return _accepts(self.annotation, value)
-
-    @property
-    def allowed(self) -> str:
-        """For people: what the annotation allows."""
-        return _describe(self.annotation)
-
-
 def names(kind: str) -> tuple[str, ...]:
     """Registered names of a kind, sorted."""
     return tuple(sorted(TABLES[kind]))
 
 
-def parameters(kind: str, name: str) -> Mapping[str, Parameter]:
-    """Keys that may stand beside a registered name."""
-    supplied = {*SUPPLIED.get(kind, ()), *ON_REQUEST}
-    return {key: value for key, value in _keyword_only(TABLES[kind][name]).items() if key not in supplied}
+@functools.cache
+def parameters(kind: str, name: str) -> type[BaseModel]:
+    """The model of the keys that may stand beside a registered name."""
+    module, _, function = TABLES[kind][name].partition(":")
+    (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
+    fields: dict[str, Any] = {
+        argument.arg: (_value(argument.annotation), _value(default) if default else ...)
+        for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        if argument.arg not in (*SUPPLIED.get(kind, ()), *ON_REQUEST)
+    }
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
-def check(kind: str, name: str, params: Mapping[str, Any]) -> None:
-    """Checks what a config says, a name, its keys and their values, without importing torch.
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    return ast.parse((Path(algo.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")).body
 
-    A user's function (with a colon in its name) is accepted; `resolve` checks it.
 
-    Raises:
-        ConfigError: unknown name or key, missing key, value out of range; with a suggestion.
+def _value(node: ast.expr | None) -> Any:
+    """Of an annotation or default in our own signatures; an annotation may use the names of `ranges`."""
+    assert node is not None, "a parameter that a config may set is annotated"
+    return eval(ast.unparse(node), dict(vars(ranges)))
+
+
+def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistake]:
+    """What is wrong with a choice: an unknown name or key, a missing key, a value out of range; with a suggestion.
+
+    The keys of a mistake are `name` and those of `params`. A user's function (with a colon in its name) is accepted;
+    `resolve` checks it.
     """
     if ":" in name:
         return
     if name not in TABLES[kind]:
-        raise ConfigError(f"unknown {kind} `{name}`{_hint(name, names(kind))} Your own is `package.module:function`")
-    known = parameters(kind, name)
-    for key, value in params.items():
-        if key not in known:
-            raise ConfigError(f"{kind} `{name}` has no parameter `{key}`{_hint(key, known)}")
-        if not known[key].accepts(value):
-            raise ConfigError(f"{kind} `{name}`: `{key}` is {value!r}; it must be {known[key].allowed}")
-    for key, parameter in known.items():
-        if parameter.required and key not in params:
-            raise ConfigError(f"{kind} `{name}` needs `{key}`, {parameter.allowed}; set it beside the name")
-    _check_order(kind, name, {key: params.get(key, parameter.default) for key, parameter in known.items()})
+        text = f"unknown {kind} `{name}`{_hint(name, names(kind))} Your own is `package.module:function`"
+        yield Mistake(("name",), text)
+        return
+    model = parameters(kind, name)
+    try:
+        model.model_validate(dict(params))
+    except ValidationError as error:
+        # A value that fits no member of a union is an error for each of them.
+        for key, found in {str(detail["loc"][0]): detail["type"] for detail in error.errors()}.items():
+            yield Mistake((key, "name"), f"{kind} `{name}`{_complaint(model, key, found, params.get(key))}")
+        return
+    yield from _order_mistakes(kind, name, {key: field.default for key, field in model.model_fields.items()} | dict(params))
 
 
-def _check_order(kind: str, name: str, values: Mapping[str, Any]) -> None:
+def _order_mistakes(kind: str, name: str, values: Mapping[str, Any]) -> Iterator[Mistake]:
     if (kind, name) not in ORDERED:
         return
     low, high = ORDERED[kind, name]
     if values[low] is not None and values[low] >= values[high]:
-        raise ConfigError(
+        yield Mistake(
+            (low, high),
             f"{kind} `{name}`: `{low}` is {values[low]!r} and `{high}` is {values[high]!r}, which leaves nothing between them; "
-            f"`{low}` must be below `{high}`"
+            f"`{low}` must be below `{high}`",
         )
+
+
+def _complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
+    if found == "extra_forbidden":
+        return f" has no parameter `{key}`{_hint(key, model.model_fields)}"
+    allowed = describe(model.model_json_schema()["properties"][key])
+    if found == "missing":
+        return f" needs `{key}`, {allowed}; set it beside the name"
+    return f": `{key}` is {value!r}; it must be {allowed}"
 
 
 def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
     """The function with its parameters bound; call it with the positional arguments of its kind.
 
     Raises:
-        ConfigError: as `check`. Or a user's function that cannot be imported or called the way its kind is called.
+        ConfigError: see `mistakes`. Or a user's function cannot be loaded, or not be called the way its kind is called.
     """
-    check(kind, name, params)
-    function = load(name if ":" in name else f"asyncrl.algo.{TABLES[kind][name]}")
+    if texts := [mistake.text for mistake in mistakes(kind, name, params)]:
+        raise ConfigError("\n".join(texts))
+    function = load(name if ":" in name else f"{algo.__name__}.{TABLES[kind][name]}")
     arguments = {**dict.fromkeys(SUPPLIED.get(kind, ())), **params}
     try:
         inspect.signature(function).bind(*POSITIONAL[kind], **arguments)
@@ -206,64 +216,8 @@ def load(target: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load `{target}`: {error}") from error
 
 
-@functools.cache
-def _keyword_only(target: str) -> Mapping[str, Parameter]:
-    """Keyword-only parameters of a function of this package, read from its source."""
-    module, _, function = target.partition(":")
-    assigned = [node for name in (SHARED, module) for node in _body(name) if isinstance(node, ast.Assign)]
-    aliases = {ast.unparse(node.targets[0]): node.value for node in assigned}
-    (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
-    annotations = {argument.arg: argument.annotation or ast.Constant(None) for argument in node.args.kwonlyargs}
-    return {
-        name: Parameter(
-            aliases.get(ast.unparse(annotation), annotation), default is None, ast.literal_eval(default) if default else None
-        )
-        for (name, annotation), default in zip(annotations.items(), node.args.kw_defaults, strict=True)
-    }
-
-
-@functools.cache
-def _body(module: str) -> list[ast.stmt]:
-    return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")).body
-
-
-def _accepts(annotation: ast.expr, value: Any) -> bool:
-    match annotation:
-        case ast.BinOp(left=left, right=right):
-            return _accepts(left, value) or _accepts(right, value)
-        case ast.Constant(value=None):
-            return value is None
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            return any(type(value) is type(choice) and value == choice for choice in _choices(choices))
-        case ast.Subscript(value=ast.Name(id="Mapping"), slice=ast.Tuple(elts=[key, item])):
-            return isinstance(value, Mapping) and all(_accepts(key, k) and _accepts(item, v) for k, v in value.items())
-        case ast.Name(id=name):
-            return RANGES[name][0](value)
-    raise TypeError(f"the registry cannot check the annotation `{ast.unparse(annotation)}`; add it to registry or ranges")
-
-
-def _describe(annotation: ast.expr) -> str:
-    match annotation:
-        case ast.BinOp(left=left, right=right):
-            return f"{_describe(left)} or {_describe(right)}"
-        case ast.Constant(value=None):
-            return "null"
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            return "one of " + ", ".join(str(choice) for choice in _choices(choices))
-        case ast.Subscript(value=ast.Name(id="Mapping"), slice=ast.Tuple(elts=[key, item])):
-            return f"a map from {_describe(key)} to {_describe(item)}"
-        case ast.Name(id=name):
-            return RANGES[name][1]
-    return ast.unparse(annotation)
-
-
-def _choices(node: ast.expr) -> tuple[Any, ...]:
-    value = ast.literal_eval(node)
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _hint(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    if close:
+def _hint(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    if close := difflib.get_close_matches(word.lower(), known, n=1):
         return f"; did you mean `{close[0]}`?"
     return f"; known are {', '.join(sorted(known))}." if known else "; it takes none."

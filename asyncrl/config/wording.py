@@ -1,0 +1,55 @@
+"""How values and what is allowed for them are put into words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+
+
+def describe(schema: Schema) -> str:
+    """For people: what a schema allows."""
+    if "anyOf" in schema:
+        return " or ".join(describe(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    kind = schema.get("type")
+    if kind == "object" and "properties" not in schema:
+        return f"a map from text to {describe(schema['additionalProperties'])}"
+    if kind == "object":
+        return f"a section with {', '.join(schema.get('properties', {}))}"
+    if kind == "array":
+        return _described_list(schema)
+    words = [TYPES.get(str(kind), "another value"), *_bounds(schema)]
+    if "examples" in schema:
+        words.append(f"such as {schema['examples'][0]}")
+    elif "pattern" in schema:
+        words.append(f"matching `{schema['pattern']}`")
+    return " ".join(words)
+
+
+def _bounds(schema: Schema) -> list[str]:
+    if {"minimum", "maximum"} <= schema.keys():
+        return [f"from {schema['minimum']} to {schema['maximum']}"]
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
+    return [f"{sign} {schema[key]}" for key, sign in signs.items() if key in schema]
+
+
+def _described_list(schema: Schema) -> str:
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(describe(item) for item in schema["prefixItems"])
+    least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
+    return f"a list of {least}{describe(schema.get('items', {}))}"
+
+
+def shown(value: Any) -> str:
+    """A found value, short."""
+    if isinstance(value, Mapping):
+        return f"a section with {', '.join(map(str, value)) or 'nothing'}"
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
