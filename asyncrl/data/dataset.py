@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from asyncrl.errors import DataError
+from asyncrl.extras import install_command
 
 Row = Mapping[str, Any]
 FORMATS = (".jsonl", ".json", ".parquet")
@@ -128,7 +129,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading parquet needs pyarrow; install asyncrl[data]") from error
+        raise DataError(f"{path}: reading parquet needs pyarrow; run: {install_command('data')}") from error
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except ArrowInvalid as error:
@@ -142,7 +143,7 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     except ImportError as error:
         raise DataError(
             f"dataset {source} is not a {', '.join(FORMATS)} file, so it would be a "
-            "Hugging Face dataset, which needs the package `datasets`; install asyncrl[data] or give a file"
+            f"Hugging Face dataset, which needs the package `datasets`; run: {install_command('data')}, or give a file"
         ) from error
     name, _, part = source.partition(":")
     try:

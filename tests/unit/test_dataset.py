@@ -97,7 +97,9 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source):
 
 def test_a_hub_dataset_needs_the_package_and_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"openai/gsm8k is not .* needs the package `datasets`; install asyncrl\[data\]"):
+    with pytest.raises(
+        DataError, match=r"openai/gsm8k is not .* needs the package `datasets`; run: pip install 'asyncrl\[data\]'"
+    ):
         load_rows("openai/gsm8k")
 
 
