@@ -78,14 +78,15 @@ def _model(config: Config) -> Iterator[Mistake]:
         yield Mistake(
             ("model.path",), f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there"
         )
-    if config.model.chat_template and not _has_chat_template(directory):
+    if config.model.chat_template and not has_chat_template(directory):
         yield Mistake(
             ("model.chat_template",), f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         )
     yield from _architecture(config, directory / "config.json")
 
 
-def _has_chat_template(directory: Path) -> bool:
+def has_chat_template(directory: Path) -> bool:
+    """Whether the tokenizer of a model directory brings one along."""
     settings = directory / "tokenizer_config.json"
     return (directory / "chat_template.jinja").is_file() or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")

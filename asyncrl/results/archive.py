@@ -1,9 +1,11 @@
 """What a run directory holds, read once: for `report`, `compare`, `analyze` and a model card. Also while the run goes on."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,8 @@ class Archive:
     def wall_s(self) -> float:
         """Seconds from each start of the learner to its last line, added up: pauses between them are left out."""
         times = self.learner_times
-        if not times:
-            return 0.0
-        # Runs of release 0.1.0 recorded no starts.
-        begins = [start.time for start in self.starts] or [times[0]]
-        ends = [*begins[1:], float("inf")]
         total_s = 0.0
-        for begin, end in zip(begins, ends, strict=True):
+        for begin, end in pairwise([*(start.time for start in self.starts), math.inf]):
             total_s += max((time for time in times if begin <= time < end), default=begin) - begin
         return total_s
 

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from asyncrl.config.named_files import has_chat_template
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, find_run, write_directory
@@ -34,7 +35,7 @@ def export_model(directory: RunDirectory, to: Path) -> Path:
         raise RunError(f"{to} exists; give --to a new directory")
     source = newest_export(directory)
     step = int(source.parent.name.removeprefix("step-"))
-    card = model_card(read_archive(directory), step, served_as=to, has_template=_has_template(source))
+    card = model_card(read_archive(directory), step, served_as=to, has_template=has_chat_template(source))
     with write_directory(to) as writing:
         shutil.copytree(source, writing, dirs_exist_ok=True)
         (writing / CARD).write_text(card, encoding="utf-8")
@@ -80,11 +81,6 @@ def _training_config(archive: Archive) -> str:
     """What the weights depend on; hosts, ports and paths of the run itself are nobody's business where the model goes."""
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     return yaml.safe_dump(config, sort_keys=False).strip()
-
-
-def _has_template(model: Path) -> bool:
-    settings = model / "tokenizer_config.json"
-    return (model / "chat_template.jinja").exists() or (settings.exists() and '"chat_template"' in settings.read_text("utf-8"))
 
 
 def _front_matter(archive: Archive) -> str:

@@ -142,8 +142,8 @@ def waiting_charts(archive: Archive) -> list[Chart]:
 
 
 def began_at(archive: Archive) -> float:
-    """Unix seconds of the first start; of runs of release 0.1.0, which recorded none, of the first line."""
-    return archive.starts[0].time if archive.starts else min(archive.learner_times, default=0.0)
+    """Unix seconds of the first start; 0 before it."""
+    return archive.starts[0].time if archive.starts else 0.0
 
 
 def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:

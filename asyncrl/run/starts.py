@@ -33,7 +33,7 @@ def record_start(path: Path, step: int, gpu: str | None) -> None:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All starts; none of a run of release 0.1.0 or older."""
+    """All starts of a run."""
     return [Start(**record) for record in Tail(path).read()]
 
 

@@ -3,13 +3,14 @@
 import math
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from asyncrl.buffer.base import Audit
 from asyncrl.control.base import MemberStatus
+from asyncrl.run.starts import Start
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.jsonl import JsonlTracker, Lines
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 
 NASTY = "[red]<think>\x1b[31m 12 + 7\n= 19\u202e\u200b</think> 答案是 \U0001f600 [/red] \x07\x9b2J"
@@ -27,6 +28,8 @@ class SyntheticRun:
         self.random = random.Random(seed)
         self.started_at = time.time() - 723
         self.step = 0
+        start = Start(time=self.started_at, step=0, versions={"torch": "2"}, hardware="2 CPU cores")
+        Lines(directory / "starts.jsonl").write([asdict(start)])
 
     def advance(self) -> None:
         self.step += 1

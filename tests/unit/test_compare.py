@@ -23,6 +23,8 @@ def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: d
     ]
     rows += [{"step": step, "time": 1e6, "eval/accuracy": value} for step, value in (accuracy or {}).items()]
     (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start = {"time": 1060.0, "step": 0, "versions": {}, "hardware": "2 CPU cores"}
+    (directory / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return directory
 
 

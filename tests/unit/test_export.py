@@ -75,7 +75,7 @@ def test_what_stands_in_a_config_does_not_become_markdown(tmp_path: Path) -> Non
     assert card.count("```") == 2
 
 
-def test_an_older_run_and_one_without_steps_have_a_card(tmp_path: Path) -> None:
+def test_a_run_that_never_started_has_a_card(tmp_path: Path) -> None:
     directory = run_with(tmp_path, {"run": {"name": "x"}})
     directory.starts.unlink()
     (directory.metrics / "learner.jsonl").unlink()
