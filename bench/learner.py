@@ -30,6 +30,7 @@ from asyncrl.batch.packing import TrainSample, microbatch, pack
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch
+from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 
 CLIP = 0.2
@@ -61,10 +62,12 @@ def clipped(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.T
 
 
 def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callable[[], float], int]:
+    learner = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget)
     trainer = DeepSpeedTrainer(
         ModelConfig(path=model, dtype="float32"),
-        LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget),
+        learner,
         temperature=1.0,
+        device=choose_device(learner, local_rank=0),
     )
     total = sum(len(one.response_ids) for one in items)
 

@@ -205,8 +205,7 @@ class Run:
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """A real run saves, then lets the store forget what is saved."""
-        ledger = self.intake.settled
-        self.intake.commit(ledger.takes, ledger.chain, version)
+        self.intake.commit(self.intake.settled.to_dict(), version)
 
 
 # --- the generator's side ----------------------------------------------------------------------------------------------

@@ -12,14 +12,20 @@ from asyncrl.trainer.base import StepResult
 class Coefficients:
     """What the next step uses; the steered ones are part of a checkpoint, the constants stay the config's."""
 
-    def __init__(self, kl: KLConfig, entropy: EntropyConfig, state: Mapping[str, float] | None = None) -> None:
-        """`state` is what `state()` returned before a restart."""
-        state = state or {}
+    def __init__(self, kl: KLConfig, entropy: EntropyConfig) -> None:
         self._kl_config, self._entropy_config = kl, entropy
-        self.kl = state.get("kl", kl.coefficient) if kl.target else kl.coefficient
-        self._bonus = state.get("entropy", entropy.coefficient) if entropy.target else entropy.coefficient
-        self._measured = state.get("measured_entropy", math.inf)
-        """Nothing is measured at the beginning, so nothing is too low."""
+        self.kl = kl.coefficient
+        self._bonus = entropy.coefficient
+        # Nothing is measured at the beginning, so nothing is too low.
+        self._measured = math.inf
+
+    def resume(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state()` returned before a restart, with those that are still steered."""
+        if self._kl_config.target:
+            self.kl = state.get("kl", self.kl)
+        if self._entropy_config.target:
+            self._bonus = state.get("entropy", self._bonus)
+            self._measured = state.get("measured_entropy", self._measured)
 
     @property
     def entropy(self) -> float:

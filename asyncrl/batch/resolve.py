@@ -1,7 +1,7 @@
 """From a config to a `Recipe`: the one place where the names of an algorithm become functions, before the first step."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,20 +32,19 @@ def make_recipe(
     *,
     max_response_tokens: int,
     reward_parts: Sequence[str],
-    state: Mapping[str, float] | None = None,
 ) -> Recipe:
-    """Resolve every name. `state` is what `Coefficients.state` returned before a restart. Raises ConfigError."""
+    """Resolve every name. Raises ConfigError."""
     columns = columns_of(config, batch)
     return Recipe(
         planner=Planner(
-            estimator=make_estimator(config, max_response_tokens=max_response_tokens, parts=reward_parts),
             columns=columns,
             proximal=measures_proximal(config, batch),
             over_step=normalises(config),
             settings=settings,
+            estimator=make_estimator(config, max_response_tokens=max_response_tokens, parts=reward_parts),
         ),
         objective=make_objective(config, max_response_tokens=max_response_tokens),
-        coefficients=Coefficients(config.kl, config.entropy, state),
+        coefficients=Coefficients(config.kl, config.entropy),
         critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
         if "values_T" in columns
         else None,
@@ -94,14 +93,12 @@ def _function(kind: str, choice: Choice) -> Callable[..., Any]:
 
 def columns_of(algorithm: AlgorithmConfig, batch: BatchConfig) -> frozenset[str]:
     """What `Trainer.measure` must measure for this algorithm; nothing for the default."""
-    columns = registry.needs("advantage", algorithm.advantage.name) & COLUMNS
+    columns = {"logprobs_T"} if measures_proximal(algorithm, batch) else set()
     if algorithm.kl.coefficient:
         columns |= {"reference_logprobs_T"}
         if algorithm.kl.placement == "reward":
             columns |= {"logprobs_T"}
-    if measures_proximal(algorithm, batch):
-        columns |= {"logprobs_T"}
-    return columns
+    return registry.needs("advantage", algorithm.advantage.name) & COLUMNS | columns
 
 
 def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:

@@ -29,17 +29,21 @@ class Gate:
     # Why a frame is set aside whatever it holds; None for others. Learners died while they trained on it.
     condemned: Callable[[bytes], str | None] = lambda frame: None
 
-    def groups(self, buffer: LearnerBuffer, take: Take, name_of: Callable[[int], int] = int) -> list[Group] | None:
+    def name_of(self, ticket_id: int) -> int:
+        """The id that stands in the frame, and by which everybody else knows the ticket that the buffer calls `ticket_id`."""
+        return ticket_id
+
+    def groups(self, buffer: LearnerBuffer, take: Take) -> list[Group] | None:
         """The groups of a take; None after a frame that is not ours was sent back.
 
         Its id is issued again while it has attempts left, and the rest stays assigned to the same take: the caller asks for
         it again. What nobody may digest comes as a dead group without rollouts; its `dead_reason` begins with how it is
-        counted: dead, untrainable, deadly. `name_of` gives the id that stands in the frame.
+        counted: dead, untrainable, deadly.
         """
         groups: list[Group] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
             beat()
-            name = name_of(ticket_id)
+            name = self.name_of(ticket_id)
             try:
                 groups.append(self._group(name, frame))
             except WireError as error:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +64,6 @@ class Intake:
     stall_s: float
     history: History = INITIAL
     """History of the weights being trained."""
-    name_of: Callable[[int], int] = int
-    """Maps an id of `buffer` to the ticket id that the rest of the program uses."""
     _step: _Step = field(default_factory=_Step)
     _settled: dict[str, Any] = field(init=False)
     _version: int = -1
@@ -113,10 +111,11 @@ class Intake:
             time.sleep(0.005)
         return self._finish()
 
-    def commit(self, takes: int, chain: str, version: int) -> None:
-        """Let the store forget the groups up to take `takes`: a checkpoint holds them."""
+    def commit(self, saved: Mapping[str, Any], version: int) -> None:
+        """Let the store forget the groups of a checkpoint; `saved` is what it holds of `settled`."""
+        ledger = Ledger.from_dict(saved)
         with self._healing(version):
-            self.buffer.commit(takes, chain)
+            self.buffer.commit(ledger.takes, ledger.chain)
 
     @contextmanager
     def _healing(self, version: int) -> Iterator[None]:
@@ -138,14 +137,14 @@ class Intake:
 
     def _sort(self, take: Take, version: int) -> None:
         """Accept or reject every group of a take, and book its ids."""
-        groups = self.gate.groups(self.buffer, take, self.name_of)
+        groups = self.gate.groups(self.buffer, take)
         if groups is None:
             return
         step = self._step
         self.ledger.consume(take.ids)
         self._stall.progress()
         step.takes += 1
-        step.taken_at |= dict.fromkeys(map(self.name_of, take.ids), time_of_day())
+        step.taken_at |= dict.fromkeys((group.ticket_id for group in groups), time_of_day())
         for ticket_id, group in zip(take.ids, groups, strict=True):
             reason = reason_to_reject(group, version, judge=self.judge, known_kinds=self.ledger.rejected)
             if reason is None:

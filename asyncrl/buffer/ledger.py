@@ -1,6 +1,7 @@
 """The learner's own record of what is in the weights. It is saved inside the checkpoint and wins over the store."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -71,6 +72,6 @@ class Ledger:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`."""
         return cls(**{**values, "above": set(values["above"]), "rejected": dict(values["rejected"])})

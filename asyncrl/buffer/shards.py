@@ -1,19 +1,21 @@
-"""A lane in S shards, each a whole lane of its own under its own hash tag: another node of a cluster may keep it.
+"""A lane in S > 1 shards. Each is a whole lane under its own hash tag, so another node of a cluster may keep it.
 
-Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ... and knows them by dense ids of its own: 1, 2, ... The learner takes
-B / S groups of every step from each shard, with a window of W / S and the credit that B / S gives. So each shard is a lane
-whose proof holds unchanged, in its own ids, and no call spans two shards. What they share are generators: one that keeps a
-group because a shard is full leases nothing. So while the learner waits for one shard, the others let the oldest in as well.
-One shard is the lane itself.
+Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ... and calls them 1, 2, ... The learner takes B / S groups of every step
+from each shard, with a window of W / S and the credit that B / S gives. So each shard is a lane whose proof holds unchanged, in
+its own ids, and no call spans two shards.
+
+Shards share generators. A generator that cannot hand over a group because its shard is full stops leasing from all shards. To
+avoid this deadlock, while the step waits for one shard, the shards that are already done accept their oldest unfinished group.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from asyncrl.buffer.base import Audit, Buffer, DeadLetter, Lease, PutOutcome
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import ConfigError
@@ -39,40 +41,59 @@ def join(shard: int, local_id: int, shards: int) -> int:
     return (local_id - 1) * shards + shard + 1
 
 
+def ledgers_of(saved: Mapping[str, Any], shards: int) -> tuple[Ledger, ...]:
+    """One ledger for each shard, from what a checkpoint holds; new ones at the beginning of a run, which has saved nothing.
+
+    Raises ConfigError: with another number of shards the same id would be another ticket.
+    """
+    if not saved:
+        return tuple(Ledger() for _ in range(shards))
+    found = saved.get("shards", [saved])
+    if len(found) != shards:
+        raise ConfigError(
+            f"the checkpoint was made with store.shards: {len(found)}, the config says {shards}; each shard counts its "
+            f"own ids, and they would be others: set store.shards: {len(found)}, or begin a new run"
+        )
+    return tuple(map(Ledger.from_dict, found))
+
+
 @dataclass(frozen=True, slots=True)
 class Ledgers:
-    """One ledger per shard, none before a run begins. That of a single shard is written as it always was."""
+    """The ledgers of all shards."""
 
-    shards: tuple[Ledger, ...] = ()
-
-    def expect(self, shards: int) -> "Ledgers":
-        """These, or new ones at the beginning of a run.
-
-        Raises ConfigError: with another number of shards the same id would be another ticket.
-        """
-        if not self.shards:
-            return Ledgers(tuple(Ledger() for _ in range(shards)))
-        if len(self.shards) != shards:
-            raise ConfigError(
-                f"the checkpoint was made with store.shards: {len(self.shards)}, the config says {shards}; each shard counts its "
-                f"own ids, and they would be others: set store.shards: {len(self.shards)}, or begin a new run"
-            )
-        return self
+    shards: tuple[Ledger, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint's JSON."""
-        if len(self.shards) == 1:
-            return self.shards[0].to_dict()
+        """Plain values for the checkpoint's JSON; `ledgers_of` reads them."""
         return {"shards": [ledger.to_dict() for ledger in self.shards]}
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardGate(Gate):
+    """The gate of one shard: frames bear the ids that everybody knows."""
+
+    shard: int
+    shards: int
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        return cls(tuple(Ledger.from_dict(one) for one in values.get("shards", [values])))
+    def of(cls, gate: Gate, shard: int, shards: int) -> Self:
+        """The gate of a whole lane, for one of its shards."""
+        return cls(
+            lane=gate.lane,
+            decode=gate.decode,
+            limits=gate.limits,
+            condemned=gate.condemned,
+            shard=shard,
+            shards=shards,
+        )
+
+    def name_of(self, ticket_id: int) -> int:
+        """See `Gate`."""
+        return join(self.shard, ticket_id, self.shards)
 
 
 class ShardedBuffer:
-    """All shards at once, for whoever need not know that there are several: the generators, audits."""
+    """All shards behind the interface of one buffer, for generators and audits."""
 
     def __init__(self, shards: Sequence[Buffer]) -> None:
         self.shards = tuple(shards)
@@ -203,10 +224,10 @@ class ShardedIntake:
             if part is not None:
                 intake.open(version, waiting=True)
 
-    def commit(self, ledgers: Ledgers, version: int) -> None:
-        """Let the store forget the groups that a checkpoint holds."""
-        for intake, ledger in zip(self.intakes, ledgers.shards, strict=True):
-            intake.commit(ledger.takes, ledger.chain, version)
+    def commit(self, saved: Mapping[str, Any], version: int) -> None:
+        """See `Intake`."""
+        for intake, ledger in zip(self.intakes, saved["shards"], strict=True):
+            intake.commit(ledger, version)
 
     def _ledgers(self) -> Ledgers:
         return Ledgers(tuple(intake.settled for intake in self.intakes))

@@ -1,6 +1,7 @@
 """Commands that look at a run: status, audit."""
 
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from asyncrl.buffer.shards import ShardedBuffer
 from asyncrl.buffer.users import LEARNER, with_user
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import DataError, RunError, StoreError
 from asyncrl.launch.own_store import own_store
 from asyncrl.run.directory import RunDirectory, find_run
@@ -87,18 +89,19 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
     """The conservation law of the train lane, and under `evaluation` that of the other one, if the run has held-out data."""
-    from asyncrl.launch.learner_parts import eval_prompts
-    from asyncrl.launch.wiring import connect_store, eval_lane, train_lane
+    from asyncrl.buffer.connection import StoreConnection
+    from asyncrl.launch.wiring import eval_lane, store_password, train_lane
 
     url = store_url or directory.store_url()
     if url is None:
         raise RunError(f"{directory.path} has never been up here; give --store URL")
     if config.store.url is None:
         url = with_user(url, LEARNER)
-    connection = connect_store(config, url, keys=directory.keys(), retry_s=2.0)
+    password = store_password(config.store, url, directory.keys(), os.environ)
+    connection = StoreConnection(url, password=password, retry_s=2.0)
     found = _audit_of(train_lane(config, connection))
     try:
-        held_out = eval_prompts(config)
+        held_out = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
     except DataError as error:  # such as a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
     return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)) if held_out else None}

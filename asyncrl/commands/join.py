@@ -25,12 +25,12 @@ from asyncrl.config.store import holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
 from asyncrl.launch.family import family
-from asyncrl.launch.wiring import STORE_VARIABLE
 from asyncrl.run.directory import RunDirectory, find_run
-from asyncrl.run.keys import JoinKeys, is_given, join_keys
+from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
 from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
+STORE_VARIABLE = "ASYNCRL_STORE_URL"
 _ASK_EVERY_S = 1.0
 _STORE_RETRY_S = 5.0
 
@@ -53,7 +53,7 @@ def run_generators(
     A run that is not there yet is waited for, `wait_s` seconds at most. `allowed`: see `launch.allowance`.
     """
     own = load_config(config_path) if config_path else None
-    own_keys = is_given()
+    own_keys = is_given(os.environ)
     found = _wait_for_run(lambda: _find(store_url, own, own_keys=own_keys), wait_s)
     config = own or _config_of(found, allowed)
     directory = found.learners or RunDirectory(config.run.directory)
@@ -62,6 +62,7 @@ def run_generators(
         replace_text(directory.config, dump_config(config))  # generators that another command started here may be reading it
     _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
+    forget_secrets(os.environ)
     here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
     prefix = f"{socket.gethostname()}.{os.getpid()}."
     specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
@@ -107,7 +108,7 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
     if holds_password(url):
         raise RunError(f"the store's URL holds a password, which process lists would show; put it into {variable} instead")
     learners = _run_here(url, own)
-    keys = join_keys() if learners is None or own_keys else learners.keys().join
+    keys = join_keys(os.environ) if learners is None or own_keys else learners.keys().join
     learners = learners or _run_of(keys)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=_STORE_RETRY_S)) as connection:

@@ -11,12 +11,14 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.view import show_result, viewer, wants_lines
 from asyncrl.config.addresses import is_loopback
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
@@ -26,7 +28,6 @@ from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
 from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.standby import FLAG as STANDBY
-from asyncrl.launch.wiring import connect_store
 from asyncrl.progress import Limits
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
@@ -104,7 +105,7 @@ def _claimed(
         refuse_second_run(directory)
         if fresh:
             directory.require_run()
-        refuse_changes(config, directory, saved)
+        refuse_changes(config, directory, saved, DataFiles(config.data))
         directory.make()
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
@@ -161,7 +162,9 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
     """(url, what to do every tick so that it stays up)."""
     if config.store.url is not None:
         require_password(config.store)
-        connection = connect_store(config, config.store.url, retry_s=5.0)  # a mistake is told before anything starts
+        # A mistake is told before anything starts.
+        password = os.environ.get(config.store.password_env)
+        connection = StoreConnection(config.store.url, password=password, retry_s=5.0)
         connection.check()
         connection.close()
         return config.store.url, lambda: None

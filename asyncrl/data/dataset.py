@@ -7,9 +7,11 @@ because a dataset that silently lost rows would have another sample plan.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
+from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.extras import install_command
 
@@ -57,9 +59,42 @@ class Rows(Sequence[Row]):
         return iter(self._rows)
 
 
-def fingerprints(train: str, held_out: Rows | None) -> str:
-    """One text for both datasets, from the fingerprint of data.train and the rows of data.eval."""
-    return train if held_out is None else f"{train}, and held out {held_out.fingerprint}"
+def fingerprints(train: str, held_out: str | None) -> str:
+    """One text for both datasets, from the fingerprints of data.train and of data.eval, if there is one."""
+    return train if held_out is None else f"{train}, and held out {held_out}"
+
+
+class DataFiles:
+    """Number and fingerprint of the rows that a config names. Each file is read once.
+
+    A file is read when it is first asked for; DataError is raised then if it cannot be used. No row is kept.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        """`data` says where the rows are."""
+        self._data = data
+
+    @cached_property
+    def train(self) -> str:
+        """The fingerprint of data.train."""
+        return load_rows(self._data.train, self._data.split).fingerprint
+
+    @property
+    def held_out_rows(self) -> int:
+        """The number of rows in data.eval; 0 without one."""
+        return self._held_out[0] if self._held_out else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of both, which generators must have too."""
+        return fingerprints(self.train, self._held_out and self._held_out[1])
+
+    @cached_property
+    def _held_out(self) -> tuple[int, str] | None:
+        if self._data.eval is None:
+            return None
+        rows = load_rows(self._data.eval, self._data.eval_split)
+        return len(rows), rows.fingerprint
 
 
 def load_rows(source: str, split: str = "train") -> Rows:

@@ -64,7 +64,7 @@ class PromptSource:
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
         # Learner and generators must have read the same data; they compare this.
-        self.fingerprint = fingerprints(self.rows.fingerprint, held_out)
+        self.fingerprint = fingerprints(self.rows.fingerprint, held_out.fingerprint if held_out else None)
         self._train = render.prompts(self.rows)
         self._eval = render.prompts(held_out) if held_out else []
         too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]

@@ -1,4 +1,4 @@
-"""What the processes of a run inherit from the environment: what they need, and nobody else's secrets."""
+"""What the processes of a run inherit from the environment: what they need, and no secret of another program."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""Everybody whom a supervisor's processes bring forth, also who leaves his session and sheds his environment.
+"""All descendants of a supervisor, also those that leave their session and clear their environment.
 
-The kernel gives an orphan to the nearest ancestor that asked for orphans (a "subreaper"), which no process can refuse. So whoever
-descends from a supervisor stays its descendant as long as it lives, and it ends them all before it goes.
+The kernel gives an orphan to the nearest ancestor that asked for orphans (a "subreaper"); no process can refuse this. So every
+descendant of a supervisor stays its descendant as long as the supervisor lives, and the supervisor ends them all before it exits.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from asyncrl.processes import adopt_orphans
 log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
+# The process that started another one asks for its status sooner.
 UNCLAIMED_S = 120.0
-"""Whoever started a process asks for its status sooner."""
 END_S = 10.0
 
 
@@ -32,7 +32,7 @@ class Family:
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """To be called all the time: takes leave of adopted ones that have ended, whose numbers nobody could use otherwise."""
+        """Reap adopted processes that have ended, so that their numbers become free. Call this all the time."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -44,7 +44,7 @@ class Family:
                 _take_leave(pid)
 
     def end(self) -> None:
-        """End whoever is left."""
+        """End all that are left."""
         until_s = time.monotonic() + END_S
         told: set[int] = set()
         while (left := self._members()) and time.monotonic() < until_s:
@@ -75,7 +75,7 @@ def _take_leave(pid: int) -> None:
 
 @contextlib.contextmanager
 def family() -> Iterator[Family]:
-    """Adopts orphans until it is left, and ends all descendants then. The outermost of what ends processes."""
+    """Adopt orphans inside the `with` block, and end all descendants at its end. Every other end of processes lies within it."""
     members = Family()
     adopt_orphans(True)
     try:

@@ -27,22 +27,20 @@ from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.launch.roles import run_role
+from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import (
     eval_lane,
     eval_limits,
     eval_rules,
-    join_store,
     open_exporter,
     train_lane,
     train_limits,
-    wire_key,
 )
 from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.keys import join_keys
+from asyncrl.run.keys import JoinKeys, forget_secrets, join_keys
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
@@ -71,15 +69,20 @@ def main() -> None:
         directory = RunDirectory(arguments.config.parent)
         context = setup_logging(arguments.id, directory.logs, console=True)
         try:
+            keys = join_keys(os.environ)
+            forget_secrets(os.environ)
             hello = _hello(config, arguments.id, confirm=arguments.from_record)
-            asyncio.run(_generate(config, hello, join_store(config, arguments.store), directory, context))
+            store = join_store(config.store, arguments.store, keys)
+            asyncio.run(_generate(config, hello, store, keys, directory, context))
         except asyncio.CancelledError:
             raise SystemExit(128 + signal.SIGTERM) from None
 
     run_role(role)
 
 
-async def _generate(config: Config, hello: Hello, store: StoreConnection, directory: RunDirectory, context: LogContext) -> None:
+async def _generate(
+    config: Config, hello: Hello, store: StoreConnection, keys: JoinKeys, directory: RunDirectory, context: LogContext
+) -> None:
     log.info("importing vLLM")
     from asyncrl.engine.vllm.engine import VLLMEngine
 
@@ -98,14 +101,14 @@ async def _generate(config: Config, hello: Hello, store: StoreConnection, direct
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
     log.info("calling the learner")
-    record = RunRecord(store, join_keys().record)
+    record = RunRecord(store, keys.record)
     control = ControlClient(
         await _control_endpoint(store, record),
         find_learner=partial(_endpoint_now, record),
         heartbeat_s=config.control.heartbeat_s,
         timeout_s=config.control.timeout_s,
-        wire_key=wire_key(),
-        keys=join_keys().control,
+        wire_key=keys.wire,
+        keys=keys.control,
     )
     tracker = generator_trackers(config, directory, generator_id)
     staging = GlooStaging(directory.weights)
@@ -123,7 +126,7 @@ async def _generate(config: Config, hello: Hello, store: StoreConnection, direct
                 heartbeat_s=config.control.heartbeat_s,
                 probe_limit=config.weights.probe_limit,
                 dtype=config.model.dtype,
-                wire_key=wire_key(),
+                wire_key=keys.wire,
             ),
             on_version=context.follow,
         ).run(
@@ -151,7 +154,7 @@ def generator_trackers(config: Config, directory: RunDirectory, generator_id: st
 
 
 async def _endpoint_now(record: RunRecord) -> str:
-    """Where the learner listens at this moment; empty when nobody can say."""
+    """Where the learner listens at this moment; empty when the store cannot say it."""
     try:
         return (await asyncio.to_thread(record.read)).control_endpoint
     except StoreError as error:
@@ -178,7 +181,7 @@ async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
 
 
 def resolve_device(config: Config) -> Device:
-    """cuda where there is one, unless the learner was told to stay on the CPU."""
+    """cuda where there is one, unless the config keeps the learner on the CPU."""
     import torch
 
     return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
@@ -223,7 +226,7 @@ def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
 
 
 def share(generator: GeneratorConfig) -> GeneratorConfig:
-    """With the threads that the supervisor allots, unless the config says how many."""
+    """The generator's config, with the threads that the supervisor allots unless it names a number."""
     allotted = int(os.environ.get("OMP_NUM_THREADS", "1"))
     return generator.model_copy(update={"threads": generator.threads or allotted})
 

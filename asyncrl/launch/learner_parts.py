@@ -1,85 +1,322 @@
-"""What the learner takes in, as a config has it: groups to train on, and rounds of held-out evaluation."""
+"""Rank 0's parts, each built from the parts of the config that it needs; the order in which they begin and end is here too."""
 
-from collections.abc import Callable
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import torch
+
+from asyncrl import __version__
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.resolve import GREEDY
+from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
-from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of
 from asyncrl.config import registry
+from asyncrl.config.resolved import config_hash, config_json, host_digest
+from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.control.zmq import ControlHub
+from asyncrl.data.dataset import DataFiles
+from asyncrl.data.prompts import load_tokenizer
 from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
-from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, train_limits
+from asyncrl.launch.learner_runs import LeadRun
+from asyncrl.launch.publication import Publication, interface_of
+from asyncrl.launch.same_bytes import DecodedFrames
+from asyncrl.launch.saving import LeadSaving
+from asyncrl.launch.status_page import Show, StatusPage
+from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.launch.taking import Taking
+from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, open_exporter, train_lane, train_limits
 from asyncrl.lineage import History
+from asyncrl.report.reports import Reporting
+from asyncrl.report.timeline import Timeline
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import RunKeys
 from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.starts import record_start
+from asyncrl.telemetry.exporter import Exporter, status_families
+from asyncrl.telemetry.fanout import open_trackers
+from asyncrl.telemetry.logs import LogContext
+from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
+from asyncrl.weights.base import choose_transport
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.wire.decoder import IsolatedDecoder
+from asyncrl.wire.group_frames import decode_group
 
 Decode = Callable[[bytes], Group]
 
+MAX_LINEAGE = (1 << 32) - 1
+"""Lineages are drawn: a learner cannot know how many learners died before it without a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """What rank 0 has before its own parts are built."""
+
+    config: Config
+    directory: RunDirectory
+    store: StoreConnection
+    keys: RunKeys
+    data: DataFiles
+    # What the newest checkpoint holds, or the beginning of a run.
+    state: LearnerState
+    trainer: Trainer
+    checkpoints: CheckpointStore
+    coefficients: Coefficients
+    probe_ids: tuple[int, ...]
+    vocabulary: int
+    # Of the parameters that are published.
+    layout: Layout
+    device: torch.device
+    logs: LogContext
+    stop: threading.Event
+
+
+def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
+    """Build and start everything that surrounds rank 0's loop; the caller enters the run, and `stack` ends the rest.
+
+    The store is claimed before the control plane opens, so that a generator that calls finds its own run in the store.
+    """
+    config = lead.config
+    gpu = torch.cuda.get_device_name() if lead.device.type == "cuda" else None
+    record_start(lead.directory.starts, lead.state.version, gpu)
+    history = lead.state.history.resumed(
+        lead.state.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
+    )
+    begun = replace(lead.state, history=history, fixed=fixed_values(config, rows=lead.data.train))
+    exporter = open_exporter(config, lead.directory, "learner")
+    reporting = open_reporting(lead, exporter)
+    stack.callback(reporting.close)
+    taking = open_taking(stack, lead, history)
+    renew = claim_store(lead)
+    publication = open_publication(lead, history, taking, reporting)
+    saving = LeadSaving(
+        lead.checkpoints,
+        lead.trainer,
+        every=config.checkpoint.every,
+        begun=begun,
+        coefficients=lead.coefficients,
+        taking=taking,
+        reporting=reporting,
+        mark_saved=lead.directory.mark_saved,
+    )
+    shows: list[Show] = [partial(write_status, lead.directory.status)]
+    if exporter:
+        max_bytes, probe_limit = config.store.max_gib * 2**30, config.weights.probe_limit
+        shows.append(partial(show_to_prometheus, exporter, max_bytes=max_bytes, probe_limit=probe_limit))
+    page = StatusPage(
+        first_status(config, lead.state.version),
+        publication=publication,
+        taking=taking,
+        renew=renew,
+        shows=shows,
+        guard=reporting.guard,
+    )
+    return LeadRun(
+        trainer=lead.trainer,
+        probe_ids=lead.probe_ids,
+        logs=lead.logs,
+        stop=lead.stop,
+        taking=taking,
+        publication=publication,
+        reporting=reporting,
+        saving=saving,
+        page=page,
+    )
+
+
+def open_reporting(lead: Lead, exporter: Exporter | None) -> Reporting:
+    """Trackers, timeline and samples."""
+    config = lead.config
+    trackers = open_trackers(
+        config.telemetry,
+        run=config.run.name,
+        key_id=key_id(lead.keys.join.record),
+        directory=lead.directory.path,
+        metrics=lead.directory.metrics / "learner.jsonl",
+        samples=lead.directory.samples,
+        resolved=config.model_dump(mode="json"),
+        step=lead.state.version,
+    )
+    if exporter:
+        trackers.add(exporter)
+    return Reporting(
+        trackers,
+        Timeline(lead.directory.trace if config.telemetry.trace else None),
+        partial(load_tokenizer(config.model).decode, skip_special_tokens=True),
+        samples_per_step=config.telemetry.samples_per_step,
+    )
+
+
+def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
+    """Both lanes. Raises ConfigError for another number of shards."""
+    config = lead.config
+    decode = open_decoder(stack, lead.keys.join.wire, isolate=config.store.isolate_decoding)
+    decoded = DecodedFrames(decode)
+    lane = train_lane(config, lead.store)
+    deaths = StepDeaths(lead.directory.step_under_way)
+    limits = train_limits(config, lead.vocabulary)
+    gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
+    intake = open_intake(config, lane, lead.state.ledger, gate, history)
+    evaluation = open_evaluation(
+        config,
+        lead.store,
+        lead.state,
+        decode,
+        held_out=lead.data.held_out_rows,
+        limits=eval_limits(config, lead.vocabulary),
+        history=history,
+    )
+    return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths)
+
+
+def open_decoder(stack: ExitStack, key: bytes, *, isolate: bool) -> Decode:
+    """What decodes a frame: this process, or one with bounded memory, which `stack` ends."""
+    if not isolate:
+        return partial(decode_group, key=key)
+    decoder = IsolatedDecoder(key)
+    stack.callback(decoder.close)
+    return decoder.decode
+
 
 def open_intake(
-    config: Config,
-    lane: ShardedBuffer,
-    ledgers: Ledgers,
-    decode: Decode,
-    *,
-    condemned: Callable[[bytes], str | None],
-    vocabulary: int,
-    history: History,
-) -> ShardedIntake:
-    """Goes on from `ledgers`. Raises ConfigError where they are of another number of shards."""
-    shards = lane.shards
+    config: Config, lane: RedisBuffer | ShardedBuffer, saved: Mapping[str, Any], gate: Gate, history: History
+) -> Intake | ShardedIntake:
+    """Continues from the ledger that a checkpoint has `saved`. Raises ConfigError for another number of shards."""
+    shards = config.store.shards
     judge = make_judge(
         [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters],
         drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
         needs_greedy=GREEDY in registry.needs("advantage", config.algorithm.advantage.name),
         history=history,
     )
-    gate = Gate(lane="train", decode=decode, limits=train_limits(config, vocabulary), condemned=condemned)
-    return ShardedIntake(
-        tuple(
-            Intake(
-                buffer=buffer,
-                ledger=ledger,
-                gate=gate,
-                judge=judge,
-                groups=config.batch.groups // len(shards),
-                window=config.window_groups // len(shards),
-                max_lag=config.staleness.max_lag,
-                max_refills=config.algorithm.max_refills * len(shards),  # luck is not even between small shares
-                stall_s=config.control.stall_s,
-                history=history,
-                name_of=partial(join, shard, shards=len(shards)),
-            )
-            for shard, (buffer, ledger) in enumerate(zip(shards, ledgers.expect(len(shards)).shards, strict=True))
+
+    def intake(buffer: LearnerBuffer, ledger: Ledger, gate: Gate) -> Intake:
+        return Intake(
+            buffer=buffer,
+            ledger=ledger,
+            gate=gate,
+            judge=judge,
+            groups=config.batch.groups // shards,
+            window=config.window_groups // shards,
+            max_lag=config.staleness.max_lag,
+            max_refills=config.algorithm.max_refills * shards,  # luck is not even between small shares
+            stall_s=config.control.stall_s,
+            history=history,
         )
-    )
 
-
-def held_out_rows(config: Config) -> Rows | None:
-    """Those of data.eval."""
-    return load_rows(config.data.eval, config.data.eval_split) if config.data.eval else None
-
-
-def eval_prompts(config: Config) -> int:
-    """Held-out prompts of one round; 0 without held-out data. Raises DataError."""
-    return min(config.eval.prompts, len(held_out_rows(config) or ()))
+    ledgers = ledgers_of(saved, shards)
+    if not isinstance(lane, ShardedBuffer):
+        return intake(lane, ledgers[0], gate)
+    gates = [ShardGate.of(gate, shard, shards) for shard in range(shards)]
+    return ShardedIntake(tuple(map(intake, lane.shards, ledgers, gates)))
 
 
 def open_evaluation(
-    config: Config, store: StoreConnection, state: LearnerState, decode: Decode, *, vocabulary: int, history: History
+    config: Config,
+    store: StoreConnection,
+    state: LearnerState,
+    decode: Decode,
+    *,
+    held_out: int,
+    limits: GroupLimits,
+    history: History,
 ) -> Evaluation:
-    """Goes on from `state`, or with the next round where a round now means something else."""
-    prompts = eval_prompts(config)
+    """Goes on from `state`, or with the next round where a round now means something else.
+
+    `held_out` is the number of held-out rows there are.
+    """
+    prompts = min(config.eval.prompts, held_out)
     rules = eval_rules(config, prompts)
     return Evaluation(
         buffer=eval_lane(config, store, prompts),
         ledger=resume_ledger(state.evaluation, version=state.version, **rules),
-        gate=Gate(lane=lane_name(**rules), decode=decode, limits=eval_limits(config, vocabulary)),
+        gate=Gate(lane=lane_name(**rules), decode=decode, limits=limits),
         history=history,
         **rules,
     )
+
+
+def claim_store(lead: Lead) -> Callable[[str], None]:
+    """Make the store serve this run. Returns what renews its record there, given the endpoint of the control plane."""
+    config = lead.config
+    stored = StoredRun(
+        name=config.run.name,
+        config_json=config_json(config),
+        config_hash=config_hash(config),
+        release=__version__,
+        key_id=key_id(lead.keys.join.record),
+    )
+    record = RunRecord(lead.store, lead.keys.join.record)
+    lead.store.check_room(int(config.store.max_gib * 2**30))
+    record.claim(stored, fresh=lead.state.version == 0)
+    return lambda endpoint: record.renew(replace(stored, control_endpoint=endpoint))
+
+
+def open_publication(lead: Lead, history: History, taking: Taking, reporting: Reporting) -> Publication:
+    """The publisher, and the control plane, which opens its endpoint and starts its thread."""
+    config = lead.config
+    publisher = SharedMemoryPublisher(
+        lead.layout,
+        probe_ids=lead.probe_ids,
+        directory=lead.directory.weights,
+        deadline_s=config.weights.deadline_s,
+        interface=interface_of(config.control.bind),
+        history=history,
+    )
+    hub = ControlHub(
+        config.control.bind or f"ipc://{lead.directory.socket_path('control.sock')}",
+        publisher,
+        config.control,
+        transport=choose_transport(config.weights.transport, device=lead.device.type),
+        deadline_s=config.weights.deadline_s,
+        release=__version__,
+        config_hash=config_hash(config),
+        host_digest=host_digest(config),
+        rows=lead.data.fingerprint,
+        wire_key=lead.keys.join.wire,
+        keys=lead.keys.control,
+        on_dead=taking.revoke,
+        on_report=reporting.update,
+    )
+    return Publication(publisher, hub)
+
+
+def first_status(config: Config, version: int) -> StatusSnapshot:
+    """What holds before the first weights are published."""
+    now_at = time.time()
+    return StatusSnapshot(
+        run=config.run.name,
+        state="starting",
+        step=version,
+        total_steps=config.learner.steps,
+        version=version,
+        started_at=now_at,
+        updated_at=now_at,
+        pid=os.getpid(),
+        lag_bound=config.lag_bound,
+    )
+
+
+def show_to_prometheus(exporter: Exporter, status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> None:
+    """Show every number of `status`, and the limits that they are compared with."""
+    exporter.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
+    exporter.show(status_families(status, max_bytes=max_bytes, probe_limit=probe_limit))

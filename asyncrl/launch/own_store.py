@@ -13,12 +13,12 @@ from asyncrl.run.directory import RunDirectory
 log = logging.getLogger(__name__)
 
 AGAIN_S = ASK_S = 1.0
+# After this long without an answer it is killed. It is then back before the processes that wait for it give up.
 SILENT_S = 15.0
-"""It is back then before those who wait for it give up."""
 
 
 class KeptStore:
-    """A running server that is started again whenever it ends. It never holds up whoever tends it, however long it loads."""
+    """A running server that is started again whenever it ends. Tending it never waits, however long the server loads."""
 
     def __init__(self, server: StoreServer, *, silent_s: float = SILENT_S) -> None:
         """One that answers nothing for `silent_s` is killed."""
@@ -32,7 +32,7 @@ class KeptStore:
         self._ask_at_s = self._heard_at_s = 0.0
 
     def tend(self) -> None:
-        """To be called all the time."""
+        """Keep it up. Call this all the time."""
         if self.is_up and self.is_silent():
             log.error("the store has not answered for %.0f s and is killed", self._silent_s)
             self.server.kill()
@@ -43,12 +43,15 @@ class KeptStore:
             self.is_up = self._is_begun = False
         try:
             self._bring_up()
-        except (StoreError, OSError) as error:  # a full disk can be mended; whoever waits for the store has a bound of his own
+        except (
+            StoreError,
+            OSError,
+        ) as error:  # a full disk can be cleared; every process that waits for the store has its own bound
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 
     def is_silent(self) -> bool:
-        """Asks it once a second, as long as it is up. One that is stopped lives, and answers nobody."""
+        """Asks it once a second, as long as it is up. A server that was stopped (SIGSTOP) lives and does not answer."""
         now_s = self._attention.look()
         if now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_S

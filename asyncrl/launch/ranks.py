@@ -21,17 +21,15 @@ from asyncrl.run.lock import RunLock
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
 
+# Grace period after the first rank fails: the rank with the root cause may exit later than a rank that merely lost its peers.
+# There is none after SIGKILL, which is itself the cause.
 CAUSE_S = 2.0
-"""After the first failed rank: time for the one that knows why. A rank that lost its peers may die before it.
-
-None is needed after a SIGKILL, which is a cause itself.
-"""
+# Time between SIGTERM and SIGKILL, for all ranks together.
 GRACE_S = 25.0
-"""Between SIGTERM and SIGKILL, for all ranks together."""
 
 
 def workers_of(ranks: int) -> list[str]:
-    """Who shows the supervisor that he gets on: this process, and each rank. One that hangs costs all, as its death does."""
+    """The processes that show the supervisor their progress: this one and each rank. If one hangs, all are restarted."""
     return ["who starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
 
 
@@ -81,7 +79,7 @@ def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Terminate all at once: a rank may wait for another to leave."""
+    """Terminate all together: a rank may wait for another one to leave."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import (
     AsyncRLError,
     BufferFenced,
@@ -22,8 +24,10 @@ from asyncrl.errors import (
     UpdatesRefused,
 )
 from asyncrl.launch.environment import PARENT_VARIABLE
+from asyncrl.launch.wiring import store_password
 from asyncrl.processes import die_with_parent
 from asyncrl.progress import attach
+from asyncrl.run.keys import JoinKeys, RunKeys
 from asyncrl.supervisor import FAULT_FOUND, USER_ERROR
 from asyncrl.unpickling import refuse_pickles_from_wires
 
@@ -42,8 +46,13 @@ NOT_MENDED_BY_A_RESTART = (
 )
 
 
+# Errors that are likely to come again, because their cause is on this machine: a file, a library, a device. What came from
+# elsewhere (groups, the store, a peer) may differ next time.
 LIKELY_AGAIN = (CheckpointError, EngineError)
-"""Of what is here: a file, a library, a device. What came from others (groups, the store, a peer) may differ next time."""
+
+
+# A store that is started again is back sooner.
+STORE_RETRY_S = 30.0
 
 
 def run_role(role: Callable[[], None]) -> None:
@@ -61,6 +70,13 @@ def run_role(role: Callable[[], None]) -> None:
     except AsyncRLError as error:
         log.exception("ended by an error")
         sys.exit(FAULT_FOUND if isinstance(error, LIKELY_AGAIN) else 1)
+
+
+def join_store(store: StoreConfig, url: str, keys: RunKeys | JoinKeys) -> StoreConnection:
+    """A role's connection. The password of a configured store is taken out of this process's environment."""
+    password = store_password(store, url, keys, os.environ)
+    os.environ.pop(store.password_env, None)
+    return StoreConnection(url, password=password, retry_s=STORE_RETRY_S)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from asyncrl.progress import Pace, beat, begin
 
+# The argument of a process that begins as a standby.
 FLAG = "--standby"
-"""The argument of a process that begins as one."""
 
 
 def parse_arguments(prog: str) -> argparse.Namespace:
-    """Of the learner, and of who starts its ranks: `store`, `config`, `standby`."""
+    """The arguments of the learner, and of the process that starts its ranks: `store`, `config`, `standby`."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
@@ -25,7 +25,7 @@ def parse_arguments(prog: str) -> argparse.Namespace:
 
 
 def wait_until_needed() -> str:
-    """What whoever started this process says when it is needed: one line on stdin. Exits when he is gone."""
+    """Wait until the parent writes one line to stdin, and return that line. Exit if the parent closes the pipe."""
     begin("stand by", Pace.QUICK)
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         beat()

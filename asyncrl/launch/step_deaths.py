@@ -1,9 +1,11 @@
-"""Learners that died in one step, counted on disk: what kills every learner that trains on it must not end the run for good.
+"""Learners that died in one step, counted on disk: a group that kills every learner must not end the run for good.
 
-A step is begun and ended. A start that finds one begun and not ended counts a death for it, and for nothing else: not while
-the learner waits for groups, nor while it saves. Every group of the step has a count of its own, by its bytes: a replay counts
-on, groups that were sampled anew do not answer for the old ones, and what kills is found although the groups beside it change,
-such as those that are lost with the weights of the learner that died.
+A step is begun and ended. A start that finds a step begun and not ended counts a death for that step. Deaths while the
+learner waits for groups, or while it saves, do not count.
+
+Every group of the step has its own count, found by the bytes of its frame. So a replay continues the count, and a group that
+was sampled again starts at 0. The group that kills is found although the other groups of the step change: some of them are
+lost with the weights of the learner that died.
 """
 
 import json
@@ -15,8 +17,9 @@ import xxhash
 from asyncrl.best_effort import BestEffort
 from asyncrl.files import read_record, replace_text
 
+# Deaths in a row, in one step. Fewer than `control.max_restarts` allows by default; the count continues over several
+# `asyncrl up`.
 MAX_DEATHS = 3
-"""In a row, in one step. Fewer than `control.max_restarts` allows by default; over several `asyncrl up` it counts on."""
 
 
 def digest_of(frame: bytes) -> str:
@@ -36,7 +39,7 @@ class StepDeaths:
         self._write(None)
 
     def reason(self, frame: bytes) -> str | None:
-        """Why it is to be set aside; None for a frame that has no such history."""
+        """Why the frame is to be set aside; None for a frame that killed too few learners."""
         digest = digest_of(frame) if self._steps else ""
         for version, step in self._steps.items():
             if step.get(digest, 0) >= MAX_DEATHS:
@@ -45,9 +48,9 @@ class StepDeaths:
         return None
 
     def begin(self, version: int, frames: Sequence[bytes]) -> None:
-        """The learner has the frames of the step from `version`."""
+        """The learner begins the step from `version`, with these frames."""
         known = self._steps.get(version, {})
-        # A group that is not there any more did not kill whom this step kills.
+        # A group that is no longer there is not what kills the learners of this step.
         self._steps[version] = {digest: known.get(digest, 0) for digest in map(digest_of, frames)}
         self._write(version)
 
@@ -63,7 +66,7 @@ class StepDeaths:
 
 
 def _read(path: Path) -> tuple[dict[int, dict[str, int]], int | None]:
-    """By version how many have died with each group of the step, and the step that was begun and not ended."""
+    """How many learners died with each group, by version of the step; and the step that was begun and not ended."""
     record = read_record(path) or {}
     try:
         steps = {

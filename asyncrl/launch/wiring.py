@@ -1,7 +1,7 @@
-"""What learner and generators connect alike: the store, the lanes, the wire key, Prometheus."""
+"""What learner and generators connect alike: the lanes of the store, its password, Prometheus."""
 
-import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
@@ -11,37 +11,16 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, shard_names
 from asyncrl.buffer.users import user_of
 from asyncrl.config.resolved import eval_digest
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.evaluation import lane_name
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.keys import JoinKeys, RunKeys, join_keys, process_keys
+from asyncrl.run.keys import JoinKeys, RunKeys
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
 
-STORE_VARIABLE = "ASYNCRL_STORE_URL"
 
-
-def connect_store(config: Config, url: str, *, keys: RunKeys | JoinKeys | None = None, retry_s: float = 30.0) -> StoreConnection:
-    """A connection. The password of a configured store comes from the environment, that of the run's own from `keys`.
-
-    `keys` are this process's unless given; the user in `url` says which password is meant.
-    """
-    if config.store.url is None:
-        password = (keys or process_keys()).store_password(user_of(url))
-    else:
-        password = os.environ.get(config.store.password_env)
-    return StoreConnection(url, password=password, retry_s=retry_s)
-
-
-def join_store(config: Config, url: str) -> StoreConnection:
-    """For a role's process, which then forgets the password: neither engines nor rewards inherit it."""
-    connection = connect_store(config, url)
-    os.environ.pop(config.store.password_env, None)
-    return connection
-
-
-def wire_key() -> bytes:
-    """Key of the checksums of this run's frames and messages."""
-    return join_keys().wire
+def store_password(store: StoreConfig, url: str, keys: RunKeys | JoinKeys, environment: Mapping[str, str]) -> str | None:
+    """The password for `url`: a configured store's is in `environment`, that of the run's own store follows from `keys`."""
+    return keys.store_password(user_of(url)) if store.url is None else environment.get(store.password_env)
 
 
 def open_exporter(config: Config, directory: RunDirectory, process: str) -> Exporter | None:
@@ -63,12 +42,12 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
 
 
 def train_limits(config: Config, vocabulary: int) -> GroupLimits:
-    """Of groups that this run can train on."""
+    """What a group must satisfy so that this run can train on it."""
     return GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=_most_tokens(config))
 
 
 def eval_limits(config: Config, vocabulary: int) -> GroupLimits:
-    """Of held-out groups: those of another number of samples are of before a resume."""
+    """What a held-out group must satisfy. A group with another number of samples was sampled before a resume."""
     return GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=_most_tokens(config), whole=True)
 
 
@@ -76,7 +55,7 @@ def _most_tokens(config: Config) -> int:
     return min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
 
 
-def train_lane(config: Config, connection: StoreConnection) -> ShardedBuffer:
+def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | ShardedBuffer:
     """The lane of training tickets."""
     shards = config.store.shards
     rules = BufferRules(
@@ -85,6 +64,8 @@ def train_lane(config: Config, connection: StoreConnection) -> ShardedBuffer:
         max_attempts=config.reward.attempts,
         max_bytes=int(config.store.max_gib * 2**30) // shards,
     )
+    if shards == 1:
+        return RedisBuffer(connection, config.run.name, rules, lane="train")
     names = shard_names("train", shards)
     return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
 

@@ -8,6 +8,7 @@ from asyncrl.config.document import Node
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems
 from asyncrl.config.schema import Config
+from asyncrl.data.dataset import DataFiles
 from asyncrl.preflight.rows import row_problems
 from asyncrl.preflight.sources import source_problems
 from asyncrl.rewards.sandbox import sandbox_of
@@ -40,7 +41,9 @@ def _problems(config: Config, root: Node) -> list[Mistake]:
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     if path.name != "config.yaml" and not config.run.directory.exists():
         return []
-    from asyncrl.run.directory import RunDirectory  # these load heavy libraries, for which the first run need not wait
+    # These load heavy libraries, for which a first run need not wait.
+    from asyncrl.run.directory import RunDirectory
     from asyncrl.run.saved import changes, moved, read_saved
 
-    return list(moved(path, config, root)) or list(changes(config, read_saved(RunDirectory(config.run.directory))))
+    saved = read_saved(RunDirectory(config.run.directory))
+    return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config.data)))

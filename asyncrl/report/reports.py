@@ -14,7 +14,7 @@ from asyncrl.weights.base import UpdateReport
 EVAL_SAMPLES = 4
 
 
-class Reports:
+class Reporting:
     """Trackers and timeline behind one guard."""
 
     def __init__(

@@ -10,8 +10,8 @@ environment, never as arguments, which everybody on a machine can see.
 import errno
 import hashlib
 import os
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from asyncrl.buffer.users import GENERATOR
@@ -120,35 +120,38 @@ def read_secret(path: Path) -> str:
         ) from error
 
 
-def is_given() -> bool:
-    """Whether the environment names a secret that has not been taken out of it yet."""
-    return bool(os.environ.get(SECRET_VARIABLE) or os.environ.get(SECRET_FILE_VARIABLE))
+def is_given(environment: Mapping[str, str]) -> bool:
+    """Whether `environment` names a secret."""
+    return bool(environment.get(SECRET_VARIABLE) or environment.get(SECRET_FILE_VARIABLE))
 
 
-@cache
-def process_keys() -> RunKeys | JoinKeys:
-    """This process's; taken out of the environment, so that neither engines nor rewards inherit them. Raises RunError."""
-    text, file = os.environ.get(SECRET_VARIABLE, ""), os.environ.get(SECRET_FILE_VARIABLE, "")
+def read_keys(environment: Mapping[str, str]) -> RunKeys | JoinKeys:
+    """The keys that `environment` holds, or a file that it names. Raises RunError."""
+    text, file = environment.get(SECRET_VARIABLE, ""), environment.get(SECRET_FILE_VARIABLE, "")
     if file and not text:
         if not Path(file).exists():
             raise RunNotUp(
                 f"{SECRET_FILE_VARIABLE} names {file}, which does not exist; the learner writes join.key when it starts"
             )
         text = read_secret(Path(file))
-    os.environ.pop(SECRET_VARIABLE, None)
-    os.environ.pop(SECRET_FILE_VARIABLE, None)
     return parse_keys(text)
 
 
-def join_keys() -> JoinKeys:
-    """What learner and generators share."""
-    keys = process_keys()
-    return keys.join if isinstance(keys, RunKeys) else keys
+def forget_secrets(environment: MutableMapping[str, str]) -> None:
+    """Take the secrets out of `environment`, so that neither engines nor rewards inherit them."""
+    environment.pop(SECRET_VARIABLE, None)
+    environment.pop(SECRET_FILE_VARIABLE, None)
 
 
-def run_keys() -> RunKeys:
-    """What only the learner may ask for. Raises RunError."""
-    keys = process_keys()
+def run_keys(environment: Mapping[str, str]) -> RunKeys:
+    """As `read_keys`, for a learner. Raises RunError for a join.key."""
+    keys = read_keys(environment)
     if not isinstance(keys, RunKeys):
         raise RunError(f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where run.key is")
     return keys
+
+
+def join_keys(environment: Mapping[str, str]) -> JoinKeys:
+    """As `read_keys`, for a generator: of a run.key only the generators' part."""
+    keys = read_keys(environment)
+    return keys.join if isinstance(keys, RunKeys) else keys

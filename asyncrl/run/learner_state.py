@@ -1,9 +1,9 @@
 """What a checkpoint holds besides the trainer's own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from asyncrl.buffer.shards import Ledgers
 from asyncrl.lineage import INITIAL, History
 
 
@@ -12,7 +12,8 @@ class LearnerState:
     """Enough to go on as if nothing had happened."""
 
     version: int = 0
-    ledgers: Ledgers = field(default_factory=Ledgers)  # of the training lane
+    # Of the training lane, as its intake has written it; empty before the first checkpoint.
+    ledger: Mapping[str, Any] = field(default_factory=dict)
     history: History = INITIAL  # of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)
     # What of the config must not change: `config.resume.fixed_values`.
@@ -23,7 +24,7 @@ class LearnerState:
         """Plain values for the checkpoint's JSON."""
         return {
             "version": self.version,
-            "ledger": self.ledgers.to_dict(),
+            "ledger": self.ledger,
             "history": str(self.history),
             "evaluation": self.evaluation,
             "fixed": self.fixed,
@@ -37,7 +38,7 @@ class LearnerState:
             return cls()
         return cls(
             version=values["version"],
-            ledgers=Ledgers.from_dict(values["ledger"]),
+            ledger=values["ledger"],
             history=History.parse(values["history"]),
             evaluation=values["evaluation"],
             fixed=values["fixed"],

@@ -10,7 +10,7 @@ from asyncrl.config.document import Node
 from asyncrl.config.report import panel
 from asyncrl.config.resume import fixed_values, resume_findings
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing
@@ -33,31 +33,22 @@ def read_saved(directory: RunDirectory) -> Saved | None:
         return Saved(*newest) if newest else None
 
 
-def values_to_keep(config: Config) -> dict[str, Any]:
-    """What a checkpoint holds of the config and its data. Raises DataError."""
-    return fixed_values(config, rows=_rows_of(config))
-
-
-def _rows_of(config: Config) -> str:
-    return load_rows(config.data.train, config.data.split).fingerprint
-
-
-def changes(config: Config, saved: Saved | None) -> Iterator[Mistake]:
-    """What the config, or the file that it names, has changed that had to stay."""
+def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mistake]:
+    """What the config, or the file that it names, has changed that had to stay. `data` are the config's files."""
     if saved is None:
         return
     fixed = saved.state["fixed"]
     try:
-        rows = _rows_of(config)
+        rows = data.train
     except DataError as error:
         rows = fixed["data.train"]
         yield Mistake(("data.train",), str(error))
     yield from resume_findings(fixed, fixed_values(config, rows=rows), weights=saved.path / EXPORT)
 
 
-def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None) -> None:
-    """Raises ConfigError with all of them."""
-    if found := [f"{keys[0]}: {text}" for keys, text in changes(config, saved)]:
+def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None, data: DataFiles) -> None:
+    """Raises ConfigError with all `changes`."""
+    if found := [f"{keys[0]}: {text}" for keys, text in changes(config, saved, data)]:
         raise ConfigError(panel(found, title=f"the config with which {directory.path} is to be resumed"))
 
 

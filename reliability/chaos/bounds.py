@@ -192,7 +192,7 @@ class Run:
                     self.lags[self.version - span.version] += span.tokens
         self.version += 1
         self.intake.open(self.version)
-        self.intake.commit(self.intake.ledger.takes, self.intake.ledger.chain, self.version)
+        self.intake.commit(self.intake.ledger.to_dict(), self.version)
         return True
 
     def must_step(self) -> None:

@@ -227,7 +227,7 @@ class JudgedBuffer(RedisBuffer):
 
 
 class Learner:
-    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and asyncrl.launch.head."""
+    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and asyncrl.launch.learner_runs."""
 
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._place = place
@@ -353,7 +353,7 @@ class Learner:
         except CheckpointError:
             log.exception("step %d is not saved", self.version)
             return False
-        self._intake.commit(oldest["takes"], oldest["chain"], self.version)
+        self._intake.commit(oldest, self.version)
         return True
 
     def _say(self, event: str, **values: Any) -> None:

@@ -15,21 +15,23 @@ from typing import Any
 import yaml
 
 from asyncrl.buffer.base import BufferRules
+from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.commands import up
 from asyncrl.config.load import load_config
+from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
+from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import connect_store
+from asyncrl.launch.wiring import store_password
 from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
-from asyncrl.run.saved import values_to_keep
 from asyncrl.supervisor import ProcessSpec
 from asyncrl.telemetry.jsonl import JsonlTracker, Lines
 from asyncrl.telemetry.logs import setup_logging
@@ -84,7 +86,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
     state: dict[str, Any] = checkpoints.load(weights) or {"version": 0, "ledger": Ledger().to_dict()}
     version, ledger, steps = state["version"], Ledger.from_dict(state["ledger"]), config.learner.steps
     Lines(directory.starts).write([{"time": time.time(), "step": version, "versions": {}, "hardware": "none"}])
-    connection = connect_store(config, url, keys=keys)
+    connection = StoreConnection(url, password=store_password(config.store, url, keys, {}), retry_s=30.0)
     record = StoredRun(name=config.run.name, config_json="{}", config_hash="", release="", key_id="")
     RunRecord(connection, keys.join.record).claim(record, fresh=version == 0)
     buffer = RedisBuffer(connection, config.run.name, RULES)
@@ -102,7 +104,11 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
         ledger.trained += len(take.ids)
         weights.ids += take.ids
         version += 1
-        values = {"version": version, "ledger": ledger.to_dict(), "fixed": values_to_keep(config)}
+        values = {
+            "version": version,
+            "ledger": ledger.to_dict(),
+            "fixed": fixed_values(config, rows=DataFiles(config.data).train),
+        }
         checkpoints.save(version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)
         tracker.log({"reward/mean": 1.0, "time/step": 0.1}, step=version)

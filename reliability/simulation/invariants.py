@@ -1,9 +1,10 @@
 """What must hold whenever a call of the store is over, and at the end."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.buffer.ledger import next_chain
-from asyncrl.buffer.shards import Ledgers, join
+from asyncrl.buffer.ledger import Ledger, next_chain
+from asyncrl.buffer.shards import join, ledgers_of
 
 from .lane import Lane, require
 
@@ -37,7 +38,10 @@ def check_state(lane: Lane, strays: set[int]) -> None:
 
 
 def check_lineage(
-    history: list[dict[str, Any]], ledgers: Ledgers, produced: dict[int, set[str]], sampled_by: dict[str, set[tuple[int, int]]]
+    history: list[dict[str, Any]],
+    ledgers: Sequence[Ledger],
+    produced: dict[int, set[str]],
+    sampled_by: dict[str, set[tuple[int, int]]],
 ) -> None:
     """The weights of a checkpoint: every id once, only what was sampled for it, by the weights that led here and in time, and
     the ledgers say the same.
@@ -46,15 +50,15 @@ def check_lineage(
         produced: ticket id -> the samples that were made for it.
         sampled_by: sample -> (version, serial number) of all weights that took part; no two weights have the same number.
     """
-    shards, serials = len(ledgers.shards), [0, *(entry["serial"] for entry in history)]
-    replayed, trained = Ledgers().expect(shards), 0
+    shards, serials = len(ledgers), [0, *(entry["serial"] for entry in history)]
+    replayed, trained = ledgers_of({}, shards), 0
     consumed = [(shard, i) for entry in history for shard, ids in entry["takes"] for i in ids]
     require(len(consumed) == len(set(consumed)), "an id was trained twice", history)
     for step, entry in enumerate(history):
         require(entry["version"] == step, "a step is missing or repeated", entry["version"], step)
         require(len(entry["trained"]) == entry["groups"], "a step has another size", entry)
         for shard, ids in entry["takes"]:
-            replayed.shards[shard].consume(tuple(ids))
+            replayed[shard].consume(tuple(ids))
         of_takes = [join(shard, i, shards) for shard, ids in entry["takes"] for i in ids]
         of_groups = [i for i, *_ in entry["trained"] + entry["rejected"]]
         require(sorted(of_groups) == sorted(of_takes), "a step's ids are not those of its takes", entry)
@@ -67,11 +71,11 @@ def check_lineage(
             require(oldest == min(weights)[0], "a group says another age", ticket_id, oldest, weights)
             require(step - oldest <= entry["max_age"], "a group is older than the bound", step, ticket_id, oldest)
         trained += len(entry["trained"])
-    for mine, told in zip(replayed.shards, ledgers.shards, strict=True):
+    for mine, told in zip(replayed, ledgers, strict=True):
         same = all(getattr(mine, name) == getattr(told, name) for name in ("watermark", "above", "takes", "chain"))
         require(same, "ledger and weights disagree", mine, told)
         require(told.consumed == told.trained + told.total_rejected, "a ledger's sums are wrong", told)
-    require(trained == sum(ledger.trained for ledger in ledgers.shards), "more or less was trained than booked", trained, ledgers)
+    require(trained == sum(ledger.trained for ledger in ledgers), "more or less was trained than booked", trained, ledgers)
 
 
 def check_nothing_is_left(lane: Lane) -> None:

@@ -159,7 +159,7 @@ MUTANTS = [
     one("a commit does not mark its ids", lua(" call('SADD', k.done, ...) end)", " end)", after="register_for_learner('commit'")),
     one("a commit does not move the watermark", lua("'committed', number, 'watermark', watermark)", "'committed', number)")),
     one("a commit keeps the attempts", lua("call('HDEL', k.attempts, ...) call('HDEL'", "call('HDEL'")),
-    one("commits before the checkpoint is there", loop("        oldest = checkpoints.save(", "        self.intake.commit(ledgers, version)\n        oldest = checkpoints.save(")),
+    one("commits before the checkpoint is there", loop("        oldest = checkpoints.save(", "        self.intake.commit(ledger, version)\n        oldest = checkpoints.save(")),
     one("commits the newest checkpoint, not the oldest", loop('checkpoints.state(oldest)["ledger"]', 'checkpoints.state(version)["ledger"]')),
     # -- learners
     one("a store that lost its memory has another learner", lua("if epoch < tonumber(args[1]) then", "if false then")),
@@ -255,7 +255,7 @@ MUTANTS = [
     one("other groups answer for those that killed", launch("step_deaths", "known.get(digest, 0) for digest", "max(known.values(), default=0) for digest")),
     one("a step that was trained stays begun", launch("step_deaths", "        self._steps.pop(version, None)\n        self._write(None)\n", "        pass\n")),
     # -- several ranks
-    one("ranks get the groups in another order", launch("same_bytes", "for frame in head.frames:", "for frame in reversed(head.frames):")),
+    one("ranks get the groups in another order", launch("same_bytes", "for frame in taken.frames:", "for frame in reversed(taken.frames):")),
     one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
     two("frames are found by the ticket that they name", launch("same_bytes", "{id(group): frame for group, frame in self._decoded}", "{group.ticket_id: frame for group, frame in self._decoded}"), launch("same_bytes", "frame_of[id(group)]", "frame_of[group.ticket_id]")),
     # -- control messages
@@ -304,7 +304,7 @@ MUTANTS = [
     one("what one shard has given is settled before the step is whole", client("shards", "        return self._settled\n", "        return self._ledgers()\n"),
         survives="the simulated learner saves between two steps; tests/support/shard_contract.py saves within one"),
     one("a shard gives its part of a step twice", client("shards", "if self._parts[shard] is None:", "if True:")),
-    one("every shard is committed as far as the first", client("shards", "intake.commit(ledger.takes, ledger.chain, version)", "intake.commit(ledgers.shards[0].takes, ledgers.shards[0].chain, version)")),
+    one("every shard is committed as far as the first", client("shards", "intake.commit(ledger, version)", 'intake.commit(saved["shards"][0], version)')),
     one("the shards' ids overlap", client("shards", "return (local_id - 1) * shards + shard + 1", "return (local_id - 1) * shards + max(shard, 1)")),
     one("a fresh learner forgets the epoch", client("run_record", "if epoch is not None:", "if False:")),
 ]  # fmt: skip

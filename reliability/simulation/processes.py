@@ -13,10 +13,10 @@ from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
-from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
-from asyncrl.launch.same_bytes import DecodedFrames, collect_on_every_rank
+from asyncrl.launch.same_bytes import DecodedFrames, Taken, hand_out
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.run.checkpoint import CheckpointStore
@@ -60,7 +60,8 @@ class GeneratorProcess:
     def __init__(self, world: "World", name: str) -> None:
         self.world, self.engine = world, world.engine
         self.process = Process(name)
-        self.buffer = ShardedBuffer(world.open_lanes(Connection(world.network, self.process)))
+        shards = world.open_lanes(Connection(world.network, self.process))
+        self.buffer = shards[0] if len(shards) == 1 else ShardedBuffer(shards)
         self.published = Published(Weights(0), INITIAL, 0)
         self.control = Client(world, self.process)
         self.spoiled = 0
@@ -260,7 +261,7 @@ class Files(FileOps):
 
 
 class LearnerProcess:
-    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and launch.head."""
+    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and launch.learner_runs."""
 
     def __init__(self, world: "World", name: str, *, is_first: bool) -> None:
         self.world, self.engine, self.is_first = world, world.engine, is_first
@@ -268,7 +269,7 @@ class LearnerProcess:
         self.settings, self.max_age = world.settings, world.settings.max_age(world.scenario.shards)
         self.connection = Connection(world.network, self.process)
         self.shards = world.open_lanes(self.connection)
-        self.buffer = ShardedBuffer(self.shards)
+        self.buffer = self.shards[0] if len(self.shards) == 1 else ShardedBuffer(self.shards)
         world.windows |= {shard._owner: self.settings.window for shard in self.shards}
         self.weights = TrainedWeights()
         self.takes: list[tuple[int, tuple[int, ...]]] = []
@@ -276,9 +277,6 @@ class LearnerProcess:
         self.version = 0
         self.published: Published | None = None
         """What its senders send."""
-        self.frames: list[bytes] = []
-        """Of the groups that the last successful poll found."""
-        self.collected = Collected(groups=(), rejected=(), takes=0)
         self._decoded = DecodedFrames(decode)
         self.engine.start(self.process, self._run)
 
@@ -300,7 +298,7 @@ class LearnerProcess:
     def _learn(self) -> None:
         scenario = self.world.scenario
         checkpoints = CheckpointStore(self.world.directory, KEY, scenario.keep, Files(self))
-        state = checkpoints.load(self.weights) or {"version": 0, "ledger": Ledgers().to_dict(), "history": str(INITIAL)}
+        state = checkpoints.load(self.weights) or {"version": 0, "ledger": {}, "history": str(INITIAL)}
         version = state["version"]
         history, lineage = History.parse(state["history"]), self.world.next_number()
         self.history = history.resumed(version, lineage=lineage, longest_lag=self.max_age)
@@ -308,12 +306,18 @@ class LearnerProcess:
         RunRecord(self.connection, KEY).claim(record, fresh=version == 0)
         self.deaths = StepDeaths(self.world.step_under_way)
         self.world.step_deaths.learner_started(self.deaths)
-        self.intake = self._intake(Ledgers.from_dict(state["ledger"]).expect(len(self.shards)))
+        self.intakes = self._intakes(ledgers_of(state["ledger"], len(self.shards)))
+        self.intake = self.intakes[0] if len(self.intakes) == 1 else ShardedIntake(self.intakes)
         self._ranks = Ranks(self.engine, self.process, scenario.ranks)
         self.hub = Hub(self.world, self)
         self._publish(version, self.intake.recover)
         while version < scenario.steps:
-            collected = collect_on_every_rank(self._ranks.say, self, lambda version=version: self._poll(version), decode)
+            collected = hand_out(
+                self._ranks.say,
+                lambda version=version: self._poll(version),
+                is_asked_to_stop=lambda: False,
+                is_in_touch=lambda: False,  # the supervisor is not simulated
+            )
             assert collected is not None, "nobody has asked to stop"
             self.engine.sleep(self.engine.random.uniform(0.1, scenario.training_s))
             self._train(version, collected)
@@ -331,21 +335,22 @@ class LearnerProcess:
 
     def stands_at(self, shard: int, owner: str, takes: int) -> bool:
         """Whether `owner` is its handle on a shard and `takes` what its ledger has."""
-        return self.shards[shard]._owner == owner and self.intake.intakes[shard].ledger.takes == takes
+        return self.shards[shard]._owner == owner and self.intakes[shard].ledger.takes == takes
 
-    def _intake(self, ledgers: Ledgers) -> ShardedIntake:
+    def _intakes(self, ledgers: Sequence[Ledger]) -> tuple[Intake, ...]:
         def judge_reward(outcome: GroupOutcome) -> str | None:
             return "zero_reward" if outcome.rewards[0] == 0 else None
 
-        intakes = []
-        for shard, (buffer, ledger) in enumerate(zip(self.shards, ledgers.shards, strict=True)):
+        intakes: list[Intake] = []
+        gate = Gate(lane=LANE, decode=self._decoded.decode, limits=LIMITS, condemned=self._condemned)
+        for shard, (buffer, ledger) in enumerate(zip(self.shards, ledgers, strict=True)):
             watched = WatchedLedger.from_dict(ledger.to_dict())
             watched.learner, watched.shard = self, shard
             intakes.append(
                 Intake(
                     buffer=buffer,
                     ledger=watched,
-                    gate=Gate(lane=LANE, decode=self._decoded.decode, limits=LIMITS, condemned=self._condemned),
+                    gate=gate if len(ledgers) == 1 else ShardGate.of(gate, shard, len(ledgers)),
                     judge=make_judge([judge_reward], drop_older_than=self.max_age, history=self.history),
                     groups=self.settings.groups,
                     window=self.settings.window,
@@ -353,10 +358,9 @@ class LearnerProcess:
                     max_refills=10_000,
                     stall_s=STALL_S,
                     history=self.history,
-                    name_of=self.world.lanes[shard].name_of,
                 )
             )
-        return ShardedIntake(tuple(intakes))
+        return tuple(intakes)
 
     def _publish(self, version: int, announce: Any) -> None:
         serial = self.weights.history[-1]["serial"] if self.weights.history else 0
@@ -371,30 +375,26 @@ class LearnerProcess:
     def allow(self, version: int) -> None:
         """The credit that this learner may open, by its definition."""
         shards, trained = len(self.shards), sum(entry["groups"] for entry in self.weights.history[:version])
-        for lane, intake in zip(self.world.lanes, self.intake.intakes, strict=True):
+        for lane, intake in zip(self.world.lanes, self.intakes, strict=True):
             credit = trained // shards + intake.ledger.total_rejected + (self.settings.max_lag + 1) * self.settings.groups
             lane.credit = max(lane.credit, credit)
-
-    def is_in_touch(self) -> bool:
-        """The supervisor is not simulated."""
-        return False
 
     def _condemned(self, frame: bytes) -> str | None:
         reason = self.deaths.reason(frame)
         require(reason is None or self.world.step_deaths.may_condemn(frame), "set aside, and killed too few learners", frame)
         return reason
 
-    def _poll(self, version: int) -> bytes:
+    def _poll(self, version: int) -> Taken:
         longest_s = 1.0
         while (collected := self.intake.poll(version, wait_s=0.0)) is None:
             self.hub.check()
             self.engine.sleep(self.engine.random.uniform(0.2, longest_s))
             longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
-        self.collected, self.frames = collected, self._decoded.of_step(collected.groups)
+        taken = Taken(collected, self._decoded.of_step(collected.groups))
         if self.world.learner is self:  # else it is about to hear that another has its place
-            self.deaths.begin(version, self.frames)
-            self.world.step_deaths.began(version, self.frames)
-        return b"%d" % len(self.frames)
+            self.deaths.begin(version, taken.frames)
+            self.world.step_deaths.began(version, taken.frames)
+        return taken
 
     def _train(self, version: int, collected: Collected) -> None:
         if any(group.generator_id in self.world.deadly_samples for group in collected.groups):
@@ -427,11 +427,9 @@ class LearnerProcess:
             require(is_lost or is_old or self.world.has_changed, "a good group was called lost", version, group, weights)
 
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
-        ledgers = self.intake.settled
-        oldest = checkpoints.save(
-            version, self.weights, {"version": version, "ledger": ledgers.to_dict(), "history": str(self.history)}
-        )
-        self.intake.commit(Ledgers.from_dict(checkpoints.state(oldest)["ledger"]), version)
+        ledger = self.intake.settled.to_dict()
+        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledger, "history": str(self.history)})
+        self.intake.commit(checkpoints.state(oldest)["ledger"], version)
 
 
 def oldest(group: Group) -> int:

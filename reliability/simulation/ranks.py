@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrl.launch.same_bytes import collect_on_every_rank
+from asyncrl.launch.same_bytes import receive
 from asyncrl.types import Group
 
 from .content import decode
@@ -48,7 +48,7 @@ class Ranks:
     def _train_forever(self, rank: int) -> None:
         step = 0
         while True:
-            collected = collect_on_every_rank(lambda _: self._hear(rank), None, lambda: b"", decode)
+            collected = receive(lambda _: self._hear(rank), decode)
             assert collected is not None, "nobody has asked to stop"
             self._trained[step].append(contents(collected.groups))
             step += 1

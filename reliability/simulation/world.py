@@ -21,7 +21,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
-from asyncrl.buffer.shards import Ledgers, shard_names
+from asyncrl.buffer.shards import ledgers_of, shard_names
 from asyncrl.control import client as client_module
 from asyncrl.control import zmq as hub_module
 from asyncrl.errors import BufferGap, CheckpointError
@@ -403,7 +403,7 @@ class World:
         if not steps:
             return set()
         state = checkpoint_store(self.directory).state(int(steps[0].name[5:]))
-        ledger = Ledgers.from_dict(state["ledger"]).shards[lane.shard]
+        ledger = ledgers_of(state["ledger"], len(self.lanes))[lane.shard]
         return {*range(1, ledger.watermark + 1), *ledger.above}
 
     def _go_back(self, snapshot: Snapshot) -> None:
@@ -553,7 +553,7 @@ class World:
         state = checkpoint_store(self.directory).load(weights)
         require(state is not None and state["version"] == self.scenario.steps, "the last checkpoint is not there", state)
         assert state is not None
-        self.ledgers = Ledgers.from_dict(state["ledger"]).expect(len(self.lanes))
+        self.ledgers = ledgers_of(state["ledger"], len(self.lanes))
         try:
             check_lineage(weights.history, self.ledgers, self.produced, self.sampled_by)
         except CheckpointError as error:
@@ -565,7 +565,7 @@ class World:
         """Whatever is still issued is consumed too: then nothing is left."""
         buffers = self.open_lanes(Connection(self.network, self.engine.process))
         self.engine.sleep(2 * LATEST_S)
-        for lane, buffer, ledger in zip(self.lanes, buffers, self.ledgers.shards, strict=True):
+        for lane, buffer, ledger in zip(self.lanes, buffers, self.ledgers, strict=True):
             self._drain_lane(lane, buffer, ledger)
         self.drained = True
 

@@ -23,7 +23,6 @@ from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ForeignRunError, RunError, StoreError
-from asyncrl.run import keys
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
 
 pytestmark = pytest.mark.integration
@@ -130,7 +129,6 @@ def test_the_stores_operator_runs_nothing_here(server, record, host):
 @pytest.fixture
 def join_here(server, host, monkeypatch):
     """In this process; `moments` are what happens instead of each pause."""
-    keys.process_keys.cache_clear()
     yield_to = []
 
     def wait(seconds):
@@ -142,8 +140,7 @@ def join_here(server, host, monkeypatch):
         yield_to[:] = moments
         joining.run_generators(count=1, config_path=None, store_url=server.url, wait_s=wait_s)
 
-    yield join
-    keys.process_keys.cache_clear()
+    return join
 
 
 def test_a_run_that_is_not_there_yet_is_waited_for(record, host, join_here, capsys):

@@ -30,6 +30,7 @@ from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group
 
@@ -163,6 +164,7 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
         config.model,
         config.learner,
         temperature=config.sampling.temperature,
+        device=choose_device(config.learner, local_rank=0),
         reference="reference_logprobs_T" in columns,
         critic=config.critic if "values_T" in columns else None,
     )

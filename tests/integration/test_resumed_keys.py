@@ -18,23 +18,26 @@ import yaml
 
 from asyncrl.buffer.base import kind_of
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected
+from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import StoreServer
+from asyncrl.buffer.shards import ledgers_of
 from asyncrl.config.load import load_config
-from asyncrl.config.resume import FREE, resume_findings
+from asyncrl.config.resume import FREE, fixed_values, resume_findings
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
+from asyncrl.data.dataset import DataFiles
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator_process import lanes
 from asyncrl.launch.learner_parts import open_evaluation, open_intake
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import train_lane
+from asyncrl.launch.wiring import eval_limits, train_lane, train_limits
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.run.saved import values_to_keep
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.group_frames import decode_group
@@ -178,11 +181,20 @@ class Life:
         values = self.checkpoints.load(self.trainer) or {}
         self.state = LearnerState.from_dict(values)
         self.history = self.state.history.resumed(self.state.version, lineage=next(names), longest_lag=config.lag_bound)
-        known: dict[str, Any] = {"vocabulary": VOCABULARY, "history": self.history}
         self.lane = train_lane(config, self.connections[0])
         condemned = StepDeaths(checkpoints.parent / "step_under_way.json").reason
-        self.intake = open_intake(config, self.lane, self.state.ledgers, decode_group, condemned=condemned, **known)
-        self.evaluation = open_evaluation(config, self.connections[0], self.state, decode_group, **known)
+        limits = train_limits(config, VOCABULARY)
+        gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
+        self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
+        self.evaluation = open_evaluation(
+            config,
+            self.connections[0],
+            self.state,
+            decode_group,
+            held_out=DataFiles(config.data).held_out_rows,
+            limits=eval_limits(config, VOCABULARY),
+            history=self.history,
+        )
         self.evaluated: list[tuple[int, int, float]] = []
         self.control, self.engine = Control(), FakeEngine(vocabulary=VOCABULARY, seed=next(names))
         self.generator = Generator(
@@ -260,17 +272,21 @@ class Life:
     def _save(self, version: int) -> None:
         state = LearnerState(
             version=version,
-            ledgers=self.intake.settled,
+            ledger=self.intake.settled.to_dict(),
             history=self.history,
             evaluation=self.evaluation.state(),
-            fixed=values_to_keep(self.config),
+            fixed=fixed_values(self.config, rows=DataFiles(self.config.data).train),
         )
         oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))
-        self.intake.commit(LearnerState.from_dict(oldest).ledgers, version)
+        self.intake.commit(LearnerState.from_dict(oldest).ledger, version)
 
     @property
     def _consumed(self) -> int:
-        return sum(ledger.consumed for ledger in self.intake.settled.shards)
+        return sum(ledger.consumed for ledger in self.ledgers)
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        return ledgers_of(self.intake.settled.to_dict(), self.config.store.shards)
 
 
 def begin(path: Path, server: StoreServer, *overrides: str) -> Life:
@@ -285,7 +301,13 @@ def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *o
     """The life after; whatever was changed, no group is lost or trained twice."""
     with contextlib.chdir(path.parent):
         config = load_config(path, [override.replace("url=OTHER", f"url={servers[1].url}") for override in overrides])
-        assert not list(resume_findings(values_to_keep(first.config), values_to_keep(config), weights=path))
+        assert not list(
+            resume_findings(
+                fixed_values(first.config, rows=DataFiles(first.config.data).train),
+                fixed_values(config, rows=DataFiles(config.data).train),
+                weights=path,
+            )
+        )
         second = Life(config, config.store.url or servers[0].url, path.parent / "checkpoints")
         assert second.state.version == SAVED
         asyncio.run(second.live(config.learner.steps, saves=config.learner.steps))
@@ -305,7 +327,7 @@ def begun(
 
 
 def check(first: Life, second: Life) -> None:
-    steps, ledgers = second.trainer.steps, second.intake.settled.shards
+    steps, ledgers = second.trainer.steps, second.ledgers
     assert [step["version"] for step in steps] == list(range(second.config.learner.steps))
     sizes = [len(step["trained"]) for step in steps]
     rest = second.config.learner.steps - SAVED

@@ -96,7 +96,7 @@ class HonestRun:
         self.version += 1
         self.intake.open(self.version)
         if self.version % 3 == 0:
-            self.intake.commit(self.intake.ledger.takes, self.intake.ledger.chain, self.version)
+            self.intake.commit(self.intake.ledger.to_dict(), self.version)
         return True
 
     def go_on(self, steps: int, *, rounds: int = 60) -> bool:

@@ -1,36 +1,47 @@
-"""A learner whose saves fail."""
+"""Rank 0's checkpoints, whose saves fail."""
 
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from asyncrl.launch import learner_process as learner
+from asyncrl.best_effort import BestEffort
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.launch import saving
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.learner_state import LearnerState
 from tests.support.fake_trainer import KEY, FakeTrainer
 
 
-class FakeHead:
-    """Writes down what it is told."""
+class Around:
+    """What rank 0 has beside its checkpoints; it writes down what it is told."""
 
     def __init__(self) -> None:
+        self.guard = BestEffort()
         self.events: list[Any] = []
+        self._saves = 0
 
-    def state(self, version: int, coefficients: dict[str, float]) -> LearnerState:
-        return LearnerState(version=version)
+    @property
+    def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ledger says the how manieth attempt at a save it is of."""
+        self._saves += 1
+        return Ledger(takes=self._saves).to_dict(), {}
 
-    def saved(self, oldest: LearnerState, seconds: float) -> None:
-        self.events.append(("commit", oldest.version))
+    def commit(self, ledger: dict[str, Any], version: int) -> None:
+        self.events.append(("commit", ledger["takes"]))
 
-    def save_failed(self, count: int) -> None:
-        self.events.append(("failed", count))
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        self.events.append(("failed", metrics["checkpoint/failed"]))
+
+    def checkpoint(self, version: int, seconds: float) -> None: ...
+
+    def mark_saved(self) -> None: ...
 
 
-def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[learner.LearnerRun, FakeHead]:
-    head, config, coefficients = FakeHead(), mock.Mock(), mock.Mock()
-    config.checkpoint.every = every
+def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[saving.LeadSaving, Around]:
+    store, around, coefficients = CheckpointStore(root, KEY, 2, disk), Around(), mock.Mock()
     coefficients.state.return_value = {}
-    store = CheckpointStore(root, KEY, 2, disk)
-    run: Any = learner.LearnerRun(config, FakeTrainer("weights"), store, (), coefficients, head, None, None)  # type: ignore[arg-type]
-    return run, head
+    parts: dict[str, Any] = {"taking": around, "reporting": around, "mark_saved": around.mark_saved}
+    trainer: Any = FakeTrainer("weights")
+    made = saving.LeadSaving(store, trainer, every=every, begun=LearnerState(), coefficients=coefficients, **parts)
+    return made, around

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, split
+from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, split
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.buffer_contract import RULES, Lane, ids, places
@@ -96,7 +95,7 @@ class ShardContract:
                     break
             assert collected is not None, "a deadlock"
             run.intake.open(version + 1)
-            run.intake.commit(run.intake.settled, version + 1)
+            run.intake.commit(run.intake.settled.to_dict(), version + 1)
         assert run.buffer.audit().counters["full"] > 0
 
     def test_a_part_that_is_there_already_is_not_settled_before_the_step_is_whole(self, make_lanes: MakeLanes):
@@ -106,7 +105,7 @@ class ShardContract:
                 run.buffer.put("g", ticket.id, frame(ticket.id, 0))
         assert run.intake.poll(0, wait_s=0.0) is None
         assert sum(one.ledger.consumed for one in run.intake.intakes) > 0
-        assert run.intake.settled == Ledgers().expect(4), "it would be taken again after a restart"
+        assert run.intake.settled.shards == ledgers_of({}, 4), "it would be taken again after a restart"
 
     def test_a_shard_that_has_given_its_part_opens_no_credit_of_the_next_step(self, make_lanes: MakeLanes):
         run = Run(make_lanes(4, BufferRules(groups=2)), max_lag=1, groups=2, window=1)
@@ -162,7 +161,7 @@ class Run:
         """That have started."""
         self.makers = [0]
         """Lineage of the learner that made each version of the weights."""
-        self.saved: list[tuple[int, History, dict[str, Any]]] = [(0, INITIAL, Ledgers().to_dict())]
+        self.saved: list[tuple[int, History, dict[str, Any]]] = [(0, INITIAL, {})]
         """The last two checkpoints."""
         self.trained: list[list[int]] = []
         self.held: dict[int, bytes] = {}
@@ -185,15 +184,16 @@ class Run:
         self.makers, self.trained = self.makers[: self.version + 1], self.trained[: self.version]
         self.judged = make_judge([unlucky], drop_older_than=self.bound, history=self.history)
         self.buffer = ShardedBuffer([lane.handle() for lane in self.lanes])
-        ledgers = Ledgers.from_dict(values).expect(shards)
+        ledgers = ledgers_of(values, shards)
         self.intake = ShardedIntake(
             tuple(
                 Intake(
-                    buffer=one, ledger=ledger, gate=GATE, judge=self.judge, groups=self.groups, window=self.window,
+                    buffer=one, ledger=ledger, gate=ShardGate.of(GATE, shard, shards),
+                    judge=self.judge, groups=self.groups, window=self.window,
                     max_lag=self.max_lag, max_refills=99, stall_s=600.0,
-                    history=self.history, name_of=partial(join, shard, shards=shards),
+                    history=self.history,
                 )
-                for shard, (one, ledger) in enumerate(zip(self.buffer.shards, ledgers.shards, strict=True))
+                for shard, (one, ledger) in enumerate(zip(self.buffer.shards, ledgers, strict=True))
             )
         )  # fmt: skip
         self.intake.recover(self.version)
@@ -236,7 +236,7 @@ class Run:
         self.intake.open(self.version)
         if chance.random() < 0.4:
             self.saved = [*self.saved[-1:], (self.version, self.history, self.intake.settled.to_dict())]
-            self.intake.commit(Ledgers.from_dict(self.saved[0][2]).expect(len(self.lanes)), self.version)
+            self.intake.commit(self.saved[0][2] or Ledgers(ledgers_of({}, len(self.lanes))).to_dict(), self.version)
 
     @property
     def bound(self) -> int:

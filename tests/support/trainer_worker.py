@@ -24,6 +24,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Rendezvous
+from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 
@@ -73,18 +74,20 @@ def critic_loss_over(total: int, target: float | None = None) -> Any:
 
 def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
     """The critic, if any, gets the policy's optimizer too."""
+    learner = LearnerConfig(
+        ranks=job["ranks"],
+        device="cpu",
+        threads=1,
+        zero_stage=scenario["stage"],
+        logprob_chunk_tokens=8,
+        gradient_checkpointing=scenario.get("checkpointing", False),
+        optimizer=OptimizerConfig(**optimizer),
+    )
     return DeepSpeedTrainer(
         ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
-        LearnerConfig(
-            ranks=job["ranks"],
-            device="cpu",
-            threads=1,
-            zero_stage=scenario["stage"],
-            logprob_chunk_tokens=8,
-            gradient_checkpointing=scenario.get("checkpointing", False),
-            optimizer=OptimizerConfig(**optimizer),
-        ),
+        learner,
         temperature=0.7,
+        device=choose_device(learner, job["rank"]),
         rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
         reference=scenario.get("reference", False),
         critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,

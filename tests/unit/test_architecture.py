@@ -37,6 +37,19 @@ OWNERS = {
     "typer": {"cli"},
 }
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
+READS_THE_ENVIRONMENT = {
+    # entry points: what a process was called with, which they pass on
+    "cli/main.py", "commands/up.py", "commands/join.py", "commands/inspect.py", "preflight/checks/this_run.py",
+    "launch/learner_process.py", "launch/generator_process.py", "launch/ranks.py", "launch/roles.py",
+    # what child processes inherit
+    "api.py", "processes.py", "launch/environment.py", "launch/gpus.py", "results/evaluate.py",
+    "rewards/pool.py", "rewards/sandbox.py",
+    # settings that a library or a compiler takes from nowhere else
+    "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/wandb.py", "preflight/checks/stack.py",
+    "trainer/deepspeed/collectives.py", "trainer/deepspeed/engine_settings.py",
+    # the board where every process shows its progress; values that no log may show
+    "progress.py", "telemetry/logs.py",
+}  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -119,6 +132,18 @@ def test_the_mathematics_does_no_io():
         allowed = PURE | {"pydantic"} if path.name == "ranges.py" else PURE
         outside = {module.split(".")[0] for module in imports_of(path)} - allowed
         assert not outside, f"{path.name} imports {sorted(outside)}"
+
+
+def test_what_is_below_the_entry_points_is_passed_and_not_read_from_the_environment():
+    names = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    readers = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_read = isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{name}" for name in names}
+            is_import = isinstance(node, ast.ImportFrom) and any(alias.name in names for alias in node.names)
+            if is_read or is_import:
+                readers.add(str(path.relative_to(PACKAGE)))
+    assert readers == READS_THE_ENVIRONMENT
 
 
 def test_no_module_needs_a_second_sitting():

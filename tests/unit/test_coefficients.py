@@ -68,14 +68,18 @@ def test_a_restart_goes_on_where_it_was():
     history = [result(kl=0.3, entropy=0.4), result(kl=0.01, entropy=0.8), result(kl=0.2, entropy=1.3)]
     for one in history:
         straight.adapt([one], sequences=7)
-        resumed = Coefficients(kl, entropy, json.loads(json.dumps(straight.state(), allow_nan=False)))
+        resumed = Coefficients(kl, entropy)
+        resumed.resume(json.loads(json.dumps(straight.state(), allow_nan=False)))
         assert (resumed.kl, resumed.entropy, resumed.state()) == (straight.kl, straight.entropy, straight.state())
-    assert Coefficients(kl, entropy, Coefficients(kl, entropy).state()).entropy == 0.0
+    resumed = Coefficients(kl, entropy)
+    resumed.resume(Coefficients(kl, entropy).state())
+    assert resumed.entropy == 0.0
 
 
 def test_a_constant_is_the_configs_whatever_the_checkpoint_says():
     saved = {"kl": 5.0, "entropy": 6.0, "measured_entropy": 0.1}
-    coefficients = Coefficients(KLConfig(coefficient=0.2), EntropyConfig(coefficient=-0.3), saved)
+    coefficients = Coefficients(KLConfig(coefficient=0.2), EntropyConfig(coefficient=-0.3))
+    coefficients.resume(saved)
     coefficients.adapt([result(kl=9.0, entropy=9.0)], sequences=1000)
     assert (coefficients.kl, coefficients.entropy, coefficients.state()) == (0.2, -0.3, {})
     assert coefficients.metrics() == {"policy/kl_coefficient": 0.2, "policy/entropy_coefficient": -0.3}

@@ -1,6 +1,5 @@
 """The secrets of a run: derived from one, given by environment or file, and inherited by nobody who has no use for them."""
 
-import os
 import stat
 
 import pytest
@@ -10,48 +9,50 @@ from asyncrl.errors import RunError
 from asyncrl.launch import environment
 from asyncrl.launch.environment import child_environment
 from asyncrl.processes import public_environment
-from asyncrl.run import keys
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, parse_keys
+from asyncrl.run.keys import (
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    JoinKeys,
+    RunKeys,
+    forget_secrets,
+    is_given,
+    join_keys,
+    parse_keys,
+    read_keys,
+    run_keys,
+)
 
 KEYS = RunKeys(bytes(range(32)))
 
 
-@pytest.fixture(autouse=True)
-def forget(monkeypatch):
-    for name in (SECRET_VARIABLE, SECRET_FILE_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    keys.process_keys.cache_clear()
-    yield
-    keys.process_keys.cache_clear()
-
-
-def test_what_is_written_is_read_again_and_a_join_key_makes_no_learner(monkeypatch):
+def test_what_is_written_is_read_again_and_a_join_key_makes_no_learner():
     assert parse_keys(KEYS.secret.hex()) == KEYS
     assert parse_keys(f"{KEYS.join.text()}\n") == KEYS.join
-    monkeypatch.setenv(SECRET_VARIABLE, KEYS.join.text())
-    assert keys.join_keys() == KEYS.join
+    given = {SECRET_VARIABLE: KEYS.join.text()}
+    assert join_keys(given) == KEYS.join
     with pytest.raises(RunError, match="nobody can be the learner"):
-        keys.run_keys()
+        run_keys(given)
 
 
-def test_a_secret_is_taken_out_of_the_environment(monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, KEYS.secret.hex())
-    assert keys.run_keys() == KEYS
-    assert SECRET_VARIABLE not in os.environ
-    assert keys.join_keys() == KEYS.join
+def test_a_secret_is_taken_out_of_the_environment():
+    environment = {SECRET_VARIABLE: KEYS.secret.hex(), SECRET_FILE_VARIABLE: "", "OTHER": "stays"}
+    assert run_keys(environment) == KEYS and join_keys(environment) == KEYS.join and is_given(environment)
+    forget_secrets(environment)
+    assert environment == {"OTHER": "stays"} and not is_given(environment)
+    with pytest.raises(RunError, match="is not known"):
+        run_keys(environment)
 
 
-def test_a_secret_may_come_in_a_file_that_is_the_owners_alone(monkeypatch, tmp_path):
+def test_a_secret_may_come_in_a_file_that_is_the_owners_alone(tmp_path):
     file = tmp_path / "join.key"
     file.write_text(KEYS.join.text())
     file.chmod(0o640)
-    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(file))
+    given = {SECRET_FILE_VARIABLE: str(file)}
     with pytest.raises(RunError, match="chmod 600"):
-        keys.process_keys()
-    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(file))
+        read_keys(given)
     file.chmod(0o600)
-    assert isinstance(keys.process_keys(), JoinKeys)
+    assert isinstance(read_keys(given), JoinKeys)
 
 
 @pytest.mark.parametrize("text", ["", "zz", "ab" * 31, "ab" * 65])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.shards import Ledgers
+from asyncrl.buffer.shards import Ledgers, ledgers_of
 from asyncrl.errors import ConfigError
 from asyncrl.lineage import History, Weights
 from asyncrl.run.learner_state import LearnerState
@@ -14,7 +14,7 @@ from asyncrl.run.learner_state import LearnerState
 def test_the_state_survives_its_checkpoint():
     state = LearnerState(
         version=3,
-        ledgers=ledgers(1),
+        ledger=ledgers(1)[0].to_dict(),
         history=History(7, (Weights(0), Weights(2, 5))),
         evaluation={"round": 1},
         fixed={"run.seed": 3, "model.revision": None},
@@ -25,25 +25,29 @@ def test_the_state_survives_its_checkpoint():
     assert again.coefficients == {"kl": 0.1, "measured_entropy": 1.5}
 
 
-def ledgers(shards: int) -> Ledgers:
-    made = Ledgers().expect(shards)
-    for shard, ledger in enumerate(made.shards):
+def ledgers(shards: int) -> tuple[Ledger, ...]:
+    made = ledgers_of({}, shards)
+    for shard, ledger in enumerate(made):
         ledger.consume((1, 2, 4 + shard))
     return made
 
 
-def test_one_shard_is_written_as_before_there_were_shards_and_several_side_by_side():
-    one, four = LearnerState(version=3, ledgers=ledgers(1)), LearnerState(version=3, ledgers=ledgers(4))
-    assert one.to_dict()["ledger"] == ledgers(1).shards[0].to_dict()
+def test_several_shards_are_written_side_by_side():
+    four = LearnerState(version=3, ledger=Ledgers(ledgers(4)).to_dict())
     assert Ledger.from_dict(four.to_dict()["ledger"]["shards"][2]).above == {6}
     assert LearnerState.from_dict(json.loads(json.dumps(four.to_dict()))) == four
 
 
 def test_a_checkpoint_of_another_number_of_shards_is_refused():
-    assert LearnerState().ledgers.expect(4) == Ledgers((Ledger(),) * 4)
-    assert ledgers(4).expect(4) == ledgers(4)
+    assert ledgers_of(LearnerState().ledger, 4) == (Ledger(),) * 4
+    one, four = ledgers(1)[0].to_dict(), Ledgers(ledgers(4)).to_dict()
+    assert ledgers_of(one, 1) == ledgers(1) and ledgers_of(four, 4) == ledgers(4)
     with pytest.raises(ConfigError, match=r"store.shards: 4, the config says 2.*set store.shards: 4"):
-        ledgers(4).expect(2)
+        ledgers_of(four, 2)
+    with pytest.raises(ConfigError, match=r"store.shards: 4, the config says 1.*set store.shards: 4"):
+        ledgers_of(four, 1)
+    with pytest.raises(ConfigError, match=r"store.shards: 1, the config says 4.*set store.shards: 1"):
+        ledgers_of(one, 4)
 
 
 def test_a_checkpoint_without_coefficients_begins_with_the_configs():

@@ -19,7 +19,8 @@ SOURCES = [
     "batch/objective.py",
     "batch/masks.py",
     "report/step_metrics.py",
-    "launch/head.py",
+    "launch/taking.py",
+    "launch/saving.py",
 ]
 INTERNAL = {
     "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",

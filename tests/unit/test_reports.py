@@ -9,9 +9,9 @@ import pytest
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.evaluation import EvalResult
-from asyncrl.launch.head import Ticker
+from asyncrl.launch.status_page import Ticker
 from asyncrl.report import reports as reports_module
-from asyncrl.report.reports import Reports
+from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
@@ -32,9 +32,9 @@ class Book:
     def close(self) -> None: ...
 
 
-def reports(book: Book, path: Path) -> Reports:
+def reports(book: Book, path: Path) -> Reporting:
     trackers = Trackers([lambda: book], Alarms(probe_limit=0.05))
-    return Reports(trackers, Timeline(path / "trace.json"), str, samples_per_step=4)
+    return Reporting(trackers, Timeline(path / "trace.json"), str, samples_per_step=4)
 
 
 def fail(*args: Any, **more: Any) -> Any:

@@ -8,20 +8,20 @@ import pytest
 import yaml
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.shards import Ledgers
 from asyncrl.commands.up import run_here
 from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, on_resume
+from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, fixed_values, on_resume
 from asyncrl.config.schema import Config, RewardFunctionConfig
+from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.run.saved import nothing_left, read_saved, refuse_changes, values_to_keep
+from asyncrl.run.saved import nothing_left, read_saved, refuse_changes
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.models import tiny_qwen2
@@ -59,7 +59,7 @@ def trained(config: Config, step: int) -> RunDirectory:
     directory.create(fresh=False)
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
-    state = LearnerState(version=step, ledgers=Ledgers((Ledger(),)), fixed=values_to_keep(config))
+    state = LearnerState(version=step, ledger=Ledger().to_dict(), fixed=fixed_values(config, rows=DataFiles(config.data).train))
     CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(step, FakeTrainer("weights"), state.to_dict())
     return directory
 
@@ -111,9 +111,10 @@ def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_wri
         with pytest.raises(ConfigError, match=rf"{key}: found .*; allowed is .*begun: .*; set it back, or begin another run"):
             run_here(config, fresh=False, generators=True, plain=True)
         with pytest.raises(ConfigError, match=f"  {key}: "):
-            refuse_changes(config, directory, read_saved(directory))
+            refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
     assert everything_in(directory) == before
-    refuse_changes(load_config(path, ["algorithm.advantage=rloo"]), directory, read_saved(directory))
+    config = load_config(path, ["algorithm.advantage=rloo"])
+    refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
 
 
 def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
@@ -169,7 +170,7 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         validated_config(path, ["run.seed=1"], resumes=True)
     assert str(caught.value).startswith("2 problems") and "run.seed: found 1" in str(caught.value)
     with pytest.raises(ConfigError, match=r"data.train: dataset train.jsonl does not exist"):
-        refuse_changes(load_config(path), directory, read_saved(directory))
+        refuse_changes(load_config(path), directory, read_saved(directory), DataFiles(load_config(path).data))
 
 
 def test_the_newest_state_is_read_once(path, monkeypatch):
@@ -189,7 +190,7 @@ def test_a_state_that_was_altered_is_not_believed(path):
     trained(config, 6)
     state = directory.checkpoints / "step-000006" / "state.json"
     state.write_text(state.read_text().replace('"run.seed": 0', '"run.seed": 9'))
-    refuse_changes(config, directory, read_saved(directory))
+    refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
 
 
 @pytest.mark.parametrize(("steps", "starts"), [(20, True), (12, False), (5, False)])
@@ -242,6 +243,7 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
 
 
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
-    values = values_to_keep(load_config(path))
+    config = load_config(path)
+    values = fixed_values(config, rows=DataFiles(config.data).train)
     assert json.loads(json.dumps(values)) == values and values.keys() == BOUND.keys()
     assert on_resume("batch.groups") == MAY_CHANGE

@@ -5,11 +5,11 @@ import os
 import tempfile
 from pathlib import Path
 
+from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config, StoreConfig
-from asyncrl.launch.wiring import connect_store
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
 
@@ -19,8 +19,6 @@ STORE_RETRY_S = 5.0
 
 def own_store() -> Finding:
     """A server as a run would start it, in a directory of its own."""
-    from asyncrl.buffer.connection import StoreConnection
-
     with tempfile.TemporaryDirectory() as directory, StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server:
         return store_finding(probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check")
 
@@ -28,7 +26,8 @@ def own_store() -> Finding:
 def configured_store(config: Config) -> Finding:
     """The store of `store.url`, and that no other run has it."""
     assert config.store.url is not None
-    connection = connect_store(config, config.store.url, retry_s=STORE_RETRY_S)
+    password = os.environ.get(config.store.password_env)
+    connection = StoreConnection(config.store.url, password=password, retry_s=STORE_RETRY_S)
     finding = store_finding(probe_store(connection), connection.url)
     holder = RunRecord(connection, key=b"").holder()
     if holder not in (None, config.run.name):

@@ -17,12 +17,14 @@ from asyncrl.trainer.deepspeed.policy import PolicyModule
 def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> PolicyModule:
     """The model of `config` on `device`, without dropout. Raises DataError if it cannot be loaded."""
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
-    return PolicyModule(_load(config, device, gradient_checkpointing)).train()
+    model = _load(config, device, gradient_checkpointing)
+    return PolicyModule(model).train()
 
 
 def load_critic(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> ValueModule:
     """The same model with a new value head in place of its output layer. Raises DataError."""
-    return ValueModule(_load(config, device, gradient_checkpointing).base_model).train()
+    model = _load(config, device, gradient_checkpointing)
+    return ValueModule(model.base_model).train()
 
 
 def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: bool) -> Any:

@@ -15,7 +15,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
+from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
 from asyncrl.trainer.deepspeed.loading import export_model, load_critic, load_policy
 from asyncrl.trainer.deepspeed.memory_use import zero_stage
 from asyncrl.trainer.deepspeed.reference import Reference
@@ -40,18 +40,19 @@ class DeepSpeedTrainer:
         learner: LearnerConfig,
         *,
         temperature: float,
+        device: torch.device,
         rendezvous: Rendezvous | None = None,
         reference: bool = False,
         critic: CriticConfig | None = None,
     ) -> None:
         """Load the policy, and the same model again as reference and as critic if they are needed.
 
-        Raises DataError, ConfigError, RunError.
+        `device` is what `choose_device` returned. Raises DataError, RunError.
         """
         rendezvous = rendezvous or Rendezvous()
         self._model_config, self._temperature, self._chunk = model, temperature, learner.logprob_chunk_tokens
-        self.device = choose_device(learner, rendezvous.local_rank)
-        self._ranks = Ranks(rendezvous, self.device)
+        self.device = device
+        self._ranks = Ranks(rendezvous, device)
         join_deepspeed(rendezvous.local_rank)
         self._stage = zero_stage(model, learner)
         checkpointing = learner.gradient_checkpointing

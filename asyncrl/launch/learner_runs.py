@@ -1,0 +1,137 @@
+"""What surrounds the learner's loop: one class for rank 0, which speaks with everybody else, and one for the other ranks."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from asyncrl.buffer.intake import Collected
+from asyncrl.launch.publication import Publication
+from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.same_bytes import Taken, hand_out, receive
+from asyncrl.launch.saving import LeadSaving, Saving
+from asyncrl.launch.status_page import StatusPage
+from asyncrl.launch.taking import Taking
+from asyncrl.learner import Step
+from asyncrl.progress import begin
+from asyncrl.report.reports import Reporting
+from asyncrl.telemetry.logs import LogContext
+from asyncrl.trainer.base import Trainer
+from asyncrl.types import Group
+
+POLL_S = 1.0
+"""Time between two signs of life to the other ranks while groups are missing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LeadRun:
+    """`learner.Run` of rank 0. A context manager: leaving it shows the last state and sends the generators home."""
+
+    trainer: Trainer
+    # The token sequence that the probe scores.
+    probe_ids: Sequence[int]
+    logs: LogContext
+    # Set when somebody has asked the learner to stop: every rank saves first.
+    stop: threading.Event
+    taking: Taking
+    publication: Publication
+    reporting: Reporting
+    saving: LeadSaving
+    page: StatusPage
+
+    def collect(self, version: int) -> Collected:
+        """Take the groups of the next step and hand them to the other ranks."""
+        collected = hand_out(
+            self.trainer.broadcast,
+            lambda: self._poll(version),
+            is_asked_to_stop=self.stop.is_set,
+            is_in_touch=self.publication.is_in_touch,
+        )
+        if collected is None:
+            self.saving.save_and_leave(version)
+        return collected
+
+    def _poll(self, version: int) -> Taken | None:
+        self.publication.check()
+        self.taking.heal(version)
+        self.reporting.evaluation(self.taking.evaluated())
+        return self.taking.poll(version, wait_s=POLL_S)
+
+    def publish(self, version: int) -> None:
+        """New weights first, then the credit for the groups that they will sample."""
+        self.logs.version = version
+        probe = self.trainer.score(self.probe_ids)
+        self.page.enter("training")
+        self.publication.publish(version, self.trainer.parameters(), probe)
+        self.page.version = version
+        self.taking.open(version)
+
+    def report(self, step: Step) -> None:
+        """Metrics and samples of a finished step, and the evaluations that are complete. The metrics are reduced already."""
+        counters = {f"weights/{name}": value for name, value in self.publication.counters().items()}
+        self.reporting.step(step, counters | self.taking.counters())
+        self.taking.trained(step.version - 1)
+        self.reporting.evaluation(self.taking.evaluated())
+
+    def checkpoint(self, version: int, *, last: bool) -> None:
+        """Save when it is due, and only then let the store forget."""
+        self.saving.checkpoint(version, last=last)
+
+    def finish(self) -> None:
+        """Wait for the evaluation of the final weights, then close the lane."""
+        begin("last evaluation")
+        self.page.enter("evaluating")
+        for results in self.taking.last_rounds(self.page.version):
+            self.reporting.evaluation(results)
+        self.taking.close()
+        self.page.enter("finished", "the training is done")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, SystemExit):
+            self.page.enter("stopped", "asked to stop")
+        elif error is not None:
+            self.page.enter("failed", str(error))
+        message = self.page.close()
+        # After an error that a restart may cure, the generators wait for the next learner.
+        is_over = error is None or isinstance(error, (SystemExit, *NOT_MENDED_BY_A_RESTART))
+        self.publication.close(message, farewell=is_over)
+
+
+@dataclass(slots=True, kw_only=True)
+class FollowerRun:
+    """`learner.Run` of every other rank: it trains on what rank 0 hands out, and takes part where all ranks must."""
+
+    trainer: Trainer
+    probe_ids: Sequence[int]
+    logs: LogContext
+    # Decodes a frame that rank 0 has decoded already.
+    decode: Callable[[bytes], Group]
+    saving: Saving
+
+    def collect(self, version: int) -> Collected:
+        """The groups that rank 0 hands out. When it was asked to stop, this rank saves and ends with it."""
+        collected = receive(self.trainer.broadcast, self.decode)
+        if collected is None:
+            self.saving.save_and_leave(version)
+        return collected
+
+    def publish(self, version: int) -> None:
+        """Take part in scoring the probe and in gathering the weights; rank 0 hands them out."""
+        self.logs.version = version
+        self.trainer.score(self.probe_ids)
+        for _ in self.trainer.parameters():
+            pass
+
+    def report(self, step: Step) -> None:
+        """Nothing: rank 0 reports for all."""
+
+    def checkpoint(self, version: int, *, last: bool) -> None:
+        """Save when it is due."""
+        self.saving.checkpoint(version, last=last)
+
+    def finish(self) -> None:
+        """Nothing: rank 0 waits for the last evaluation."""

@@ -1,0 +1,123 @@
+"""When a learner saves a checkpoint, what it does when that fails, and what follows on rank 0 once one is durable."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from asyncrl.batch.coefficients import Coefficients
+from asyncrl.errors import CheckpointError
+from asyncrl.launch.taking import Taking
+from asyncrl.progress import Pace, begin
+from asyncrl.report.reports import Reporting
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.trainer.base import Trainer
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""Pause between two attempts at the last checkpoint."""
+LAST_ATTEMPTS = 60
+"""Attempts at the last checkpoint: somebody may make room on a full disk meanwhile, but a run must end at some time."""
+
+
+class Saving:
+    """The checkpoints of one rank. Every rank calls every method, in the same order, and fails in the same way."""
+
+    def __init__(self, checkpoints: CheckpointStore, trainer: Trainer, *, every: int) -> None:
+        """`every` is the number of steps from one checkpoint to the next."""
+        self.checkpoints = checkpoints
+        self._trainer = trainer
+        self._every = every
+        self._is_overdue = False
+        self._failures = 0
+
+    def checkpoint(self, version: int, *, last: bool) -> None:
+        """Save if it is due. A save that fails (a full disk) is due again after the next step, the last one in a second."""
+        if last:
+            self._save_at_last(version)
+        elif self._is_overdue or version % self._every == 0:
+            self._is_overdue = not self._try_to_save(version)
+
+    def save_and_leave(self, version: int) -> NoReturn:
+        """Save, then end this process as SIGTERM would have."""
+        self._save_at_last(version)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def _state(self, version: int) -> dict[str, Any]:
+        """What the checkpoint holds besides the trainer's files; only rank 0 has something to add."""
+        return {}
+
+    def _saved(self, version: int, oldest: int, started_s: float) -> None:
+        """A checkpoint is durable. `oldest` is the step of the oldest one that is kept; the save began at `started_s`."""
+
+    def _failed(self, version: int, failures: int) -> None:
+        """A save failed, as `failures` of this learner have by now; training goes on."""
+
+    def _save_at_last(self, version: int) -> None:
+        begin("last checkpoint", Pace.SLOW)
+        # Attempts are counted, not timed: every rank must give up at the same one.
+        for _ in range(LAST_ATTEMPTS):
+            if self._try_to_save(version):
+                return
+            time.sleep(AGAIN_S)
+        self._save(version)
+
+    def _try_to_save(self, version: int) -> bool:
+        try:
+            self._save(version)
+        except CheckpointError as error:  # the same one on every rank
+            self._failures += 1
+            log.error("step %d is not saved, older checkpoints are as they were; it will be tried again: %s", version, error)
+            self._failed(version, self._failures)
+            return False
+        return True
+
+    def _save(self, version: int) -> None:
+        started_s = time.perf_counter()
+        oldest = self.checkpoints.save(version, self._trainer, self._state(version))
+        self._saved(version, oldest, started_s)
+
+
+class LeadSaving(Saving):
+    """The checkpoints of rank 0, which also hold the run's own state and allow the store to forget."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        trainer: Trainer,
+        *,
+        every: int,
+        begun: LearnerState,
+        coefficients: Coefficients,
+        taking: Taking,
+        reporting: Reporting,
+        mark_saved: Callable[[], None],
+    ) -> None:
+        """`begun` is the state that this learner began with: its `history` and `fixed` stay. `mark_saved` leaves a mark."""
+        super().__init__(checkpoints, trainer, every=every)
+        self._begun = begun
+        self._coefficients = coefficients
+        self._taking = taking
+        self._reporting = reporting
+        self._mark_saved = mark_saved
+
+    def _state(self, version: int) -> dict[str, Any]:
+        ledger, evaluation = self._taking.settled
+        coefficients = self._coefficients.state()
+        now = replace(self._begun, version=version, ledger=ledger, evaluation=evaluation, coefficients=coefficients)
+        return now.to_dict()
+
+    def _saved(self, version: int, oldest: int, started_s: float) -> None:
+        held = LearnerState.from_dict(self.checkpoints.state(oldest))
+        seconds = time.perf_counter() - started_s
+        with self._reporting.guard("the mark that something was saved"):
+            self._mark_saved()
+        self._reporting.checkpoint(version, seconds)
+        self._taking.commit(held.ledger, version)
+
+    def _failed(self, version: int, failures: int) -> None:
+        self._reporting.log({"checkpoint/failed": failures}, step=version)

@@ -1,0 +1,120 @@
+"""What rank 0 takes from the store: groups to train on, and the answers of held-out evaluation."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl.buffer.base import Audit
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
+from asyncrl.buffer.watch import AuditWatch
+from asyncrl.evaluation import EvalResult, Evaluation
+from asyncrl.launch.same_bytes import DecodedFrames, Taken
+from asyncrl.launch.step_deaths import StepDeaths
+
+log = logging.getLogger(__name__)
+
+LAST_EVAL_S = 300.0
+"""Longest wait for the evaluation of the final weights."""
+
+
+class Taking:
+    """The learner's end of both lanes. It watches that no id is lost, and counts the learners that die within a step."""
+
+    def __init__(
+        self,
+        lane: RedisBuffer | ShardedBuffer,
+        intake: Intake | ShardedIntake,
+        evaluation: Evaluation,
+        *,
+        decoded: DecodedFrames,
+        deaths: StepDeaths,
+    ) -> None:
+        """`intake` takes from `lane`, and decodes with `decoded`."""
+        self._lane = lane
+        self._intake = intake
+        self._evaluation = evaluation
+        self._decoded = decoded
+        self._deaths = deaths
+        self._watch = AuditWatch("training", lane.audit)
+        self._eval_watch = AuditWatch("evaluation", evaluation.buffer.audit)
+        self._is_recovered = False
+
+    def open(self, version: int) -> None:
+        """Announce newly published weights, and with them the credit. The first time, the store is made to agree as well."""
+        if self._is_recovered:
+            self._intake.open(version)
+            self._evaluation.open(version)
+        else:
+            self._intake.recover(version)
+            self._evaluation.recover(version)
+            self._is_recovered = True
+
+    def heal(self, version: int) -> None:
+        """Where issued ids are missing or in two places, make the store agree with the ledger."""
+        if self._watch.is_recovery_due():
+            self._intake.recover(version)
+        if self._eval_watch.is_recovery_due():
+            self._evaluation.recover(version)
+
+    def poll(self, version: int, *, wait_s: float) -> Taken | None:
+        """The groups of the step that trains `version`; None while they are not all there."""
+        collected = self._intake.poll(version, wait_s=wait_s)
+        if collected is None:
+            return None
+        taken = Taken(collected, self._decoded.of_step(collected.groups))
+        self._deaths.begin(version, taken.frames)
+        return taken
+
+    def trained(self, version: int) -> None:
+        """The step from `version` is over: its groups killed no learner."""
+        self._deaths.end(version)
+
+    def evaluated(self) -> list[EvalResult]:
+        """The rounds of evaluation that have become complete."""
+        return self._evaluation.poll()
+
+    def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
+        """The rounds that are still open after the last step, as they become complete; at most `LAST_EVAL_S` long."""
+        until_s = time.monotonic() + LAST_EVAL_S
+        while self._evaluation.missing and time.monotonic() < until_s:
+            self.heal(version)
+            yield self._evaluation.wait(1.0)
+        if missing := self._evaluation.missing:
+            log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
+
+    def close(self) -> None:
+        """Tell the generators that no ticket will follow."""
+        self._lane.close()
+
+    @property
+    def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds of both lanes: the ledger after the last whole step, and the evaluation."""
+        return self._intake.settled.to_dict(), self._evaluation.state()
+
+    def commit(self, ledger: Mapping[str, Any], version: int) -> None:
+        """Let the store forget the groups of a checkpoint, which holds this `ledger`."""
+        self._intake.commit(ledger, version)
+
+    def revoke(self, holder: str) -> None:
+        """Issue again what a dead generator held, before its leases run out."""
+        for lane in (self._lane, self._evaluation.buffer):
+            if count := lane.revoke(holder):
+                log.info("%d tickets of %s are issued again", count, holder)
+
+    def audit(self) -> Audit:
+        """Where every issued training id is now; the ids of the evaluation are counted too."""
+        self._eval_watch.audit()
+        return self._watch.audit()
+
+    @property
+    def mismatch(self) -> int:
+        """Ids of either lane that are nowhere (> 0) or in two places (< 0)."""
+        return max(self._watch.mismatch, self._eval_watch.mismatch, key=abs)
+
+    def counters(self) -> dict[str, float]:
+        """What the metrics of a step say about the store."""
+        recoveries = self._watch.recoveries + self._eval_watch.recoveries
+        return {"buffer/audit_mismatch": self.mismatch, "buffer/recoveries": recoveries}
