@@ -28,9 +28,9 @@ def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]
 
 
 def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
-    """At most `count` groups that were taken and not trained: one of each reason first, each by its best rollout.
+    """One record for each of at most `count` groups that were taken and not trained, with the best rollout of the group.
 
-    A dead group has no rollouts; its record has the reason alone.
+    Each reason comes once before any reason comes twice. A dead group has no rollouts; its record has the reason alone.
     """
     by_reason: dict[str, list[tuple[Group, str]]] = {}
     for group, reason in step.collected.rejected:

@@ -5,15 +5,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.trainable import UNTRAINABLE
+from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step
-from asyncrl.report.algorithm_metrics import algorithm_metrics
 from asyncrl.trainer.base import LOSS
 from asyncrl.types import Group
 
@@ -45,8 +46,36 @@ def step_metrics(step: Step) -> dict[str, float]:
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
-    metrics |= algorithm_metrics(step)
+    metrics |= _critic_metrics(step) | dict(step.coefficients) | dict(step.hook_metrics)
     return metrics | _rollout_metrics(step) | _intake_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
+
+
+def _critic_metrics(step: Step) -> dict[str, float]:
+    """The metrics of a critic; none where there is none."""
+    values_T, returns_T, results = step.plan.rewards.values_T, step.plan.returns_T, step.critic_results
+    if not results or values_T is None or returns_T is None:
+        return {}
+    sums = merge(result.metrics for result in results)
+    loss, skipped = sums.pop(LOSS, 0.0), sums.pop("skipped_steps", 0.0)
+    if skipped:
+        log.warning(
+            "step %d: %d of %d optimizer steps of the critic were left out, as a loss or gradient was not finite; if it goes "
+            "on, look at critic/grad_norm, and lower critic.optimizer.lr",
+            *(step.version, skipped, len(results)),
+        )
+    return {
+        **{name: value for name, value in finish(sums).items() if name.startswith("critic/")},
+        "critic/loss": loss / len(results),
+        "critic/grad_norm": float(np.max([result.grad_norm for result in results])),
+        "critic/lr": results[-1].lr,
+        "critic/skipped_steps": skipped,
+        "critic/explained_variance": explained_variance(values_T, returns_T),
+        **{
+            f"critic/{name}_{last}": float(reduce(column_T))
+            for name, column_T in (("value", values_T), ("return", returns_T))
+            for last, reduce in (("mean", torch.mean), ("min", torch.min), ("max", torch.max))
+        },
+    }
 
 
 def _rollout_metrics(step: Step) -> dict[str, float]:

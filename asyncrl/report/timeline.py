@@ -1,7 +1,7 @@
 """What the learner knows of a run's timeline: its own steps, the life of every group, the weights' way to each generator.
 
-What a generator did is told by its own clock, what the learner did by the learner's. A group's moments are put in order, so that
-clocks of two hosts that differ make a span of its life shorter or longer, and never negative.
+Times come from the clock of the process that acted. The moments of a group are put in order: if the clocks of two hosts differ,
+a span of its life is shorter or longer than it was, and never negative.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from asyncrl.types import Group
 from asyncrl.weights.base import UpdateReport
 
 LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
+# The life of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for the step, trained.
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
-"""Of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for the step, in its training."""
 
 
 class Timeline:
@@ -52,7 +52,7 @@ class Timeline:
                 self._trace.close()
 
     def _write(self, write: Callable[[TraceWriter], None]) -> None:
-        """From two threads: the learner's and the control plane's."""
+        """Two threads call this: the learner's and the control plane's."""
         if path := self._path:
             with self._may_fail("writing the timeline"):
                 self._try(write, path)

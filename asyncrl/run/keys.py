@@ -4,7 +4,7 @@
       '-> join.key    a generator's: the key of frames and messages, its store password, its half of the control plane
 
 Copied to another host, `join.key` lets generators in; it cannot be turned back into `run.key`. Secrets come in files or in the
-environment, never as arguments, which everybody on a machine can see.
+environment, never as arguments, which every user of a machine can see. Entry points read them and pass them on as keys.
 """
 
 import errno
@@ -18,10 +18,10 @@ from asyncrl.buffer.users import GENERATOR
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, public_key
 from asyncrl.errors import RunError, RunNotUp
 
+# Holds the content of run.key in the learner's processes, and that of join.key in generators.
 SECRET_VARIABLE = "ASYNCRL_SECRET"
-"""Holds run.key in the learner's processes and join.key in generators."""
+# Names a file with the same content.
 SECRET_FILE_VARIABLE = "ASYNCRL_SECRET_FILE"
-"""A file with the same."""
 _KEY_BYTES = 32
 
 
@@ -53,11 +53,11 @@ class JoinKeys:
 
     @property
     def control(self) -> GeneratorKeys:
-        """For the calling side of the control plane."""
+        """The keys of the side that calls the control plane."""
         return GeneratorKeys(secret=_derive(self.secret, "control generator"), learner=self.learner)
 
     def store_password(self, user: str) -> str | None:
-        """Of a user of a store that the run started itself; None for one who is none of a generator's business."""
+        """The password of a user of the run's own store; None for a user that generators must not be."""
         return _derive(self.secret, "store generator").hex() if user == GENERATOR else None
 
 
@@ -74,11 +74,11 @@ class RunKeys:
 
     @property
     def control(self) -> LearnerKeys:
-        """For the listening side of the control plane."""
+        """The keys of the side that listens on the control plane."""
         return LearnerKeys(secret=self._control_secret, generators=public_key(self.join.control.secret))
 
     def store_password(self, user: str) -> str:
-        """Of any user of a store that the run started itself."""
+        """The password of any user of the run's own store."""
         return self.join.store_password(user) or _derive(self.secret, f"store {user}").hex()
 
     @property
@@ -144,7 +144,7 @@ def forget_secrets(environment: MutableMapping[str, str]) -> None:
 
 
 def run_keys(environment: Mapping[str, str]) -> RunKeys:
-    """As `read_keys`, for a learner. Raises RunError for a join.key."""
+    """The learner's keys; see `read_keys`. Raises RunError for a join.key."""
     keys = read_keys(environment)
     if not isinstance(keys, RunKeys):
         raise RunError(f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where run.key is")
@@ -152,6 +152,6 @@ def run_keys(environment: Mapping[str, str]) -> RunKeys:
 
 
 def join_keys(environment: Mapping[str, str]) -> JoinKeys:
-    """As `read_keys`, for a generator: of a run.key only the generators' part."""
+    """A generator's keys; see `read_keys`. Of a run.key it gets the generators' part only."""
     keys = read_keys(environment)
     return keys.join if isinstance(keys, RunKeys) else keys

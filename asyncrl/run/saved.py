@@ -25,7 +25,7 @@ class Saved(NamedTuple):
 
 
 def read_saved(directory: RunDirectory) -> Saved | None:
-    """None before the first checkpoint: such a run begins anew."""
+    """None before the first checkpoint: such a run begins from the start."""
     with needing(directory.path):
         if not os.path.lexists(directory.secret_path):  # nothing can be verified, and `up` says so where something was saved
             return None

@@ -24,7 +24,7 @@ SOURCES = [
 ]
 INTERNAL = {
     "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
-    "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "groups/collapsed_<>",
+    "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "critic/<>_<>", "groups/collapsed_<>",
 }  # fmt: skip
 """Sums that are finished before they are published, and families that are listed one by one."""
 

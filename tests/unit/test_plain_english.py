@@ -49,7 +49,7 @@ CEILINGS: dict[str, int] = {
     "processes": 2,
     "progress": 8,
     "quickstart": 1,
-    "report": 5,
+    "report": 0,
     "results": 19,
     "rewards": 14,
     "run": 18,
