@@ -52,7 +52,7 @@ CEILINGS: dict[str, int] = {
     "report": 0,
     "results": 19,
     "rewards": 14,
-    "run": 18,
+    "run": 13,
     "supervisor": 6,
     "telemetry": 2,
     "trainer": 1,
