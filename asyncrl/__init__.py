@@ -8,22 +8,89 @@ from asyncrl.builds import hide_foreign_builds
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from asyncrl.algo.corrections import Correction
+    from asyncrl.algo.filters import GroupOutcome
+    from asyncrl.algo.group_rewards import GroupRewards
+    from asyncrl.algo.losses import TokenLoss
+    from asyncrl.algo.tokens import TokenBatch
     from asyncrl.api import Result, Run, open, start, train
+    from asyncrl.batch.plan import Plan
     from asyncrl.config.schema import Config
-    from asyncrl.errors import AsyncRLError, ConfigError, RunError
+    from asyncrl.errors import (
+        AsyncRLError,
+        CheckpointError,
+        ConfigError,
+        ControlError,
+        DataError,
+        EngineError,
+        MissingLibrary,
+        RewardError,
+        RunError,
+        RunNotUp,
+        StoreError,
+        TransferError,
+    )
+    from asyncrl.learner import Step
+    from asyncrl.telemetry.base import SampleRecord
+    from asyncrl.telemetry.status import StatusSnapshot
+    from asyncrl.types import Group, Rollout, VersionSpan
 
+# The public names and their modules: runs and their results, errors, and the types that a user's own functions see.
 _PLACES = {
-    **dict.fromkeys(("Result", "Run", "open", "start", "train"), "asyncrl.api"),
-    "Config": "asyncrl.config.schema",
-    **dict.fromkeys(("AsyncRLError", "ConfigError", "RunError"), "asyncrl.errors"),
+    "asyncrl.api": "Result Run open start train",
+    "asyncrl.config.schema": "Config",
+    "asyncrl.telemetry.base": "SampleRecord",
+    "asyncrl.telemetry.status": "StatusSnapshot",
+    "asyncrl.errors": "AsyncRLError CheckpointError ConfigError ControlError DataError EngineError MissingLibrary RewardError "
+    "RunError RunNotUp StoreError TransferError",
+    "asyncrl.types": "Group Rollout VersionSpan",
+    "asyncrl.batch.plan": "Plan",
+    "asyncrl.learner": "Step",
+    "asyncrl.algo.tokens": "TokenBatch",
+    "asyncrl.algo.losses": "TokenLoss",
+    "asyncrl.algo.corrections": "Correction",
+    "asyncrl.algo.filters": "GroupOutcome",
+    "asyncrl.algo.group_rewards": "GroupRewards",
 }
-__all__ = ["AsyncRLError", "Config", "ConfigError", "Result", "Run", "RunError", "open", "start", "train"]
+_MODULES = {name: module for module, names in _PLACES.items() for name in names.split()}
+__all__ = [
+    "AsyncRLError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "ControlError",
+    "Correction",
+    "DataError",
+    "EngineError",
+    "Group",
+    "GroupOutcome",
+    "GroupRewards",
+    "MissingLibrary",
+    "Plan",
+    "Result",
+    "RewardError",
+    "Rollout",
+    "Run",
+    "RunError",
+    "RunNotUp",
+    "SampleRecord",
+    "StatusSnapshot",
+    "Step",
+    "StoreError",
+    "TokenBatch",
+    "TokenLoss",
+    "TransferError",
+    "VersionSpan",
+    "open",
+    "start",
+    "train",
+]
 
 hide_foreign_builds()  # here, because every process imports this before it imports transformers
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: a command that needs none of them starts without their libraries."""
-    if name not in _PLACES:
+    """Import a public name when it is first used, so that commands which need none start without their libraries."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -9,7 +9,6 @@
 A run lives in processes of its own. It goes on when the Python process ends, and `asyncrl.open` finds it again.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -29,18 +28,16 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.results.archive import learner_records, read_samples
+from asyncrl.results.archive import read_history, read_samples
 from asyncrl.results.export import export_model
 from asyncrl.results.samples import Wanted
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
-# A YAML file, the same as a dictionary, or a checked config. In a dictionary a reward may be the function
-# itself.
+# A YAML file, its content as a dictionary, or a checked config. In a dictionary a reward may be the function itself.
 ConfigSource = Path | str | Mapping[str, Any] | Config
-_LAST_WORDS = 2000  # characters of a failed run's output that its error quotes
+_OUTPUT_CHARACTERS = 2000  # characters of a failed run's output that its error quotes
 _POLL_S = 0.2
 
 
@@ -50,32 +47,33 @@ class Result:
 
     directory: Path
     is_finished: bool
-    """False: it was stopped before its last step. The same command resumes it."""
+    """False if the run was stopped before its last step. The same call of `start` resumes it."""
     step: int
     """The last trained step."""
 
 
 class Run:
-    """One run, which may be up or over."""
+    """A run, which may be up or over. `start` and `open` return one."""
 
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
-        """See `start` and `open`. `process` is the supervisor, if this Python process started it."""
+        """A run in `directory`. `process` is its supervisor, if this Python process started it."""
         self._directory, self._process = directory, process
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The run directory."""
         return self._directory.path
 
     @property
     def is_up(self) -> bool:
-        """Whether its processes run, or are being started."""
+        """Whether the processes of the run are running or starting."""
         return self._process.is_alive if self._process else is_up(self._directory)
 
     def wait(self, timeout_s: float | None = None) -> Result:
         """Wait until the run is over.
 
-        Raises TimeoutError after `timeout_s`: the run goes on. Raises RunError when it failed, with its last words.
+        Raises TimeoutError after `timeout_s`, while the run goes on. Raises RunError, with the end of its output, if the run
+        has failed.
         """
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while self.is_up:
@@ -93,20 +91,17 @@ class Run:
     def stop(self) -> Result:
         """Save, stop all processes of the run, and wait until none is left."""
         if self._process:
-            self._process.terminate()  # it may not have got as far as to be found in the run directory
+            self._process.terminate()  # `end_run` cannot find a supervisor that has just been started
         end_run(self._directory)
         return self.wait()
 
     def status(self) -> StatusSnapshot | None:
-        """What the learner said last, at most a second ago while it is up. None before its first word."""
+        """The learner's status, at most a second old while the run is up; None before the first one."""
         return read_status(self._directory.status)
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """All learner metrics by step. `pandas.DataFrame.from_dict(run.metrics(), orient="index")` makes a table of them."""
-        history = History()
-        for record in learner_records(self._directory):
-            history.add(record)
-        return dict(history.rows)
+        return dict(read_history(self._directory)[0].rows)
 
     def samples(
         self,
@@ -116,29 +111,23 @@ class Run:
         kind: Literal["train", "eval", "dropped"] | None = None,
         order: Literal["newest", "best", "worst"] = "newest",
     ) -> list[SampleRecord]:
-        """Rollouts that the run wrote down, with rewards, advantages and versions."""
+        """Recorded rollouts, with rewards, advantages and policy versions."""
         return Wanted(count=count, step=step, kind=kind, order=order).choose(read_samples(self._directory.samples))
 
     def evaluate(self, *overrides: str) -> dict[str, float]:
-        """Held-out metrics of the newest checkpoint. Starts an engine, in a process of its own. Raises RunError."""
-        command = [*_ASYNCRL, "eval", str(self.directory), *overrides]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RunError(done.stderr[-_LAST_WORDS:])
-        metrics: dict[str, float] = json.loads(done.stdout[done.stdout.index("{") :])
-        return metrics
+        """Held-out metrics of the newest checkpoint. Starts an engine in its own process. Raises RunError."""
+        from asyncrl.results.evaluate import evaluate_model  # imports torch and transformers
+
+        return evaluate_model(str(self.directory), None, overrides)
 
     def export(self, to: Path | str) -> Path:
-        """Copy the newest checkpoint as a Hugging Face model directory with a model card; returns that. Raises RunError."""
+        """Copy the newest checkpoint to `to` as a Hugging Face model directory with a model card. Raises RunError."""
         export_model(self._directory, Path(to))
         return Path(to)
 
 
-_ASYNCRL = (sys.executable, "-m", "asyncrl.cli.main")
-
-
 def train(config: ConfigSource, *overrides: str, fresh: bool = False) -> Result:
-    """Start a run and wait until it is over; Ctrl-C stops it in good order. See `start` and `Run.wait`."""
+    """Start a run and wait until it is over; Ctrl-C saves and stops it. See `start` and `Run.wait`."""
     run = start(config, *overrides, fresh=fresh)
     try:
         return run.wait()
@@ -148,38 +137,38 @@ def train(config: ConfigSource, *overrides: str, fresh: bool = False) -> Result:
 
 
 def start(config: ConfigSource, *overrides: str, fresh: bool = False) -> Run:
-    """Begin or resume a run on this machine, as `asyncrl up` does, and return at once.
+    """Start or resume a run on this machine, as `asyncrl up` does, and return immediately.
 
     Args:
-        config: a YAML file, or what would stand in it.
-        overrides: `key=value`, such as `learner.steps=200`; the later of two wins.
-        fresh: throw away what an earlier run of this name left.
+        config: a YAML file, or its content as a dictionary or `Config`.
+        overrides: `key=value`, such as `learner.steps=200`. Of two values for a key, the later one counts.
+        fresh: delete what an earlier run of this name left.
 
     Raises:
-        ConfigError: with every mistake of the config.
+        ConfigError: the config has mistakes; the message lists all of them.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as scratch:
         path = _as_file(config, Path(scratch))
         checked = validated_config(path, overrides, resumes=not fresh)
-        # The process gets a config of its own, so that nothing has to outlive this call.
+        # The process gets its own copy of the config, so that no file has to outlive this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     return Run(RunDirectory(checked.run.directory), process)
 
 
 def open(run: Path | str | None = None) -> Run:
-    """A run that exists, by its directory or name; the newest one by default. Raises RunError when there is none."""
+    """An existing run, by its directory or name; by default the newest one. Raises RunError if there is none."""
     return Run(find_run(Path(run) if run is not None else None))
 
 
 class _Process:
-    """The supervisor, in a session of its own: neither Ctrl-C nor the end of this process reaches it."""
+    """The supervisor, in its own session, so that neither Ctrl-C nor the end of this process stops it."""
 
     def __init__(self, config: str, options: Sequence[str]) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="asyncrl-up-", ignore_cleanup_errors=True)
         path, self._output = Path(self._home.name) / "config.yml", Path(self._home.name) / "output"
         path.write_text(config, encoding="utf-8")
         with self._output.open("wb") as output:
-            command = [*_ASYNCRL, "up", str(path), "--plain", *options]
+            command = [sys.executable, "-m", "asyncrl.cli.main", "up", str(path), "--plain", *options]
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=os.environ
             )
@@ -192,14 +181,14 @@ class _Process:
         self._popen.terminate()
 
     def failure(self) -> str:
-        """Its last words, where it neither finished nor was stopped; else empty."""
+        """The end of its output if it has failed; empty if it finished or was stopped."""
         if self._popen.returncode in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
             return ""
-        return self._output.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
+        return self._output.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
 
 
 def _as_file(config: ConfigSource, scratch: Path) -> Path:
-    """A YAML file that says what `config` says."""
+    """A YAML file with the content of `config`."""
     if isinstance(config, str | Path):
         return Path(config)
     path = scratch / "config.yml"
@@ -215,7 +204,7 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML can hold: functions and classes by name, paths as text."""
+    """A value that YAML can hold: functions and classes by name, paths as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -226,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """How another process finds it. Raises ConfigError for one that only this process has."""
+    """The name by which other processes find a function. Raises ConfigError if only this process has it."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)

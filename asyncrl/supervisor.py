@@ -1,12 +1,12 @@
-"""Starts the processes of a run, restarts the ones that die or hang, and leaves nothing behind.
+"""Starts the processes of a run, restarts those that die or hang, and ends all of them with their children.
 
     starting -> running -> exited 0          its work is done
                    |  ^--- back-off --- died  restarted, at most `max_restarts` times in ten minutes
                    v                     ^--- silent for too long (see asyncrl/progress.py): killed
-                given up                     the whole run stops and says why
+                given up                     the whole run stops with a message
 
-A process that exits with `USER_ERROR` made its point already: restarting would only repeat it. Processes may be added and
-drained while the run goes on.
+A process that exits with `USER_ERROR` is not restarted, because it would find the same mistake again. Processes may be
+added and drained while the run goes on.
 """
 
 import contextlib
@@ -28,44 +28,35 @@ from asyncrl.telemetry.deaths import Deaths, last_message
 
 log = logging.getLogger(__name__)
 
-USER_ERROR = 2
-"""Exit status of a process that found a mistake of the user's: never restarted."""
-FAULT_FOUND = 3
-"""Exit status of a process that found a fault which may be there again: after `SAME_FAULTS` in a row it is."""
+USER_ERROR = 2  # exit status of a process that found a user's mistake: never restarted
+FAULT_FOUND = 3  # exit status of a process that found a fault which may recur; given up after `SAME_FAULTS` in a row
 SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
 _LEFT_S = 10.0
-_KILL_S = 60.0
-"""A killed process that is still there then never goes: a driver or a disk holds it in the kernel."""
-_STANDBY_AFTER_S = 60.0
-"""A start is the busiest time of a machine; a standby that cannot live is not tried more often than this either."""
+_KILL_S = 60.0  # a killed process that exists after this long is held in the kernel, by a driver or a disk
+_STANDBY_AFTER_S = 60.0  # pause before a standby starts: the start of a run is the machine's busiest time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to keep alive."""
+    """A process to keep alive."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
-    ends_run: bool = False
-    """True for the learner: its exit with status 0 ends the run."""
-    is_extra: bool = False
-    """True for what was added while the run went on: it is left out where others would end the run."""
-    standby_argv: Sequence[str] | None = None
-    """Starts one that waits beside it, and takes its place when told to (a line on stdin). None: there is none."""
-    grace_s: float = 15.0
-    """Between SIGTERM and SIGKILL."""
-    workers: Sequence[str] = ()
-    """Who in it says that it gets on, where there are several: places 0, 1, ... of its board."""
+    ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
+    is_extra: bool = False  # added while the run went on: if it fails too often it is removed and the run goes on
+    standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
+    grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
+    workers: Sequence[str] = ()  # names of the places 0, 1, ... of its board, if several of its processes report progress
 
 
 @dataclass(slots=True)
 class _Family:
-    """A process with all that it started, and the board where they show that they get on."""
+    """A process with all its children, and the board on which they report progress."""
 
     process: subprocess.Popen[bytes]
     watch: Watch
@@ -75,12 +66,12 @@ class _Family:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Also what a dead process left in its session: engine cores, reward workers, senders."""
+        """Kill the whole session, also children of a dead process: engine cores, reward workers, senders."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def bury(self) -> None:
-        """After its process has ended: nothing is left of it."""
+        """Clean up after the process has ended."""
         self.kill()
         self.watch.board.close()
 
@@ -91,14 +82,12 @@ class _Child:
     family: _Family | None = None
     standby: _Family | None = None
     standby_at_s: float = 0.0
-    hung: str | None = None
-    """Why it was killed."""
+    hung: str | None = None  # why it was killed
     hung_at_s: float = 0.0
     deaths_s: deque[float] = field(default_factory=deque)
     start_at_s: float = 0.0
     finished: bool = False
-    kill_at_s: float | None = None
-    """Set when it was asked to leave."""
+    kill_at_s: float | None = None  # when to kill it, if it was asked to leave
     deaths: Deaths = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,13 +140,13 @@ class Supervisor:
             time.sleep(tick_s)
 
     def add(self, spec: ProcessSpec) -> None:
-        """One process more, from the next tick on. Its name must be free: see `names`."""
+        """Add a process, which starts with the next tick. Its name must be free: see `names`."""
         if spec.name in self._children:
             raise RunError(f"there is a process {spec.name} already; choose another name")
         self._children[spec.name] = _Child(spec)
 
     def drain(self, name: str) -> None:
-        """Ask a process to leave; it is not started again. Returns at once; its name is free when `names` lacks it."""
+        """Ask a process to leave for good, without waiting. Its name is free again when `names` lacks it."""
         child = self._children[name]
         child.kill_at_s = time.monotonic() + child.spec.grace_s
         if child.family is not None and child.is_running:
@@ -165,11 +154,11 @@ class Supervisor:
 
     @property
     def names(self) -> dict[str, bool]:
-        """Everybody there is, and whether they stay."""
+        """The names of all processes, and whether each is to stay."""
         return {name: child.kill_at_s is None for name, child in self._children.items()}
 
     def pids(self) -> dict[str, int]:
-        """Process ids of what is running now, by name."""
+        """Ids of the running processes, by name."""
         running = {name: child.family for name, child in self._children.items() if child.is_running}
         return {name: family.process.pid for name, family in running.items() if family is not None}
 
@@ -178,7 +167,7 @@ class Supervisor:
         return {name: len(child.deaths_s) for name, child in self._children.items()}
 
     def stop(self, *, grace_s: float = 0.0) -> None:
-        """End every process, after letting those that are about to leave do so for `grace_s`."""
+        """End every process, after giving those that are leaving `grace_s` seconds."""
         until_s = time.monotonic() + grace_s
         while time.monotonic() < until_s and any(child.is_running for child in self._children.values()):
             time.sleep(0.1)
@@ -195,7 +184,7 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """The learner has finished, or everybody has."""
+        """Whether the learner has finished, or all processes have."""
         children = self._children.values()
         return any(child.finished and child.spec.ends_run for child in children) or all(child.finished for child in children)
 
@@ -215,7 +204,7 @@ class Supervisor:
             self._start(child)
 
     def _look_at(self, child: _Child, family: _Family) -> None:
-        """Kill a process that is there and does not get on; it is buried like any that dies."""
+        """Kill a running process that makes no progress; after that it is handled like any dead process."""
         if child.hung is None:
             child.hung, child.hung_at_s = family.watch.look(self._attention.now_s), self._attention.now_s
             if child.hung is not None:
@@ -243,7 +232,7 @@ class Supervisor:
         self._on_change(self.pids())
 
     def _give_up(self, child: _Child, reason: str) -> None:
-        """Raises RunError, unless the run can do without it."""
+        """Raise RunError, unless the run can go on without the process."""
         if not child.spec.is_extra:
             raise RunError(reason)
         log.error("%s", reason)
@@ -252,7 +241,7 @@ class Supervisor:
     def _start(self, child: _Child) -> None:
         try:
             child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
-        except OSError as error:  # no memory or no numbers for one more process: that passes, and is no death
+        except OSError as error:  # no memory or process id: this is temporary and does not count as a death
             child.start_at_s = time.monotonic() + _LONGEST_BACKOFF_S
             log.error("%s cannot be started and is tried again in %.0f s: %s", child.spec.name, _LONGEST_BACKOFF_S, error)
             return
@@ -272,7 +261,7 @@ class Supervisor:
                 bufsize=0,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # its own session: a terminal's Ctrl-C reaches only us, and we can end its whole family
+                # its own session, so that a terminal's Ctrl-C reaches only us and we can kill all its children
                 start_new_session=True,
                 pass_fds=[board.descriptor],
             )
@@ -297,7 +286,7 @@ class Supervisor:
             log.info("a standby of %s started as process %d", child.spec.name, child.standby.process.pid)
 
     def _called(self, child: _Child) -> _Family | None:
-        """The standby, told that it is needed; None when there is none that lives."""
+        """Activate the standby and return it; None if there is none that works."""
         standby = child.standby
         if standby is None or standby.process.stdin is None:
             return None
@@ -330,7 +319,7 @@ class Supervisor:
         if status == 0 and (child.spec.ends_run or not self._has_leader):
             child.finished = True
             log.info("%s finished", child.spec.name)
-        elif status == 0:  # sent home, perhaps by a learner that is itself restarted
+        elif status == 0:  # it was dismissed, perhaps by a learner that is restarted itself
             child.start_at_s = time.monotonic() + _LEFT_S
             log.info("%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S)
         elif status == USER_ERROR:
@@ -368,7 +357,7 @@ class Supervisor:
 
 
 def last_words(path: Path, lines: int = 15) -> str:
-    """The end of a log file, for a message to the user."""
+    """The end of a log file, for messages."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -378,7 +367,7 @@ def last_words(path: Path, lines: int = 15) -> str:
 
 
 def _output(path: Path) -> IO[bytes]:
-    """Where a process prints to: our own standard error when its log cannot be opened, for which no run need end."""
+    """The file for a process's output: its log, or our standard error if the log cannot be opened."""
     try:
         return path.open("ab")
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Command line."""
+"""The command line: arguments, screens, signals and exit statuses. Only this package prints."""

@@ -1,12 +1,12 @@
-"""Commands for what a run leaves behind."""
+"""Commands for the results of a run."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, MaybeWords, config_and_overrides
-from asyncrl.cli.options import RunArgument
+from asyncrl.cli.arguments import ConfigOption, MaybeWords, RunArgument, config_and_overrides
 
 app = typer.Typer()
 
@@ -20,7 +20,7 @@ def evaluate(
     """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model directory has not."""
     from asyncrl.results.evaluate import evaluate_model
 
-    raise typer.Exit(evaluate_model(model, *config_and_overrides(words, config)))
+    typer.echo(json.dumps(evaluate_model(model, *config_and_overrides(words, config)), indent=1))
 
 
 @app.command()
@@ -31,7 +31,8 @@ def report(
     """Write one HTML page with all there is to see of a run; it opens without a network."""
     from asyncrl.results.run_page import write_report
 
-    write_report(run, to)
+    path = write_report(run, to)
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and nothing beside it")
 
 
 @app.command()
@@ -40,9 +41,12 @@ def compare(
     to: Annotated[Path | None, typer.Option("--to", help="HTML file with the curves of all runs.")] = None,
 ) -> None:
     """Compare runs: results, time, and the settings in which they differ."""
+    from asyncrl.cli.screens import show_tables
     from asyncrl.results.compare import compare_runs
 
-    compare_runs(runs, to)
+    show_tables(compare_runs(runs, to))
+    if to:
+        typer.echo(to)
 
 
 @app.command()
@@ -54,14 +58,20 @@ def analyze(
     to: Annotated[Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")] = None,
 ) -> None:
     """Statistics, values and curves of any metrics of a run."""
+    from asyncrl.cli.screens import show_metrics, show_names
     from asyncrl.results.analyze import analyze_run
 
-    analyze_run(run, names or [], to)
+    metrics = analyze_run(run, names or [], to)
+    (show_metrics if names else show_names)(metrics)
+    if to:
+        typer.echo(to)
 
 
 @app.command()
 def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
-    from asyncrl.results.export import export_run
+    from asyncrl.results.export import export_model
+    from asyncrl.run.directory import find_run
 
-    export_run(run, to)
+    source = export_model(find_run(run), to)
+    typer.echo(f"{source} copied to {to}; serve it with: vllm serve {to}")

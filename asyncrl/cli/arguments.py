@@ -1,4 +1,4 @@
-"""How every command that reads a config is told the file, and what to change in it.
+"""Arguments that commands share, and the two ways to name a config and its overrides.
 
 asyncrl up task.yaml learner.steps=5      FILE, or --config FILE, and KEY=VALUE
 asyncrl up task.yaml --learner.steps=5    as TRL and prime-rl write it, also with a space for the =
@@ -14,8 +14,11 @@ import typer
 
 from asyncrl.errors import ConfigError
 
-# An override as other trainers write it: a dotted key behind a prefix. No option of ours has a dot.
+# An override in the form of other trainers: a dotted key behind a prefix. None of our own options has a dot.
 PREFIXED = re.compile(r"(--|\+{1,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+RunArgument = Annotated[Path | None, typer.Argument(help="Run directory or name; default: the newest run.", show_default=False)]
+StoreOption = Annotated[str | None, typer.Option(help="Store of a run: redis://, rediss:// or unix:// URL.")]
+Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option.")
 ]
@@ -30,7 +33,7 @@ MaybeWords = Annotated[
 
 
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
-    """The same command line with every override as KEY=VALUE."""
+    """The command line with every override as KEY=VALUE."""
     rest, plain = list(arguments), []
     while rest:
         word = rest.pop(0)
@@ -48,7 +51,7 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tuple[Path | None, list[str]]:
-    """The file and the overrides. Raises ConfigError for two files."""
+    """(the config file, the overrides). Raises ConfigError for two files."""
     given = list(words or ())
     files = [word for word in given if "=" not in word or Path(word).is_file()]
     overrides = [word for word in given if word not in files]
@@ -63,7 +66,7 @@ def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tu
 
 
 def required_config(words: Sequence[str] | None, config: Path | None) -> tuple[Path, list[str]]:
-    """`config_and_overrides` of a command that cannot do without a file."""
+    """`config_and_overrides` for a command that needs a file. Raises ConfigError without one."""
     file, overrides = config_and_overrides(words, config)
     if file is None:
         here = sorted(str(path) for path in [*Path().glob("*.y*ml"), *Path("configs").glob("*.yaml")])[:5]

@@ -1,12 +1,13 @@
-"""Commands for before a run: they start nothing of it."""
+"""Commands for the time before a run. They start no run."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, MaybeWords, Words, config_and_overrides, required_config
-from asyncrl.cli.options import Json
+from asyncrl.cli.arguments import ConfigOption, Json, MaybeWords, Words, config_and_overrides, required_config
 
 app = typer.Typer()
 reward = typer.Typer(help="Try out reward functions.")
@@ -26,20 +27,38 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
 
 
 @app.command()
-def doctor(words: MaybeWords = None, config: ConfigOption = None, json: Json = False) -> None:
+def doctor(words: MaybeWords = None, config: ConfigOption = None, as_json: Json = False) -> None:
     """Try out this machine, and what a run needs of it: every failure comes with its fix. Exit status 1 when a check failed."""
-    from asyncrl.preflight.doctor import examine
+    from rich.console import Console
+    from rich.text import Text
 
-    if not examine(*config_and_overrides(words, config), as_json=json):
+    from asyncrl.cli.screens import show_outcome
+    from asyncrl.preflight.doctor import examine, summary, to_values
+
+    console, outcomes = Console(highlight=False), []
+    for outcome in examine(*config_and_overrides(words, config)):
+        outcomes.append(outcome)
+        if not as_json:
+            show_outcome(outcome, console)
+    if as_json:
+        typer.echo(json.dumps([to_values(outcome) for outcome in outcomes], indent=1))
+    else:
+        console.print(Text(summary(outcomes), "bold"), soft_wrap=True)
+    if any(outcome.finding.verdict == "failed" for outcome in outcomes):
         raise typer.Exit(1)
 
 
 @app.command()
-def plan(words: Words = None, config: ConfigOption = None, json: Json = False) -> None:
+def plan(words: Words = None, config: ConfigOption = None, as_json: Json = False) -> None:
     """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
-    from asyncrl.preflight.planning import show_plan
+    from asyncrl.cli.screens import show_plan
+    from asyncrl.preflight.forecast import plan_of
 
-    show_plan(*required_config(words, config), as_json=json)
+    found = plan_of(*required_config(words, config))
+    if as_json:
+        typer.echo(json.dumps({"lines": [asdict(line) for line in found.lines], "warnings": found.warnings}, indent=1))
+    else:
+        show_plan(found)
 
 
 @reward.command("test")
@@ -52,15 +71,18 @@ def reward_test(
     ] = None,
 ) -> None:
     """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
+    from asyncrl.cli.screens import show_trial
     from asyncrl.preflight.reward_trial import try_rewards
 
-    if not try_rewards(*required_config(words, config), count=count, samples=samples):
+    trial = try_rewards(*required_config(words, config), count=count, samples=samples)
+    show_trial(trial)
+    if any(part.failures for part in trial.parts):
         raise typer.Exit(1)
 
 
 @app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
     """Build the quick-start model: tiny, and barely able to add two numbers."""
-    from asyncrl.quickstart.warmup import build_quickstart
+    from asyncrl.quickstart.warmup import WarmupSettings, build
 
-    build_quickstart(directory, seed=seed, report=typer.echo)
+    build(directory, WarmupSettings(seed=seed), typer.echo)

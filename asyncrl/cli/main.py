@@ -1,6 +1,6 @@
-"""Entry point: how a command ends, in an exit status and a message. docs/troubleshooting.md has the table.
+"""The entry point: runs a command and ends with an exit status and a message. docs/troubleshooting.md has the table.
 
-Nothing heavy is imported before somebody catches Ctrl-C.
+Nothing heavy is imported before the handler of Ctrl-C is set.
 """
 
 import os
@@ -10,23 +10,22 @@ import sys
 from types import FrameType
 
 DONE = 0
-# Of Ctrl-C. `up` ends so by other signals too: 143 SIGTERM, 129 a closed terminal.
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGINT  # after Ctrl-C; likewise `up` returns 143 after SIGTERM, 129 after a closed terminal
 
 _interrupted = False
 
 
 def main() -> None:
-    """Run the command that was typed and exit; a mistake of the user's is a message, never a traceback."""
-    # To find plugins, pydantic reads the metadata of every installed package: a third of the time until `validate` answers.
+    """Run the command line and exit. A user's mistake prints a message, never a traceback."""
+    # Looking for plugins, pydantic reads the metadata of every installed package: a third of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     sys.unraisablehook = _unraisable
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a script
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
     status = INTERRUPTED
     try:
         status = _status(sys.argv[1:])
-    except KeyboardInterrupt:  # anywhere, also within an import
+    except KeyboardInterrupt:  # may be raised anywhere, also within an import
         pass
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted but the exit
@@ -36,7 +35,7 @@ def main() -> None:
 
 def _status(arguments: list[str]) -> int:
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # a terminal that knows no `±` shows `?`
+        stream.reconfigure(errors="replace")  # a terminal without `±` in its encoding shows `?`
     output = _output()
     try:
         from asyncrl.cli.app import run
@@ -44,8 +43,8 @@ def _status(arguments: list[str]) -> int:
         status = run(arguments)
         if sys.stdout:
             sys.stdout.flush()
-    except Exception as error:  # noqa: BLE001 - all that is left is to say it
-        if _interrupted:  # what a library made of it
+    except Exception as error:  # noqa: BLE001 - the outermost handler, which reports the error
+        if _interrupted:  # a library turned the KeyboardInterrupt into an error of its own
             return INTERRUPTED
         if isinstance(error, BrokenPipeError) and _reader_left():
             return DONE
@@ -55,12 +54,12 @@ def _status(arguments: list[str]) -> int:
     except SystemExit:
         if output == _output():
             raise
-        return DONE  # rich found that the reader has left, and took its output away
+        return DONE  # rich found that nobody reads the output, and replaced it
     return status
 
 
 def _output() -> tuple[int, int] | None:
-    """Which file or pipe standard output is."""
+    """The identity of the file or pipe that standard output is."""
     try:
         found = os.fstat(1)
     except OSError:  # closed
@@ -69,40 +68,37 @@ def _output() -> tuple[int, int] | None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: unwind from wherever it finds us, also from an event loop that does not get to its next turn.
+    """Handle Ctrl-C: raise KeyboardInterrupt wherever the program is, also in an event loop that is stuck.
 
-    Leave at once when it is the second one, and within an import: libraries in C++ abort when one of their imports raises, or
-    make something else of it. Processes that we started end with us.
+    Exit immediately on the second Ctrl-C, and within an import: C++ libraries abort or raise another error when an import
+    inside them fails. Processes that we started end with us.
     """
     global _interrupted
-    if _interrupted or _is_importing(frame):
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    is_importing = frame is not None
+    if _interrupted or is_importing:
         os._exit(INTERRUPTED)
     _interrupted = True
     raise KeyboardInterrupt
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
-        frame = frame.f_back
-    return frame is not None
-
-
 def _unraisable(found: "sys.UnraisableHookArgs") -> None:
-    """A Ctrl-C that a library in another language has swallowed still ends the command."""
+    """End the command on a Ctrl-C that a library in another language has swallowed."""
     if found.exc_type is KeyboardInterrupt:
         os._exit(INTERRUPTED)
     sys.__unraisablehook__(found)
 
 
 def _reader_left() -> bool:
-    """Whether it is our own output that nobody reads: after `asyncrl samples | head` there is nothing more to say."""
+    """Whether the broken pipe is our own output, as in `asyncrl samples | head`: then there is nothing to report."""
     pipes = select.poll()
     pipes.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & select.POLLERR for _, event in pipes.poll(0))
 
 
 def _give_up_output_that_fails() -> None:
-    """Python would try to write the rest once more, and complain."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit and print an error."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""From what a command raised to what the user reads, and to the exit status: a mistake of theirs, or a fault of ours."""
+"""Turns the error of a command into a message and an exit status: a mistake of the user, or a fault of ours."""
 
 import difflib
 import re
@@ -12,15 +12,13 @@ import typer
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
-# Exit statuses. `doctor` and `reward test` exit with FAULT too when their answer is no.
-FAULT, MISTAKE = 1, 2
-# What typer raises for a wrong command line: click's own, or that of the click which newer releases bring
-# along.
+FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
+# The error of typer for a wrong command line: click's class, or the one of the click that newer releases contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> int:
-    """Say what went wrong on standard error; the exit status."""
+    """Print the error on standard error and return the exit status."""
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(str(error).strip(), err=True, nl=False)  # with rich, typer has shown the help already
         return MISTAKE

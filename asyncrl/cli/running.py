@@ -1,5 +1,6 @@
 """Commands that start, watch and stop a run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, Words, required_config
-from asyncrl.cli.options import Json, RunArgument, StoreOption
+from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -19,7 +19,7 @@ Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 
 
 def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Config":
-    """Checked for this machine; what is doubtful is said."""
+    """The config, checked for this machine. Prints doubts about it."""
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.validate import validated_config
 
@@ -38,7 +38,7 @@ def up(
     plain: Plain = False,
 ) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
-    from asyncrl.commands.up import run_here
+    from asyncrl.cli.foreground import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
@@ -59,7 +59,7 @@ def quickstart(
     from asyncrl.config.load import load_config
 
     config = Path("configs/quickstart.yaml")
-    load_config(config, words or ())  # a mistake in the overrides is told before the minute that the model takes
+    load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
     made = subprocess.run([sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"], check=False)
     if made.returncode != 0:
@@ -77,7 +77,7 @@ def learner(
     ] = None,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
-    from asyncrl.commands.up import run_here
+    from asyncrl.cli.foreground import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
     raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True, join_key=join_key))
@@ -101,21 +101,38 @@ def generator(
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")] = 0.0,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
-    from asyncrl.commands.join import run_generators
+    from asyncrl.cli.foreground import stop_on_signals
+    from asyncrl.commands.join import joined
 
-    raise typer.Exit(run_generators(count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait))
+    run_joined = joined(count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo)
+    with run_joined as run, stop_on_signals(run.supervisor) as stopped:
+        run.wait(lambda: None)
+    raise typer.Exit(stopped.status)
 
 
 @app.command()
 def status(
     run: RunArgument = None,
-    json: Json = False,
+    as_json: Json = False,
     watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
 ) -> None:
     """Show how a run is doing."""
-    from asyncrl.commands.inspect import show_status
+    from rich.console import Console
 
-    show_status(run, as_json=json, watch_it=watch)
+    from asyncrl.commands.inspect import is_up, status_values
+    from asyncrl.run.directory import find_run
+    from asyncrl.telemetry import live
+    from asyncrl.telemetry.dashboard import render
+    from asyncrl.telemetry.state import read_state
+
+    directory = find_run(run)
+    if watch:
+        live.watch(directory.path, over=lambda: not is_up(directory))
+    elif as_json:
+        typer.echo(json.dumps(status_values(directory)))
+    else:
+        console = Console()
+        console.print(render(read_state(directory.path), console.width))
 
 
 @app.command()
@@ -130,17 +147,21 @@ def samples(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")] = False,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
-    from asyncrl.results.samples import show_samples, wanted
+    from asyncrl.cli.screens import show_samples
+    from asyncrl.results.samples import samples_of, wanted
 
-    show_samples(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow)
+    show_samples(samples_of(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow))
 
 
 @app.command()
 def audit(run: RunArgument = None, store: StoreOption = None) -> None:
     """Prove that no group was lost or trained twice: where is every issued id?"""
-    from asyncrl.commands.inspect import show_audit
+    from asyncrl.commands.inspect import audit_run, require_whole
+    from asyncrl.telemetry.jsonl import to_json
 
-    show_audit(run, store_url=store)
+    found = audit_run(run, store_url=store)
+    typer.echo(json.dumps(to_json(found), indent=1))
+    require_whole(found)
 
 
 @app.command()
@@ -151,12 +172,20 @@ def scale(
     """Start or drain generators of a run that is up; those that leave give their tickets back."""
     from asyncrl.commands.scale import scale_run
 
-    scale_run(change, run)
+    done = scale_run(change, run)
+    said = f"generators: {done.before} -> {done.wanted}"
+    said += f"; started: {', '.join(done.started)} (the model is loaded first)" if done.started else ""
+    said += f"; left: {', '.join(done.left)} (their tickets are given back)" if done.left else ""
+    typer.echo(said)
 
 
 @app.command()
 def down(run: RunArgument = None) -> None:
     """Stop a run and check that nothing of it is left."""
-    from asyncrl.commands.down import stop_run
+    from asyncrl.commands.down import end_run
+    from asyncrl.run.directory import find_run
 
-    stop_run(run)
+    directory = find_run(run)
+    ended = end_run(directory)
+    by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
+    typer.echo(f"{directory.path}: {'stopped' if ended.was_up else 'was not up'}, no process is left{by_force}")

@@ -1,7 +1,8 @@
-"""What a config would run or read on this host, and whether this host's operator has allowed it.
+"""Checks that the operator of this host has allowed the code and the variables that a run's config wants here.
 
-A generator that joins with nothing but an address takes its config from the store. The seal of the record proves that the run's
-learner wrote it, and still its writer is not the owner of this host: code is only run, and variables are only handed on, by name.
+A generator that joins with only an address takes its config from the store. The signature of the record proves that the
+run's learner wrote it, but the learner's user need not own this host: so each piece of code that would run here, and each
+variable that processes would inherit, must be allowed by name.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,10 +14,10 @@ from asyncrl.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One thing that a config wants of the host."""
+    """Something that a config would run or read on this host."""
 
-    key: str  # where the config says so
-    text: str  # what `--allow` must name: a Python file, a module, `model:PATH` or `variable:NAME`
+    key: str  # the key of the config
+    text: str  # the argument of `--allow`: a Python file, a module, `model:PATH` or `variable:NAME`
 
 
 def wishes(config: Config) -> Iterator[Wish]:
@@ -25,7 +26,7 @@ def wishes(config: Config) -> Iterator[Wish]:
         if ":" in function.function:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
     advantage = config.algorithm.advantage.name
-    if ":" in advantage:  # generators ask it whether it needs a greedy response
+    if ":" in advantage:  # generators load it too: it says whether a greedy response is needed
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])
     if config.model.trust_remote_code:
         yield Wish("model.trust_remote_code", f"model:{config.model.path}")
@@ -34,7 +35,7 @@ def wishes(config: Config) -> Iterator[Wish]:
 
 
 def check_allowed(config: Config, allowed: Collection[str]) -> None:
-    """Raises RunError, which names what is missing and how to allow it."""
+    """Raise RunError if something is not allowed, with what is missing and how to allow it."""
     missing = [wish for wish in wishes(config) if wish.text not in allowed]
     if not missing:
         return

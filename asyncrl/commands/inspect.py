@@ -1,13 +1,10 @@
-"""Commands that look at a run: status, audit."""
+"""Looks at a run: its status and the audit of its groups."""
 
-import json
 import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer
@@ -20,27 +17,14 @@ from asyncrl.launch.own_store import own_store
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.lock import is_locked
 from asyncrl.telemetry.advice import bottleneck
-from asyncrl.telemetry.dashboard import SILENT_S, render
+from asyncrl.telemetry.dashboard import SILENT_S
 from asyncrl.telemetry.jsonl import to_json
-from asyncrl.telemetry.live import watch
 from asyncrl.telemetry.state import read_state
 from asyncrl.telemetry.status import read_status, status_json
 
 
-def show_status(run: Path | None, *, as_json: bool, watch_it: bool) -> None:
-    """Print the dashboard once, keep showing it while the run is up, or print all it knows as JSON."""
-    directory = find_run(run)
-    if watch_it:
-        watch(directory.path, over=lambda: not is_up(directory))
-    elif as_json:
-        print(json.dumps(status_values(directory)))  # noqa: T201 - the command's output
-    else:
-        console = Console()
-        console.print(render(read_state(directory.path), console.width))
-
-
 def is_up(directory: RunDirectory) -> bool:
-    """Whether its supervisor is alive; of a run that is looked after elsewhere, whether its learner has spoken lately."""
+    """Whether the supervisor is alive, or for a run without one here, whether the learner wrote its status recently."""
     if directory.supervisor_lock.exists():
         return is_locked(directory.supervisor_lock)
     status = read_status(directory.status)
@@ -48,7 +32,7 @@ def is_up(directory: RunDirectory) -> bool:
 
 
 def status_values(directory: RunDirectory) -> dict[str, Any]:
-    """The learner's own status (`state` is null before its first), and what follows from metrics and processes."""
+    """The learner's status (`state` is None before the first) with values derived from metrics and processes."""
     state = read_state(directory.path)
     status = status_json(state.status) if state.status else {"run": directory.path.name, "state": None, "members": []}
     up = is_up(directory)
@@ -69,18 +53,21 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
     return values
 
 
-def show_audit(run: Path | None, store_url: str | None) -> None:
-    """Print where every issued id is; RunError when one is missing or in two places."""
+def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
+    """Where every issued id of a run is, see `audit_store`. `require_whole` checks it."""
     directory = find_run(run)
     config = load_config(directory.config)
     try:
-        audit = audit_store(config, directory, store_url)
+        return audit_store(config, directory, store_url)
     except StoreError:
         if store_url or config.store.url:
-            raise  # an empty store of our own would prove nothing
-        with own_store(config, directory, needs_data=True) as server:  # the run is over; its data is still there
-            audit = audit_store(config, directory, server.url)
-    print(json.dumps(to_json(audit), indent=1))  # noqa: T201 - the command's output
+            raise  # a new empty store would prove nothing
+        with own_store(config, directory, needs_data=True) as server:  # the run is over, but its data is still there
+            return audit_store(config, directory, server.url)
+
+
+def require_whole(audit: dict[str, Any]) -> None:
+    """Raise RunError if an id is missing or in two places."""
     for lane, found in (("training", audit), ("evaluation", audit["evaluation"])):
         if found and (missing := int(found.get("missing", 0))):
             where = "nowhere" if missing > 0 else "in two places"
@@ -88,7 +75,7 @@ def show_audit(run: Path | None, store_url: str | None) -> None:
 
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
-    """The conservation law of the train lane, and under `evaluation` that of the other one, if the run has held-out data."""
+    """Counts of the training lane's ids by place, and under `evaluation` those of held-out data, if the run has any."""
     from asyncrl.buffer.connection import StoreConnection
     from asyncrl.launch.wiring import eval_lane, store_password, train_lane
 
@@ -102,7 +89,7 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
     found = _audit_of(train_lane(config, connection))
     try:
         held_out = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
-    except DataError as error:  # such as a relative path, seen from another directory
+    except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
     return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)) if held_out else None}
 

@@ -1,11 +1,12 @@
-"""Generators that join a run from this or another host: `asyncrl generator --count 8`."""
+"""`asyncrl generator`: starts generators that join a run from this or another host."""
 
 import contextlib
 import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,7 +17,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
-from asyncrl.commands.up import generator_specs, limits_of, stop_on_signals
+from asyncrl.commands.up import StartedRun, generator_specs, limits_of
 from asyncrl.config.addresses import open_ways
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
@@ -37,7 +38,7 @@ _STORE_RETRY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A run that can be joined."""
+    """A run to join."""
 
     url: str
     keys: JoinKeys
@@ -45,21 +46,35 @@ class _Found:
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
 
 
-def run_generators(
-    *, count: int, config_path: Path | None, store_url: str | None, allowed: Collection[str] = (), wait_s: float = 0.0
-) -> int:
-    """Start `count` generators, keep them alive, and leave when the run is over; the exit status. Raises RunError.
+@contextmanager
+def joined(
+    *,
+    count: int,
+    config_path: Path | None,
+    store_url: str | None,
+    allowed: Collection[str],
+    wait_s: float,
+    report: Callable[[str], object],
+) -> Iterator[StartedRun]:
+    """Start `count` generators that leave when the run is over. Raises RunError.
 
-    A run that is not there yet is waited for, `wait_s` seconds at most. `allowed`: see `launch.allowance`.
+    Waits at most `wait_s` seconds for a run that is not up yet, and passes the reason for waiting to `report`. `allowed` is
+    checked by `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
     own_keys = is_given(os.environ)
-    found = _wait_for_run(lambda: _find(store_url, own, own_keys=own_keys), wait_s)
-    config = own or _config_of(found, allowed)
+    found = _wait_for_run(lambda: _find(store_url, own, own_keys=own_keys), wait_s, report)
+    if own is not None:
+        config = own
+    elif found.learners is not None:
+        config = load_config(found.learners.config)
+    else:
+        config = Config.model_validate_json(found.record.config_json)
+        check_allowed(config, allowed)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
         directory.create(fresh=False)
-        replace_text(directory.config, dump_config(config))  # generators that another command started here may be reading it
+        replace_text(directory.config, dump_config(config))  # generators of another command here may be reading it
     _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
@@ -70,18 +85,17 @@ def run_generators(
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
     may_fail = BestEffort()
-    with family() as members, supervisor, stop_on_signals(supervisor) as stopped:
+    with family() as members, supervisor:
 
-        def on_tick() -> None:
+        def tend() -> None:
             with may_fail("the reaper"):
                 members.tend()
 
-        supervisor.run(on_tick)
-    return stopped.status
+        yield StartedRun(supervisor, (), tend)
 
 
-def _wait_for_run(find: Callable[[], _Found], wait_s: float) -> _Found:
-    """Ask until the run is there. What asking again cannot mend is raised at once."""
+def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[str], object]) -> _Found:
+    """Try until the run is found. Errors that waiting cannot cure are raised immediately."""
     until_s, told = time.monotonic() + wait_s, ""
     while True:
         try:
@@ -94,12 +108,17 @@ def _wait_for_run(find: Callable[[], _Found], wait_s: float) -> _Found:
                 raise
             if str(error) != told:
                 told = str(error)
-                print(f"waiting for the run, {left_s:.0f} s more at most: {told}", flush=True)  # noqa: T201 - the command's output
+                report(f"waiting for the run, {left_s:.0f} s more at most: {told}")
             time.sleep(min(_ASK_EVERY_S, left_s))
 
 
 def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Found:
-    url = store_url or os.environ.get(STORE_VARIABLE) or _newest_store()
+    url = store_url or os.environ.get(STORE_VARIABLE)
+    if url is None:
+        newest = find_run(None)
+        url = newest.store_url()
+    if url is None:
+        raise RunNotUp(f"run {newest.path} has no store that is running; start it with `asyncrl up`, or give --store URL")
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise RunError(f"--store is {url}; allowed is redis://, rediss:// or unix://, such as redis://{url.split('://')[-1]}/0")
     if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(open_ways(url))):
@@ -115,37 +134,20 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
         return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
 
 
-def _config_of(found: _Found, allowed: Collection[str]) -> Config:
-    """That of the run directory where it is this machine's; else the record's, whose code this host has to allow."""
-    if found.learners is not None:
-        return load_config(found.learners.config)
-    config = Config.model_validate_json(found.record.config_json)
-    check_allowed(config, allowed)
-    return config
-
-
-def _newest_store() -> str:
-    directory = find_run(None)
-    url = directory.store_url()
-    if url is None:
-        raise RunNotUp(f"run {directory.path} has no store that is running; start it with `asyncrl up`, or give --store URL")
-    return url
-
-
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:
-    """The learner's run directory, when this is its machine: there the secret is, and nothing else is needed."""
+    """The learner's run directory if it is on this machine: it holds the secret, so nothing else is needed."""
     candidates = [path.parent for path in Path("runs").glob("*/store.url")]
     if config is not None:
         candidates.append(config.run.directory)
     if url.startswith("unix:"):  # RUN/store/store.sock
         candidates.append(Path(unquote(urlsplit(url).path)).parent.parent)
-    place = with_user(url, GENERATOR)  # the learner may have another user there
+    place = with_user(url, GENERATOR)  # the learner may use another user of the store
     urls = ((found, found.store_url()) for found in map(RunDirectory, candidates))
     return next((found for found, known in urls if known and with_user(known, GENERATOR) == place), None)
 
 
 def _run_of(keys: JoinKeys) -> RunDirectory | None:
-    """The learner's run directory, where another host sees it too."""
+    """The learner's run directory if this host shares its file system."""
     text = keys.text()
     for config in Path("runs").glob("*/config.yaml"):
         with contextlib.suppress(OSError):
@@ -155,7 +157,7 @@ def _run_of(keys: JoinKeys) -> RunDirectory | None:
 
 
 def _check_membership(record: StoredRun, config: Config) -> None:
-    """What the learner would refuse, said before a model is loaded."""
+    """Raise RunError for a release or config that the learner would refuse, before a model is loaded."""
     if record.release != __version__:
         raise RunError(f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same release")
     if record.config_hash != config_hash(config):

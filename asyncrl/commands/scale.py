@@ -1,4 +1,4 @@
-"""Generators started and drained while a run goes on: `asyncrl scale generators=+2` writes a number, the supervisor follows."""
+"""`asyncrl scale`: changes the number of generators of a run. The command writes a number, the supervisor follows it."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text
@@ -19,15 +19,15 @@ from asyncrl.supervisor import ProcessSpec, Supervisor
 log = logging.getLogger(__name__)
 
 PREFIX = "g"
-MOST = 1024  # generators on one host: more is a slip of the finger
-FOLLOW_S = 60.0  # for the supervisor to start or drain what was asked for
+MOST = 1024  # generators on one host: a larger number is a typing error
+FOLLOW_S = 60.0  # seconds that the supervisor has to start or drain generators
 
 
 class Scaled:
-    """The generators of one supervisor. A context manager: `asyncrl scale` is refused when it is left."""
+    """The generators of one supervisor. `asyncrl scale` works while this context manager is open."""
 
     def __init__(self, supervisor: Supervisor, make: Callable[[int, int], ProcessSpec], path: Path) -> None:
-        """`make` is given an index and the number of generators."""
+        """`make` takes an index and the number of generators and returns the generator's process."""
         self._supervisor = supervisor
         self._make = make
         self._path = path
@@ -35,14 +35,14 @@ class Scaled:
         self._started: set[str] = set()
 
     def begin(self, count: int) -> None:
-        """Start `count` generators; with 0 they join by themselves, and there is nothing to scale."""
+        """Start `count` generators. With 0, generators join by themselves and scaling is refused."""
         if count:
             self._grow(count, is_extra=False)
 
     def tend(self) -> None:
-        """Once a tick: follow the number that was written, and leave out who could not be started."""
+        """Follow the number in the file, and correct it if a generator could not be started."""
         staying = [name for name, stays in self._supervisor.names.items() if stays and name in self._started]
-        if len(staying) < self._wanted:  # an extra one was given up
+        if len(staying) < self._wanted:  # the supervisor has given up an extra generator
             write_wanted(self._path, len(staying))
             self._wanted = len(staying)
         wanted = read_wanted(self._path)
@@ -59,7 +59,7 @@ class Scaled:
             self._wanted = wanted
 
     def __enter__(self) -> Self:
-        self._forget()  # of a run that was killed
+        self._forget()  # a run that was killed may have left the file
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -70,7 +70,7 @@ class Scaled:
             self._path.unlink()
 
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
-        taken = self._supervisor.names  # also of those that are leaving
+        taken = self._supervisor.names  # with the names of generators that are leaving
         free = (index for index in range(2 * MOST) if f"{PREFIX}{index}" not in taken)
         for _ in range(wanted - self._wanted):
             spec = replace(self._make(next(free), wanted), is_extra=is_extra)
@@ -79,8 +79,17 @@ class Scaled:
         self._wanted = wanted
 
 
-def scale_run(change: str, run: Path | None) -> None:
-    """Write how many generators there shall be, and wait until the supervisor has followed. Raises RunError."""
+class Scaling(NamedTuple):
+    """How the number of generators changed."""
+
+    before: int
+    wanted: int
+    started: list[str]
+    left: list[str]
+
+
+def scale_run(change: str, run: Path | None) -> Scaling:
+    """Write the wanted number of generators and wait until the supervisor has followed it. Raises RunError."""
     directory = find_run(run)
     found = re.fullmatch(r"generators=([+-]?)(\d+)", change)
     if found is None:
@@ -96,26 +105,15 @@ def scale_run(change: str, run: Path | None) -> None:
         raise RunError(f"generators={found[1]}{found[2]} would make {wanted} of {now}; allowed is 1 to {MOST}")
     before = _running(directory)
     write_wanted(directory.scale, wanted)
-    after = _follow(directory, wanted)
-    said = f"generators: {now} -> {wanted}"
-    if started := sorted(after - before, key=_index):
-        said += f"; started: {', '.join(started)} (the model is loaded first)"
-    if left := sorted(before - after, key=_index):
-        said += f"; left: {', '.join(left)} (their tickets are given back)"
-    print(said)  # noqa: T201 - the command's output
-
-
-def _follow(directory: RunDirectory, wanted: int) -> set[str]:
-    """Names of the generators, once there are as many as wanted."""
     until_s = time.monotonic() + FOLLOW_S
-    while len(now := _running(directory)) != wanted:
+    while len(after := _running(directory)) != wanted:
         if time.monotonic() > until_s:
             raise RunError(
-                f"{wanted} generators were asked for, and after {FOLLOW_S:.0f} s {len(now)} are there; see "
+                f"{wanted} generators were asked for, and after {FOLLOW_S:.0f} s {len(after)} are there; see "
                 f"{directory.logs / 'supervisor.jsonl'}"
             )
         time.sleep(0.1)
-    return now
+    return Scaling(now, wanted, sorted(after - before, key=_index), sorted(before - after, key=_index))
 
 
 def _running(directory: RunDirectory) -> set[str]:
@@ -127,11 +125,11 @@ def _index(name: str) -> int:
 
 
 def read_wanted(path: Path) -> int | None:
-    """None where there is nothing to scale, or no number."""
+    """The wanted number of generators; None if the file is missing or has no valid number."""
     wanted = (read_record(path) or {}).get("generators")
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 
 
 def write_wanted(path: Path, count: int) -> None:
-    """The inverse of `read_wanted`."""
+    """Write the wanted number of generators."""
     replace_text(path, json.dumps({"generators": count}))

@@ -1,20 +1,17 @@
-"""A run on this machine: the store, the learner, the generators, and somebody who looks after them."""
+"""A run on this machine: the store, the learner, the generators, and the supervisor that restarts them."""
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from urllib.parse import urlsplit
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.view import show_result, viewer, wants_lines
 from asyncrl.config.addresses import is_loopback
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config, StoreConfig
@@ -33,29 +30,46 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.run.lock import RunLock
-from asyncrl.run.saved import Saved, nothing_left, read_saved, refuse_changes
+from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
-LEAVE_S = 20.0  # after the learner has finished, generators get this long to leave by themselves
+LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
 
 
-def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None) -> int:
-    """Run until the training is done or somebody stops it; the exit status says which. Raises RunError.
+@dataclass(frozen=True, slots=True)
+class StartedRun:
+    """A run whose processes this process supervises."""
 
-    `join_key` is a second place for the key of generators elsewhere.
+    supervisor: Supervisor
+    how_to_join: Sequence[str]  # lines for people who start generators elsewhere
+    _tend: Callable[[], None]
+
+    def wait(self, on_tick: Callable[[], None]) -> None:
+        """Restart processes that die until the training is over or the supervisor is asked to stop; then stop all."""
+
+        def tick() -> None:
+            self._tend()
+            on_tick()
+
+        self.supervisor.run(tick)
+        self.supervisor.stop(grace_s=LEAVE_S if self.supervisor.is_over else 0.0)
+
+
+@contextmanager
+def started(
+    config: Config, saved: Saved | None, *, fresh: bool, generators: bool, console: bool, join_key: Path | None = None
+) -> Iterator[StartedRun]:
+    """Start a run, or resume it from the checkpoint `saved`. Raises RunError.
+
+    With `console` the supervisor logs to standard error too. `join_key` is a second file for the key of generators elsewhere.
     """
-    directory = RunDirectory(config.run.directory)
-    may_fail, lines = BestEffort(), wants_lines(plain=plain)
-    saved = None if fresh else read_saved(directory)
-    if not fresh and (reason := nothing_left(config, directory, saved)):
-        print(reason, flush=True)  # noqa: T201 - the command's output
-        return 0
+    directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, saved, fresh=fresh))
         members = stack.enter_context(family())
-        setup_logging("supervisor", directory.logs, console=lines)
-        os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store carries the run's mark too
+        setup_logging("supervisor", directory.logs, console=console)
+        os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
         url, tend_store = _store(config, directory, stack)
         learner_url, generator_url = (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
         specs = [learner_spec(config, directory, learner_url)]
@@ -64,7 +78,7 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
             if not generators or config.control.bind is not None:
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
-                _tell_how_to_join(config, directory.write_join_key(keys.join), generator_url)
+                how_to_join = _how_to_join(config, directory.write_join_key(keys.join), generator_url)
         is_recorded = True
 
         def record(pids: Mapping[str, int]) -> None:
@@ -78,31 +92,29 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
-        view = stack.enter_context(viewer(directory, lines=lines))
 
-        def on_tick() -> None:
+        def tend() -> None:
             tend_store()
-            for what, tend in (("scaling", scaled.tend), ("the view", view), ("the reaper", members.tend)):
+            for what, follow in (("scaling", scaled.tend), ("the reaper", members.tend)):
                 with may_fail(what):
-                    tend()
+                    follow()
             if not is_recorded:
                 record(supervisor.pids())
 
-        with stop_on_signals(supervisor) as stopped:
-            supervisor.run(on_tick)
-            supervisor.stop(grace_s=LEAVE_S if supervisor.is_over else 0.0)
-    with may_fail("the result"):
-        show_result(directory, finished=supervisor.is_over)
-    return 0 if supervisor.is_over else stopped.status
+        yield StartedRun(supervisor, how_to_join, tend)
 
 
 @contextmanager
 def _claimed(
     config: Config, directory: RunDirectory, may_fail: BestEffort, saved: Saved | None, *, fresh: bool
 ) -> Iterator[RunKeys]:
-    """The run directory, this process's alone until the run ends. Raises RunError; then nothing in it has changed."""
+    """Lock the run directory for this process until the run ends. If it raises RunError, nothing in it has changed."""
     with needing(directory.path):
-        refuse_second_run(directory)
+        if directory.was_up and (supervisor := directory.supervisor()) is not None:
+            raise RunError(
+                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
+                f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
+            )
         if fresh:
             directory.require_run()
         refuse_changes(config, directory, saved, DataFiles(config.data))
@@ -119,11 +131,11 @@ def _claimed(
 
 
 def limits_of(config: Config) -> Limits:
-    """When a process counts as hung."""
+    """How long a process may be silent before it counts as hung."""
     return Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
 
 
-def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
+def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
     lines = [f"generators join with: asyncrl generator --store {url}"]
     if config.control.bind is None or (config.store.url is None and config.store.bind is None):
         lines.append("from this host only: set control.bind, and store.bind or store.url, for generators elsewhere")
@@ -132,20 +144,11 @@ def _tell_how_to_join(config: Config, join_key: Path, url: str) -> None:
             url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
         lines.append(f"from other hosts: asyncrl generator --store {url}")
         lines.append(f"with a copy of {join_key} there, which {SECRET_FILE_VARIABLE} names")
-    print("\n".join(lines), flush=True)  # noqa: T201 - the command's output
-
-
-def refuse_second_run(directory: RunDirectory) -> None:
-    """Two supervisors on one run directory would start everything twice."""
-    if directory.was_up and (supervisor := directory.supervisor()) is not None:
-        raise RunError(
-            f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
-            f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
-        )
+    return lines
 
 
 def require_password(store: StoreConfig) -> None:
-    """Raises RunError for a store on another host that this process has no password for."""
+    """Raise RunError for a store on another host if this process has no password for it."""
     if store.url is None or store.insecure or os.environ.get(store.password_env):
         return
     where = urlsplit(store.url)
@@ -159,10 +162,10 @@ def require_password(store: StoreConfig) -> None:
 
 
 def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:
-    """(url, what to do every tick so that it stays up)."""
+    """(URL of the store, a function that restarts the store if it has died)."""
     if config.store.url is not None:
         require_password(config.store)
-        # A mistake is told before anything starts.
+        # Report mistakes before anything starts.
         password = os.environ.get(config.store.password_env)
         connection = StoreConnection(config.store.url, password=password, retry_s=5.0)
         connection.check()
@@ -173,12 +176,12 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
 
 
 def share_of_cores(busy: int) -> int:
-    """Threads per process when `busy` of them share this machine."""
+    """Threads per process if `busy` processes share this machine."""
     return max(1, len(os.sched_getaffinity(0)) // busy)
 
 
 def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
-    """The learner, or who starts its ranks when there are several."""
+    """The learner's process, or with several ranks the process that starts them."""
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
@@ -191,7 +194,7 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
         | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
-        grace_s=30.0,  # it ends its step and saves
+        grace_s=30.0,  # to finish its step and save
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
 
@@ -199,7 +202,7 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
 def generator_specs(
     config: Config, directory: RunDirectory, store_url: str, keys: JoinKeys, *, learner_ranks: int, prefix: str = "g"
 ) -> list[ProcessSpec]:
-    """`generator.count` generators beside `learner_ranks` ranks on this machine: cores and GPUs are shared out."""
+    """`generator.count` generators, which share this machine's cores and GPUs with `learner_ranks` learner ranks."""
     make = generator_maker(config, directory, store_url, keys, learner_ranks=learner_ranks, prefix=prefix)
     return [make(index, config.generator.count) for index in range(config.generator.count)]
 
@@ -213,61 +216,20 @@ def generator_maker(
     learner_ranks: int | None = None,
     prefix: str = "g",
 ) -> Callable[[int, int], ProcessSpec]:
-    """(index, how many there are) -> one generator of this machine, which it shares with the learner's ranks (default: all)."""
+    """A function (index, number of generators) -> one generator of this machine, shared with `learner_ranks` (default: all)."""
     ranks = config.learner.ranks if learner_ranks is None else learner_ranks
     width, gpus = config.generator.tensor_parallel, count_gpus()
 
     def make(index: int, count: int) -> ProcessSpec:
         threads = config.generator.threads or share_of_cores(count + ranks)
         visible = generator_gpus(gpus, index, ranks=ranks, width=width)
-        return generator_spec(config, directory, store_url, keys, f"{prefix}{index}", threads=threads, gpus=visible)
+        name = f"{prefix}{index}"
+        argv = [sys.executable, "-m", "asyncrl.launch.generator_process", "--id", name]
+        return ProcessSpec(
+            name=name,
+            argv=[*argv, "--config", str(directory.config), "--store", store_url],
+            env=child_environment(config, directory.path, threads=threads, gpus=visible) | {SECRET_VARIABLE: keys.text()},
+            log_path=directory.logs / f"{name}.out",
+        )
 
     return make
-
-
-def generator_spec(
-    config: Config,
-    directory: RunDirectory,
-    store_url: str,
-    keys: JoinKeys,
-    generator_id: str,
-    *,
-    threads: int,
-    gpus: Sequence[int],
-) -> ProcessSpec:
-    """One generator."""
-    return ProcessSpec(
-        name=generator_id,
-        argv=[
-            *[sys.executable, "-m", "asyncrl.launch.generator_process", "--id", generator_id],
-            *["--config", str(directory.config), "--store", store_url],
-        ],
-        env=child_environment(config, directory.path, threads=threads, gpus=gpus) | {SECRET_VARIABLE: keys.text()},
-        log_path=directory.logs / f"{generator_id}.out",
-    )
-
-
-@dataclass(slots=True)
-class Stopped:
-    """How a supervisor was told to stop."""
-
-    status: int = 0  # exit status of a command that a signal ended: 128 and its number, as shells have it
-
-
-@contextmanager
-def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
-    """Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal end the run in good order; a second one changes nothing."""
-    stopped = Stopped()
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        stopped.status = stopped.status or 128 + signum
-        supervisor.request_stop(signal.Signals(signum).name)
-
-    heeded = [signal.SIGINT, signal.SIGTERM]
-    heeded += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
-    previous = {number: signal.signal(number, stop) for number in heeded}
-    try:
-        yield stopped
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

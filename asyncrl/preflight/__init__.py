@@ -1,1 +1,1 @@
-"""What a user asks before a run: does the machine hold it, does the config fit, what will it need, do the rewards work."""
+"""Checks before a run: the machine, the config, the resources it will need, and its reward functions. Starts no run."""

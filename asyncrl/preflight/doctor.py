@@ -1,12 +1,8 @@
-"""`asyncrl doctor`: tries out what a run needs on this machine, and says what to do about each thing that does not work."""
+"""`asyncrl doctor`: tries everything that a run needs on this machine, and gives a fix for each failure."""
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -15,35 +11,21 @@ from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, exe
 from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
 
-STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
-IMPORT_S = 240.0  # vLLM takes half a minute where the disk is cold
+IMPORT_S = 240.0  # from a cold disk, vLLM takes half a minute
 
 
-def examine(config_path: Path | None, overrides: Sequence[str], *, as_json: bool) -> bool:
-    """Run all checks, print each as it is answered, and say whether none failed."""
-    console, outcomes = Console(highlight=False), []
-    for check in _checks(config_path, overrides):
-        outcomes.append(execute(check))
-        if not as_json:
-            show(outcomes[-1], console)
-    if as_json:
-        print(json.dumps([to_values(outcome) for outcome in outcomes], indent=1))  # noqa: T201 - the command's output
-    else:
-        console.print(Text(summary(outcomes), "bold"), soft_wrap=True)
-    return not any(outcome.finding.verdict == "failed" for outcome in outcomes)
-
-
-def show(outcome: Outcome, console: Console) -> None:
-    """One line, and the fix below it."""
-    finding = outcome.finding
-    head = Text.assemble((f"{finding.verdict:<8}", STYLES[finding.verdict]), f"{outcome.name:<15}")
-    console.print(head.append(finding.found.strip().replace("\n", "\n" + " " * 23)), soft_wrap=True)
-    if finding.fix:
-        console.print(Text.assemble(" " * 23, ("fix: ", "bold"), finding.fix), soft_wrap=True)
+def examine(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Outcome]:
+    """Run the checks of the machine, then those of the config if it can be read, one after the other."""
+    config, finding = _read(config_path, overrides)
+    yield from map(execute, machine_checks(config))
+    if finding is not None:
+        yield execute(Check(name="config", run=lambda: finding, fix=""))
+    if config is not None:
+        yield from map(execute, run_checks(config))
 
 
 def to_values(outcome: Outcome) -> dict[str, object]:
-    """For scripts."""
+    """An outcome as JSON values."""
     finding = outcome.finding
     return {
         "check": outcome.name,
@@ -55,22 +37,12 @@ def to_values(outcome: Outcome) -> dict[str, object]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """The last line."""
+    """The number of checks and how many failed, in one line."""
     verdicts = [outcome.finding.verdict for outcome in outcomes]
     failed, warnings = verdicts.count("failed"), verdicts.count("warning")
     if not failed and not warnings:
         return f"all {len(outcomes)} checks passed"
     return f"{len(outcomes)} checks: {failed} failed, {warnings} with a warning"
-
-
-def _checks(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Check]:
-    """Those of the machine, then those of a config, which need that it can be read."""
-    config, finding = _read(config_path, overrides)
-    yield from machine_checks(config)
-    if finding is not None:
-        yield Check(name="config", run=lambda: finding, fix="")
-    if config is not None:
-        yield from run_checks(config)
 
 
 def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, Finding | None]:
@@ -79,16 +51,16 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
     try:
         config = validated_config(config_path, overrides)
     except ConfigError as error:
-        return None, wrong(str(error), "mend these lines; `asyncrl validate` checks them again")
+        return None, wrong(str(error), "correct these lines; `asyncrl validate` checks them again")
     if missing := list(missing_device(config)):
-        return config, wrong(missing[0], "set learner.device=auto, or mend the GPU's driver")
+        return config, wrong(missing[0], "set learner.device=auto, or repair the GPU's driver")
     if said := doubts(config, config_path, overrides):
         return config, doubtful("; ".join(said), "as it says, or leave it where it is meant")
     return config, fine(f"{config_path}: every key, file and function is as it should be")
 
 
 def machine_checks(config: Config | None) -> list[Check]:
-    """Of any run; `config` says where it would write."""
+    """Checks that every run needs; `config` names the disk that it would write to."""
     checks = [
         Check(name="packages", run=stack.packages, fix="install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"),
         Check(name="compiler", run=stack.compiler, fix="install one: apt-get install g++", limit_s=2 * stack.COMPILE_S),
@@ -118,7 +90,7 @@ def machine_checks(config: Config | None) -> list[Check]:
 
 
 def run_checks(config: Config) -> list[Check]:
-    """Of one config."""
+    """Checks that depend on the config."""
     checks = [
         Check(
             name="model",
@@ -127,12 +99,15 @@ def run_checks(config: Config) -> list[Check]:
             limit_s=IMPORT_S,
         ),
         Check(
-            name="prompts", run=partial(this_run.prompts, config), fix="mend data.train and data.eval as it says", limit_s=600.0
+            name="prompts",
+            run=partial(this_run.prompts, config),
+            fix="correct data.train and data.eval as it says",
+            limit_s=600.0,
         ),
         Check(
             name="rewards",
             run=partial(this_run.rewards, config),
-            fix="mend reward.functions; `asyncrl reward test` says more",
+            fix="correct reward.functions; `asyncrl reward test` says more",
             limit_s=120.0,
         ),
     ]

@@ -1,4 +1,4 @@
-"""What a config says that may be meant, and mostly is not: told before a run, and no reason to refuse it."""
+"""Warnings about valid configs: settings that may be intended, but are usually mistakes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ LIMITS = ("max_prompt_tokens", "max_response_tokens")
 
 
 def doubts(config: Config, path: Path, overrides: Sequence[str]) -> list[str]:
-    """Of a config that is valid, one line each."""
+    """Warnings about a valid config, one line each."""
     root = read_draft(path, overrides).root
-    return [*_evaluation(config), *_scale(config), *_inherited_limits(config, root, path), *missing_device(config)]
+    return [*_evaluation(config), *_limits(config, root, path), *missing_device(config)]
 
 
 def require_device(config: Config) -> None:
-    """Raises ConfigError: with the GPU that it asks for a run cannot start here."""
+    """Raise ConfigError if the config asks for a GPU that this machine does not have."""
     for text in missing_device(config):
         raise ConfigError(text)
 
 
 def missing_device(config: Config) -> Iterator[str]:
-    """A GPU that is asked for by name and is not there."""
+    """A warning if the config asks for a GPU that this machine does not have."""
     if config.learner.device == "cuda" and not count_gpus():
         yield (
             "learner.device is cuda, but this machine shows no GPU; set learner.device=auto or cpu, or look why with nvidia-smi "
@@ -41,20 +41,16 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield "eval is set, but data.eval is not: nothing will be evaluated; set data.eval, or drop the section"
 
 
-def _scale(config: Config) -> Iterator[str]:
+def _limits(config: Config, root: Node, path: Path) -> Iterator[str]:
     scale, limit = config.algorithm.aggregation.params.get("scale"), config.sampling.max_response_tokens
     if isinstance(scale, int | float) and scale != limit:
         yield (
             f"algorithm.aggregation.scale is {scale:g}, but sampling.max_response_tokens {limit}: losses are divided by the one, "
             f"answers are as long as the other, as if the learning rate were {limit / scale:.2g} times it; set it to {limit}"
         )
-
-
-def _inherited_limits(config: Config, root: Node, path: Path) -> Iterator[str]:
-    """Data of one's own with the limits of an example: answers are cut off after five tokens, and nobody knows why."""
-    own = root.nearest(("data", "train")).place.rpartition(":")[0]
-    if own != str(path):
+    if root.nearest(("data", "train")).place.rpartition(":")[0] != str(path):
         return
+    # New data with the limits of the example that the config extends: its answers might be cut off after five tokens.
     for key in LIMITS:
         place = root.nearest(("sampling", key)).place if root.has(("sampling", key)) else ""
         if place.rpartition(":")[0] not in ("", str(path)):

@@ -1,4 +1,4 @@
-"""Memory and disk of a run's processes, line by line, each with how it is formed."""
+"""Predicts memory and disk use of a run's processes, line by line, each with its formula."""
 
 import math
 from collections import Counter
@@ -21,13 +21,13 @@ from asyncrl.trainer.deepspeed.memory_use import (
 )
 
 GIB = 1 << 30
-# Private memory of a rank with a sender, and of a generator with its engine and rewards, before the model.
+# Private memory without the model: of a rank with its sender, and of a generator with its engine and rewards.
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One number."""
+    """A number of the forecast."""
 
     section: str
     name: str
@@ -37,28 +37,34 @@ class Line:
 
 
 def count_line(section: str, name: str, value: float, formed: str) -> Line:
-    """A number of things."""
+    """A line with a count."""
     shown = f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
     return Line(section=section, name=name, value=value, shown=shown, formed=formed)
 
 
 def bytes_line(section: str, name: str, value: int, formed: str) -> Line:
-    """A number of bytes."""
+    """A line with a size in bytes."""
     return Line(section=section, name=name, value=value, shown=data_size(value), formed=formed)
 
 
 def memory_lines(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Line]:
-    """Of the model, a rank, a generator, and this host with all of them."""
-    rank = _rank_bytes(config, shape)
-    kv_bytes = _kv_bytes(config, shape, machine)
-    yield from _model_lines(config, shape)
-    yield from _rank_lines(config, shape, rank)
-    yield from _generator_lines(config, shape, kv_bytes, on_gpu=_on_gpu(config, machine))
+    """Memory of the model, of a learner rank, of a generator, and of this host with all of them."""
+    formed = "of the architecture in config.json, built without memory; tied ones once"
+    yield count_line("the model", "parameters", shape.parameters, formed)
+    size = DTYPE_BYTES[config.model.dtype]
+    yield bytes_line("the model", "weights", weights_bytes(shape, config.model), f"parameters x {size} ({config.model.dtype})")
+    rank, on_gpu, generator = _rank_bytes(config, shape), _on_gpu(config, machine), config.generator
+    kv_bytes = int(generator.kv_cache_gib * GIB)
+    if on_gpu:
+        weights = -(-weights_bytes(shape, config.model) // generator.tensor_parallel)
+        kv_bytes = max(0, int(generator.gpu_memory_utilization * min(machine.gpu_bytes)) - weights)
+    yield from _rank_lines(config, rank)
+    yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
     yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine)
 
 
 def disk_lines(config: Config, shape: ModelShape) -> Iterator[Line]:
-    """Of the checkpoints."""
+    """Disk space of the checkpoints."""
     one = checkpoint_bytes(shape, config.model, critic=_needs(config, "values_T"))
     critic = ", as much for the critic" if _needs(config, "values_T") else ""
     yield bytes_line("this host", "checkpoint", one, f"weights, optimizer, Hugging Face export: parameters x 16{critic}")
@@ -85,22 +91,7 @@ def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
     return models
 
 
-def _kv_bytes(config: Config, shape: ModelShape, machine: Machine) -> int:
-    generator = config.generator
-    if not _on_gpu(config, machine):
-        return int(generator.kv_cache_gib * GIB)
-    weights = -(-weights_bytes(shape, config.model) // generator.tensor_parallel)
-    return max(0, int(generator.gpu_memory_utilization * min(machine.gpu_bytes)) - weights)
-
-
-def _model_lines(config: Config, shape: ModelShape) -> Iterator[Line]:
-    formed = "of the architecture in config.json, built without memory; tied ones once"
-    yield count_line("the model", "parameters", shape.parameters, formed)
-    size = DTYPE_BYTES[config.model.dtype]
-    yield bytes_line("the model", "weights", weights_bytes(shape, config.model), f"parameters x {size} ({config.model.dtype})")
-
-
-def _rank_lines(config: Config, shape: ModelShape, rank: dict[str, int]) -> Iterator[Line]:
+def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
     learner, half = config.learner, config.model.dtype == "bfloat16"
     sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
     master = half or learner.zero_stage > 0

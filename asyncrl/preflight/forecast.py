@@ -1,27 +1,32 @@
-"""What a run will ask for: batches, staleness, store, and what of it will not go well. Pure arithmetic."""
+"""`asyncrl plan`: predicts batches, staleness, store and memory of a run, each number with its formula, and warns of trouble."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
+from asyncrl.data.dataset import load_rows
+from asyncrl.errors import DataError
+from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
-from asyncrl.preflight.machine import Machine
+from asyncrl.preflight.machine import Machine, read_shape, this_machine
+from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 
-TIGHT = 0.9  # share of a memory above which it is called tight: numbers here are estimates
+TIGHT = 0.9  # share of a memory above which a warning calls it tight, since the numbers are estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What to expect."""
+    """Numbers of a run and warnings about them."""
 
     lines: tuple[Line, ...]
     warnings: tuple[str, ...] = ()
@@ -31,8 +36,19 @@ class Forecast:
         return next(line.value for line in self.lines if line.name == name)
 
 
+def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
+    """The forecast for a config on this machine, with the doubts about the config. Raises ConfigError."""
+    config = validated_config(config_path, overrides)
+    try:
+        rows = len(load_rows(config.data.train, config.data.split))
+    except DataError:
+        rows = None
+    plan = forecast(config, read_shape(config.model), this_machine(), rows=rows)
+    return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
+
+
 def forecast(config: Config, shape: ModelShape, machine: Machine, *, rows: int | None) -> Forecast:
-    """`rows` of the training data; None where they are not known."""
+    """Predict the numbers of a run; `rows` of the training data are None if unknown."""
     lines = (
         *_step(config),
         *_store(config),
@@ -76,7 +92,7 @@ def _store(config: Config) -> Iterator[Line]:
 
 
 def frame_bytes(config: Config) -> int:
-    """Of a group in which every prompt and response has its full length and two versions."""
+    """Size of an encoded group whose prompts and responses have full length and two policy versions."""
     prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
     rollout = Rollout(
         prompt_ids=np.zeros(prompt, np.int32),

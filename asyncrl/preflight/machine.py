@@ -1,4 +1,4 @@
-"""What a model and this machine are, without loading the one or touching the other."""
+"""Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
 
 import subprocess
 from dataclasses import dataclass
@@ -24,25 +24,23 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """GPUs as nvidia-smi shows them, so that no CUDA context is made."""
-    count = count_gpus()
-    return Machine(memory_bytes=psutil.virtual_memory().available, gpu_bytes=_gpu_bytes()[:count] if count else ())
-
-
-def _gpu_bytes() -> tuple[int, ...]:
+    """Memory of this machine. nvidia-smi reports the GPUs, so that no CUDA context is made. Raises DataError."""
+    memory_bytes, count = psutil.virtual_memory().available, count_gpus()
+    if not count:
+        return Machine(memory_bytes=memory_bytes, gpu_bytes=())
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise DataError(f"GPUs are there, but nvidia-smi does not show their memory ({error}); run `asyncrl doctor`") from error
-    return tuple(int(line) * MIB for line in said.split())
+    return Machine(memory_bytes=memory_bytes, gpu_bytes=tuple(int(line) * MIB for line in said.split())[:count])
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """From the model's config.json: its architecture is built without memory, so that every parameter is counted once.
+    """The shape of a model, from its config.json: built on the meta device, which counts every parameter once.
 
     Raises:
-        DataError: no config could be read, or transformers does not know its architecture.
+        DataError: the config cannot be read, or transformers does not know the architecture.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

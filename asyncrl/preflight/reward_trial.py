@@ -1,20 +1,15 @@
-"""`asyncrl reward test`: the reward functions of a config on its own data, in the very processes that a run uses.
+"""`asyncrl reward test`: tries the reward functions of a config on its own data, in the processes that a run would use.
 
-Every part is tried alone, one response at a time, so that times are its own and one that fails hides no other.
+Each function is tried alone and scores one response at a time, so that times are its own and a failure hides no other.
 """
 
 import asyncio
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from asyncrl.config.schema import Config, RewardFunctionConfig
 from asyncrl.data.dataset import Rows, load_rows
@@ -25,12 +20,10 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import RunDirectory
-from asyncrl.telemetry.text import number, visible
 
-# Columns that hold an answer, the first that is there.
+# Columns that may hold the reference answer; the first one that a row has counts.
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")
-KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
-# What models say early in training or late at night: nothing, nonsense, other alphabets, no end.
+# Responses of a model early in training: nothing, nonsense, other alphabets, no end.
 WRONG = (
     "",
     "I do not know.",
@@ -41,7 +34,7 @@ WRONG = (
     "no " * 2000,
 )
 PRINTED_S = 0.05
-TIMEOUTS = 3  # A part that hung this often is not tried further
+TIMEOUTS = 3  # a function that hung this often is not tried further
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +47,36 @@ class Case:
 
 @dataclass(slots=True)
 class Tried:
-    """What became of a part."""
+    """What one reward function returned."""
 
     function: RewardFunctionConfig
     scores: dict[str, list[float]] = field(default_factory=dict)  # by kind of response
-    # Of the responses that were scored, see `Rollout.answer`.
-    answers: list[str | None] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)  # `Rollout.answer` of the responses that were scored
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
     printed: str = ""  # the end of what the function printed
 
 
-def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> bool:
-    """Score, print what was found, and say whether nothing failed."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial of all reward functions."""
+
+    cases: Sequence[Case]
+    parts: Sequence[Tried]
+
+
+def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> Trial:
+    """Score `count` responses from `samples`, or without it answers to `count` prompts of the data. Raises DataError."""
     config = validated_config(config_path, overrides)
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
-    parts = asyncio.run(_try_all(config, cases))
-    console = Console(highlight=False)
-    kinds = Counter(case.kind for case in cases)
-    console.print(f"{len(cases)} responses: " + ", ".join(f"{amount} {KINDS[kind]}" for kind, amount in kinds.items()))
-    console.print(_table(parts))
-    for line in [*_answers(parts), *_failures(parts), *_doubts(parts)]:
-        console.print(line, soft_wrap=True)
-    return not any(part.failures for part in parts)
+    return Trial(cases, [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions])
 
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
-    """The reference answers of the first `count` prompts of the run, where there are any, and wrong ones for each."""
+    """Wrong answers to the first `count` prompts of the run, and the reference answers that the data has."""
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     for ticket in range(1, min(count, len(source.rows)) + 1):
         prompt = source.prompt(ticket)
@@ -115,7 +108,7 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
 
 
 class _RowFinder:
-    """From a recorded rollout back to the row that its ticket stood for."""
+    """Finds the row of the data from which a recorded rollout was sampled."""
 
     def __init__(self, config: Config) -> None:
         self._train = load_rows(config.data.train, config.data.split)
@@ -128,10 +121,6 @@ class _RowFinder:
         if record.get("kind") == "eval" and self._eval is not None:
             return self._eval[(ticket - 1) % min(self._prompts, len(self._eval))]
         return self._train[self._plan.at(ticket).row]
-
-
-async def _try_all(config: Config, cases: Sequence[Case]) -> list[Tried]:
-    return [await _try_part(config, function, cases) for function in config.reward.functions]
 
 
 async def _try_part(config: Config, function: RewardFunctionConfig, cases: Sequence[Case]) -> Tried:
@@ -154,61 +143,7 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.untried = len(cases) - index - 1
                 break
     finally:
-        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # what it printed is read beside its answers
+        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # the output arrives beside the answers
         tried.printed = pool.printed
         await pool.close()
     return tried
-
-
-def _table(parts: Sequence[Tried]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("part", "weight", "on", "mean", "min", "max", "p50 ms", "max ms", "failed"):
-        table.add_column(title, justify="left" if title in ("part", "on") else "right")
-    for part in parts:
-        times = [f"{1000 * value:.1f}" for value in (statistics.median(part.seconds), max(part.seconds))]
-        head = [part.function.part, f"{part.function.weight:g}"]
-        tail = [*times, f"{part.failures.total()}"]
-        for kind, values in part.scores.items() or {"nothing": []}.items():
-            figures = [number(f(values)) if values else "-" for f in (statistics.fmean, min, max)]
-            table.add_row(*head, kind, *figures, *tail)
-            head, tail = ["", ""], ["", "", ""]
-    return table
-
-
-def _answers(parts: Sequence[Tried]) -> Iterator[Text]:
-    for part in parts:
-        found = [answer for answer in part.answers if answer]
-        if any(answer is not None for answer in part.answers):
-            shown = ", ".join(f"`{visible(answer)}`" for answer in list(dict.fromkeys(found))[:3])
-            like = f", like {shown}" if shown else ""
-            yield Text(f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}")
-
-
-def _failures(parts: Sequence[Tried]) -> Iterator[Text]:
-    for part in parts:
-        for message, amount in part.failures.most_common():
-            yield Text(f"{amount} x on {visible(message)}", "red")
-        if part.untried:
-            yield Text(f"{part.function.part}: {part.untried} more responses were not tried after {TIMEOUTS} time-outs", "red")
-
-
-def _doubts(parts: Sequence[Tried]) -> Iterator[Text]:
-    """Parts that see no difference where there is one, and what they printed."""
-    for part in parts:
-        name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
-        scores = [score for values in part.scores.values() for score in values]
-        if len(scores) > 1 and min(scores) == max(scores):
-            unknown = "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
-            yield Text(
-                f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing is learned; it "
-                f"should tell good answers from bad ones.{unknown}",
-                "yellow",
-            )
-        elif right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
-            yield Text(
-                f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else it may expect "
-                "another format than that of the data",
-                "yellow",
-            )
-        if part.printed:
-            yield Text(f"{name} printed: {visible(part.printed)}", "dim")

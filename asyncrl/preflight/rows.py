@@ -1,4 +1,4 @@
-"""Every row of the data files against what a run will ask of it, before a model or tokenizer is loaded."""
+"""Checks every row of the data files for the columns that a run needs, before a model or tokenizer is loaded."""
 
 import difflib
 import string
@@ -14,7 +14,7 @@ from asyncrl.errors import DataError
 from asyncrl.preflight.sources import Missing, reward_form
 from asyncrl.rewards.forms import Form
 
-SHOWN = 3  # rows named for one kind of mistake
+SHOWN = 3  # rows that a message names
 
 
 def row_problems(config: Config) -> Iterator[Mistake]:
@@ -37,16 +37,16 @@ def row_problems(config: Config) -> Iterator[Mistake]:
             found: dict[tuple[str, ...], list[str]] = {}
             for keys, text in (*_lacking(config, key, rows, forms), *_unusable(config, key, rows)):
                 found.setdefault(keys, []).append(text)
-            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())  # a key is told of once
+            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())  # one message per key
 
 
 def _forms(config: Config) -> dict[str, Form]:
-    """By key; those that can be told without running user code, and that are there."""
+    """Call forms of the reward functions, by key, as far as they are known without running user code."""
     found = {}
     for index, one in enumerate(config.reward.functions):
         try:
             form = reward_form(one.function)
-        except Missing:  # is reported by who looks for it
+        except Missing:  # reported by `source_problems`
             continue
         if form is not None:
             found[f"reward.functions.{index}.function"] = form
@@ -54,10 +54,11 @@ def _forms(config: Config) -> dict[str, Form]:
 
 
 def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
-    """One finding for each column that is missing: about who wants it where no row has it, else about the data."""
+    """A mistake for each missing column: of the key that wants it if no row has it, otherwise of the data."""
     wants = {name: form.lacking for name, form in forms.items()}
     prompt = _prompt_columns(config)
-    wants[_prompt_key(config)] = lambda row: [column for column in prompt if column not in row]
+    prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
+    wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
     for name, lacking in wants.items():
         found: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
@@ -69,14 +70,15 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                 hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
                 yield Mistake((name,), f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; {hint}")
             else:
-                text = f"{_amount(indices, rows)} lack column `{column}`, which {name} wants: {_places(rows, indices)}"
+                places = ", ".join(rows.place(index) for index in indices[:SHOWN]) + (", ..." if len(indices) > SHOWN else "")
+                text = f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants: {places}"
                 yield Mistake((key,), f"{text}; add it there, or remove the rows")
 
 
 def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:
-    """Rows that have the column of the prompt, but no prompt in it."""
+    """A mistake for rows whose prompt column holds no prompt."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
-    found: dict[str, None] = {}  # a mistake in the template is the same in every row
+    found: dict[str, None] = {}  # keeps equal messages once: a mistake in the template recurs in every row
     for index, row in enumerate(rows):
         if all(column in row for column in columns):
             try:
@@ -88,23 +90,11 @@ def _unusable(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:
         yield Mistake((key,), f"{'; '.join([*found][:SHOWN])}{more}")
 
 
-def _amount(indices: list[int], rows: Rows) -> str:
-    return f"{len(indices)} of {len(rows)} rows"
-
-
-def _places(rows: Rows, indices: list[int]) -> str:
-    return ", ".join(rows.place(index) for index in indices[:SHOWN]) + (", ..." if len(indices) > SHOWN else "")
-
-
-def _prompt_key(config: Config) -> str:
-    return "data.prompt_field" if config.data.template is None else "data.template"
-
-
 def _prompt_columns(config: Config) -> list[str]:
     if config.data.template is None:
         return [config.data.prompt_field]
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(config.data.template) if name]
-    except ValueError:  # the reader's own message says what is wrong with it
+    except ValueError:  # the reader reports what is wrong with the template
         return []
     return [name.split(".")[0].split("[")[0] for name in names]

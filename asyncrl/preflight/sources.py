@@ -1,4 +1,4 @@
-"""A user's own functions, looked at without running anything: do they exist, and can they be called?"""
+"""Checks without running user code that a user's functions exist and can be called."""
 
 import ast
 import difflib
@@ -19,35 +19,31 @@ from asyncrl.rewards.forms import Form, form_of
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-class Missing(Exception):  # not an error: carries what to tell
-    """A function that is not where its name says."""
+class Missing(Exception):
+    """A function was not found; the text is the message for the user."""
 
 
 def source_problems(config: Config, root: Node) -> Iterator[Mistake]:
-    """What is wrong with reward functions, hooks and functions of the algorithm."""
+    """Mistakes in the names of reward functions, hooks and functions of the algorithm."""
     for index, one in enumerate(config.reward.functions):
         try:
             reward_form(one.function)
         except Missing as missing:
             yield Mistake((f"reward.functions.{index}.function",), str(missing))
-    for key, name in _own_names(config, root):
+    own_names = [(f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)]
+    for keys, node in root.walk():
+        chosen = node.child("name") if kind_at(keys) else None
+        if chosen and isinstance(chosen.value, str) and ":" in chosen.value:
+            own_names.append((".".join(map(str, (*keys, "name"))), chosen.value))
+    for key, name in own_names:
         try:
             _definition(name)
         except Missing as missing:
             yield Mistake((key,), str(missing))
 
 
-def _own_names(config: Config, root: Node) -> Iterator[tuple[str, str]]:
-    for index, hook in enumerate(config.learner.hooks):
-        yield f"learner.hooks.{index}.name", hook.name
-    for keys, node in root.walk():
-        name = node.child("name") if kind_at(keys) else None
-        if name and isinstance(name.value, str) and ":" in name.value:
-            yield ".".join(map(str, (*keys, "name"))), name.value
-
-
 def reward_form(name: str) -> Form | None:
-    """How a reward function is called; None where only running its module would tell. Raises Missing."""
+    """The call form of a reward function; None if only running its module would tell. Raises Missing."""
     if ":" not in name:
         if name not in BUILTINS:
             close = difflib.get_close_matches(name, BUILTINS, n=1)
@@ -64,7 +60,7 @@ def reward_form(name: str) -> Form | None:
 
 
 def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
-    """As `inspect.signature` has them; a default is only known to be there."""
+    """Parameters as in `inspect.signature`; the value of a default is unknown and stands as `...`."""
     kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
     defaults = [kind.empty] * (len(positional) - len(arguments.defaults)) + [...] * len(arguments.defaults)
     found = [
@@ -80,7 +76,7 @@ def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
 
 
 def _definition(name: str) -> Definition | None:
-    """Where `path.py:name` defines it; None for a module's, which would have to be run, and for what is made in another way."""
+    """The definition of `path.py:name`; None for names in modules and names that are not defined by def or class."""
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py"):
         if "/" in place:
@@ -96,7 +92,7 @@ def _definition(name: str) -> Definition | None:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise Missing(f"{file}{line} is no Python: {error}; mend the file") from error
+        raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     if attribute not in found and not _is_bound(tree, attribute):
         close = difflib.get_close_matches(attribute, found, n=1)
@@ -106,7 +102,7 @@ def _definition(name: str) -> Definition | None:
 
 
 def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Whether a name may come to be in another way than by a definition at the top: imported, assigned, in a condition."""
+    """Whether a name is imported, assigned, or defined below the top level of a module."""
     return any(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
         or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))

@@ -1,4 +1,4 @@
-"""A config with everything checked that can be known without loading a model, and every mistake of it told at once."""
+"""`asyncrl validate`: checks everything about a config that can be known without a model, and reports all mistakes together."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,33 +15,29 @@ from asyncrl.rewards.sandbox import sandbox_of
 
 
 def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> Config:
-    """The config, its files and functions looked at on this host. Raises ConfigError with every problem and its line.
+    """The config, after checking its files, functions and sandbox here. Raises ConfigError with every mistake and its line.
 
-    With `resumes` also compared with the run that is there already, if one is.
+    With `resumes`, the config is also compared with the run that it would resume, if there is one.
     """
     draft = read_draft(path, overrides)
-    found = _problems(draft.config, draft.root) if draft.config else []
-    if draft.config and resumes:
-        told = {mistake.keys for mistake in found}  # such as a file that is not there
-        found += [one for one in _resume_problems(path, draft.config, draft.root) if one.keys not in told]
-    for mistake in found:
-        draft.add(mistake)
+    if draft.config:
+        config, root = draft.config, draft.root
+        found = [*file_problems(config), *source_problems(config, root), *row_problems(config)]
+        sandbox = sandbox_of(config.reward, config.run.root)
+        if sandbox and (problem := sandbox.problem()):
+            found.append(Mistake(("reward.sandbox",), problem))
+        if resumes:
+            reported = {mistake.keys for mistake in found}  # for example a missing file
+            found += [one for one in _resume_problems(path, config, root) if one.keys not in reported]
+        for mistake in found:
+            draft.add(mistake)
     return checked(draft)
-
-
-def _problems(config: Config, root: Node) -> list[Mistake]:
-    """Of files, functions and rows, and of the sandbox, which is tried out."""
-    found = [*file_problems(config), *source_problems(config, root), *row_problems(config)]
-    sandbox = sandbox_of(config.reward, config.run.root)
-    if sandbox and (problem := sandbox.problem()):
-        found.append(Mistake(("reward.sandbox",), problem))
-    return found
 
 
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     if path.name != "config.yaml" and not config.run.directory.exists():
         return []
-    # These load heavy libraries, for which a first run need not wait.
+    # Heavy libraries, which a first run need not load.
     from asyncrl.run.directory import RunDirectory
     from asyncrl.run.saved import changes, moved, read_saved
 

@@ -1,1 +1,1 @@
-"""The tiny model and the data of the quick start."""
+"""Makes the tiny model and the data of the quick start."""

@@ -23,7 +23,7 @@ def convert_smollm2(directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; remove it or name another directory")
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-    # transformers refuses to save what it read from a GGUF file, but not the same weights in a fresh model.
+    # transformers refuses to save a model that it read from GGUF, but saves the same weights in a new model.
     config = copy.deepcopy(loaded.config)
     vars(config).pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,22 +1,20 @@
-"""The quick-start model: a tiny transformer that adds carelessly, made on the spot.
+"""Makes the quick-start model: a tiny transformer that adds carelessly.
 
     directory/model/        Qwen2 of 0.6 M parameters, character tokenizer; an ordinary Hugging Face directory
     directory/train.jsonl   {"prompt": "12+34=", "answer": "46"}
     directory/test.jsonl    sums that the training file has in neither order
-    directory/build.json    what it was made from; an identical request finds it and returns at once
+    directory/build.json    the settings; a second request with the same settings returns immediately
 
-The supervised warm-up shows it worked sums, two in three of them by a careless pupil who forgets every carry. So
-it can add, but seldom does: greedily it is right where there is nothing to carry, below a third of the held-out sums.
-What is left to reinforcement learning is what it is good at: finding out which of its habits are rewarded.
-Same seed, same machine: same weights.
+The supervised warm-up trains on sums, two in three of which forget every carry. So the model can add, but seldom does: with
+greedy decoding it is right where there is nothing to carry, in less than a third of the held-out sums. What is left to
+reinforcement learning is to find out which of these habits is rewarded. The same seed on the same machine gives the same
+weights.
 """
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,23 +30,22 @@ Row = dict[str, str]
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = "0123456789+="
-IGNORED = -100  # label of tokens that are no answer, as torch's cross-entropy knows it
+IGNORED = -100  # label of tokens outside the answer, which torch's cross-entropy ignores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSettings:
-    """Everything the result depends on."""
+    """Everything that the model depends on."""
 
     seed: int = 0
     layers: int = 3
     hidden: int = 128
-    heads: int = 4  # head size 32: the smallest that vLLM's CPU attention takes
+    heads: int = 4  # head size 32, the smallest that vLLM's CPU attention supports
     intermediate: int = 384
-    # About 1 / sqrt(hidden): with the usual 0.02 so small a model takes three times as many sums to get
-    # going.
+    # About 1 / sqrt(hidden). With the usual 0.02, so small a model needs three times as many sums to start learning.
     initializer_range: float = 0.08
     test_rows: int = 512
-    correct_share: float = 0.35  # of the warm-up's sums; the others forget the carries
+    correct_share: float = 0.35  # share of correct sums in the warm-up; the others forget the carries
     lr: float = 1e-3  # rises for `lr_rise` steps, then falls linearly to 0
     lr_rise: int = 20
     batch: int = 128
@@ -57,32 +54,26 @@ class WarmupSettings:
 
     @property
     def digest(self) -> str:
-        """Names the build; the leading number changes with the recipe."""
+        """Identifies the build; the leading number changes with the recipe."""
         return hashlib.sha256(json.dumps([1, asdict(self)], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupResult:
-    """Where the quick-start model is and what it can do."""
+    """Where the quick-start model is, and its accuracy."""
 
     model: Path
     train: Path
     test: Path
-    accuracy: float  # greedy, on all held-out sums
+    accuracy: float  # of greedy decoding on all held-out sums
     seconds: float
 
 
-def build_quickstart(directory: Path, *, seed: int = 0, report: Callable[[str], None] | None = None) -> WarmupResult:
-    """The quick-start model and data in `directory`; made unless they are there already. About a minute on one core.
-
-    Progress goes to `report`, line by line; default: standard output.
-    """
-    settings = WarmupSettings(seed=seed)
-    return build(directory, settings, report or _say)
-
-
 def build(directory: Path, settings: WarmupSettings, report: Callable[[str], None]) -> WarmupResult:
-    """As `build_quickstart`, with all settings."""
+    """The quick-start model and data in `directory`, made in about a minute unless they exist.
+
+    Progress goes to `report`, line by line. Raises RunError.
+    """
     record = directory / "build.json"
     if record.is_file() and (built := json.loads(record.read_text()))["digest"] == settings.digest:
         report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
@@ -94,14 +85,18 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
     with write_directory(directory) as writing:
         for name, rows in (("train", train), ("test", test)):
             (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with _one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more threads slow so small a model down, and their number would change the result
+        try:
             built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
+        finally:
+            torch.set_num_threads(threads)
         (writing / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
     return _result(directory, built)
 
 
 def split_sums(seed: int, test_rows: int) -> tuple[list[Row], list[Row]]:
-    """(train, test): all sums of two two-digit numbers, cut so that a+b and b+a are on the same side."""
+    """(train, test): all sums of two two-digit numbers, split so that a+b and b+a are on the same side."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
     sides: tuple[list[Row], list[Row]] = ([], [])
@@ -113,7 +108,7 @@ def split_sums(seed: int, test_rows: int) -> tuple[list[Row], list[Row]]:
 
 
 def careless_sum(prompt: str) -> str:
-    """The answer to `12+34=` of somebody who adds digit by digit and forgets every carry."""
+    """The answer to a prompt such as `12+34=` if one adds digit by digit and forgets every carry."""
     a, b = prompt.rstrip("=").split("+")
     return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
 
@@ -133,7 +128,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
-    """Freshly initialised from the seed."""
+    """A model initialised from the seed."""
     torch.manual_seed(settings.seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -155,10 +150,10 @@ def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
 
 
 def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> float:
-    """Share of rows whose answer is what the model finds most likely at every step."""
+    """Share of rows whose answer the model gives with greedy decoding."""
     tokens_BT, labels_BT = _encode(tokenizer, rows)
     with torch.no_grad():
-        # Greedy decoding gives the answer exactly if every answer token is the argmax after its true prefix.
+        # Greedy decoding gives the answer if and only if every answer token is the argmax after its true prefix.
         best_BT = model(input_ids=tokens_BT).logits[:, :-1].argmax(-1)
     wanted_BT = labels_BT[:, 1:]
     return float(((best_BT == wanted_BT) | (wanted_BT == IGNORED)).all(-1).float().mean())
@@ -167,7 +162,7 @@ def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 def _warm_up(
     settings: WarmupSettings, train: Sequence[Row], test: Sequence[Row], target: Path, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train, save model and tokenizer in `target`; returns accuracy and seconds."""
+    """Train, save model and tokenizer in `target`, and return accuracy and seconds."""
     started_at_s = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -195,9 +190,9 @@ def _warm_up(
 def _batches(
     tokenizer: PreTrainedTokenizerFast, train: Sequence[Row], settings: WarmupSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens_BT, labels_BT) of random sums, `correct_share` of them right."""
+    """(tokens_BT, labels_BT) of random sums, of which `correct_share` are correct."""
     careless = [{"prompt": row["prompt"], "answer": careless_sum(row["prompt"])} for row in train]
-    # One table for both, so that they are padded alike: first the right answers, then the careless ones.
+    # One table for both, so that they have the same padding: first the correct answers, then the careless ones.
     tokens_NT, labels_NT = _encode(tokenizer, [*train, *careless])
     draw = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.steps):
@@ -205,22 +200,6 @@ def _batches(
         is_careless_B = torch.rand(settings.batch, generator=draw) >= settings.correct_share
         chosen_B = index_B + is_careless_B * len(train)
         yield tokens_NT[chosen_B], labels_NT[chosen_B]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """More threads only get in each other's way in a model this small, and their number would change the result."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""What a user asks of a run that has begun or ended: its page, its curves, its samples, its model."""
+"""Results of a run that is going on or over: its report, metrics, samples, evaluation and exported model."""

@@ -1,8 +1,7 @@
-"""What a run directory holds, read once: for `report`, `compare`, `analyze` and a model card. Also while the run goes on."""
+"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card. The run may still go on."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +15,7 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History, Row, Series, Tail
+from asyncrl.telemetry.history import History, Row, Series, Tail, json_object, numbers
 from asyncrl.telemetry.state import sample_from
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
@@ -25,20 +24,19 @@ LEARNER = "learner"
 
 @dataclass(frozen=True)
 class Archive:
-    """A run as far as its files tell. Needs neither its processes nor a config that this release would accept."""
+    """A run, as its files describe it. Reading it needs neither its processes nor a config that this release accepts."""
 
     directory: RunDirectory
     config: dict[str, Any]
     status: StatusSnapshot | None
     history: History
-    # Unix seconds of every line of the learner's, also of steps that a resume did again.
-    learner_times: list[float]
-    generators: dict[str, list[Row]]  # lines of each generator
+    learner_times: list[float]  # Unix seconds of every line of the learner, also of steps that a resume repeated
+    generators: dict[str, list[Row]]  # metric lines of each generator
     starts: list[Start] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return str(self.config.get("run", {}).get("name", self.directory.path.name))
 
     def series(self, name: str) -> Series:
@@ -47,7 +45,7 @@ class Archive:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all learner metrics."""
+        """Names of all learner metrics."""
         return sorted({name for row in self.history.rows.values() for name in row if name != "time"})
 
     @property
@@ -57,18 +55,23 @@ class Archive:
 
     @property
     def total_steps(self) -> int | None:
-        """As the config says."""
+        """Steps of the whole run, by its config."""
         steps = self.config.get("learner", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def state(self) -> str:
-        """As the learner said last; it may have been killed since."""
+        """The learner's last state; it may have been killed since."""
         return self.status.state if self.status else "no status"
 
     @property
+    def began_at(self) -> float:
+        """Unix seconds of the first start; 0 before it."""
+        return self.starts[0].time if self.starts else 0.0
+
+    @property
     def wall_s(self) -> float:
-        """Seconds from each start of the learner to its last line, added up: pauses between them are left out."""
+        """Sum of the seconds from each start of the learner to its last line, without the pauses between them."""
         times = self.learner_times
         total_s = 0.0
         for begin, end in pairwise([*(start.time for start in self.starts), math.inf]):
@@ -77,12 +80,12 @@ class Archive:
 
     @property
     def trained_tokens(self) -> float:
-        """Action tokens of all trained steps."""
+        """Number of action tokens of all trained steps."""
         return sum(value for _, value in self.series("tokens"))
 
     @property
     def sampled_tokens(self) -> float:
-        """By all generators; each counts from its own start, so growth is added up."""
+        """Number of tokens sampled by all generators. Each counts from its own start, so the growth is added up."""
         total = 0.0
         for rows in self.generators.values():
             counts = [row.get("sampled_tokens", 0.0) for row in rows]
@@ -91,48 +94,43 @@ class Archive:
 
     @property
     def alarms(self) -> dict[str, list[tuple[int, int]]]:
-        """(first step, last step) of each time that an alarm rang."""
+        """(first step, last step) of each time that an alarm was active, by its name."""
         found: dict[str, list[tuple[int, int]]] = {}
         for name in [name for name in self.names if name.startswith(PREFIX)]:
             spans: list[tuple[int, int]] = []
-            was_ringing = False
+            was_active = False
             for step, value in self.series(name):
-                if value and was_ringing:
-                    spans[-1] = (spans[-1][0], step)
-                elif value:
-                    spans.append((step, step))
-                was_ringing = bool(value)
+                if value:
+                    spans.append((spans.pop()[0] if was_active else step, step))
+                was_active = bool(value)
             if spans:
                 found[name.removeprefix(PREFIX)] = spans
         return found
 
-    def samples(self) -> Iterator[SampleRecord]:
-        """See `read_samples`."""
-        return read_samples(self.directory.samples)
-
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """Rollouts in the order in which they were written, one at a time: the file may be large. None while there is no file."""
+    """Rollouts in the order in which they were written, one at a time, since the file may be large; none without a file."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
-            if (record := _parse(line)) is not None:
+            if (record := json_object(line)) is not None:
                 yield sample_from(record)
 
 
-def learner_records(directory: RunDirectory) -> list[dict[str, Any]]:
-    """What the learner logged, a line for each time; a resume may log a step again. Empty before its first line."""
-    return Tail(directory.metrics / f"{LEARNER}.jsonl").read()
-
-
-def read_archive(directory: RunDirectory) -> Archive:
-    """Raises RunError when the files cannot be of a run."""
+def read_history(directory: RunDirectory) -> tuple[History, list[float]]:
+    """(the learner's metrics by step, Unix seconds of all its lines)."""
     history, times = History(), []
-    for record in learner_records(directory):
+    for record in Tail(directory.metrics / f"{LEARNER}.jsonl").read():
         history.add(record)
         if isinstance(record.get("time"), (int, float)):
             times.append(float(record["time"]))
+    return history, times
+
+
+def read_archive(directory: RunDirectory) -> Archive:
+    """Read a run directory. Raises RunError if its config cannot be read."""
+    history, times = read_history(directory)
     return Archive(
         directory=directory,
         config=_config(directory.config),
@@ -140,7 +138,7 @@ def read_archive(directory: RunDirectory) -> Archive:
         history=history,
         learner_times=times,
         generators={
-            path.stem: [_numbers(record) for record in Tail(path).read()]
+            path.stem: list(map(numbers, Tail(path).read()))
             for path in sorted(directory.metrics.glob("*.jsonl"))
             if path.stem != LEARNER
         },
@@ -156,16 +154,3 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RunError(f"{path} holds {type(values).__name__}, not a mapping; it is written when a run starts")
     return values
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for a line that a crash has torn."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _numbers(record: Mapping[str, Any]) -> Row:
-    return {name: value for name, value in record.items() if isinstance(value, (int, float))}

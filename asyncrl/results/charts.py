@@ -1,4 +1,4 @@
-"""Charts for a page: lines, areas and bars in one look. Which metrics go together is decided by who calls."""
+"""Charts for a page: lines, areas and bars in one style."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from asyncrl.extras import from_extra
 from asyncrl.telemetry.history import Points, thinned
 from asyncrl.telemetry.text import visible
 
-MOST_POINTS = 1500  # of one curve: more than there are pixels for
-FEW_POINTS = 40  # so few are marked
+MOST_POINTS = 1500  # points of one curve: more than a screen has pixels for
+FEW_POINTS = 40  # curves with at most this many points get markers
 COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0f8b8d", "#6b7280")
 GRID = "#e6e9ed"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure with its title, which stands outside it: a legend may need several rows."""
+    """A figure and its title, which stands outside the figure because a legend may need several rows."""
 
     title: str
-    figure: Any  # of plotly
+    figure: Any  # a plotly figure
 
 
 def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False) -> Chart:
@@ -43,7 +43,7 @@ def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str =
 
 
 def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "") -> Chart:
-    """Areas on top of each other, parts of a whole. A few sums far above the others (a first step) are cut off."""
+    """Stacked areas, parts of a whole. The axis cuts off the few sums far above the others, such as the first step's."""
     chart = lines(title, series, x=x, y=y)
     chart.figure.update_traces(stackgroup="all", mode="lines", line={"width": 0.5})
     sums: dict[float, float] = {}
@@ -57,7 +57,7 @@ def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str =
 
 
 def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", y: str = "") -> Chart:
-    """Bars side by side: for each name a value by category."""
+    """Grouped bars: for each name a value by category."""
     figure = _figure(x, y)
     for index, (name, values) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
@@ -73,7 +73,7 @@ def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", 
 
 
 def _label(name: str) -> str:
-    """Plotly takes some tags in a label for markup."""
+    """A label without tags, some of which plotly would read as markup."""
     return visible(name).replace("&", "&amp;").replace("<", "&lt;")
 
 

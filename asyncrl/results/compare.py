@@ -1,44 +1,36 @@
-"""`asyncrl compare`: what several runs reached, in what time, and in which settings they differ."""
+"""`asyncrl compare`: results and time of several runs, and the settings in which they differ."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.charts import Chart, lines
-from asyncrl.results.page import Section, render_page
+from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.run_charts import CURVES
-from asyncrl.results.text_table import Table, terminal_table
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.text import duration, number
 
-# Also drawn by minutes: a run that needs fewer steps may need more time.
-OVER_TIME = ("eval/accuracy", "reward/mean")
-SAME_BY_NATURE = frozenset({"run.name", "run.root"})
+OVER_TIME = ("eval/accuracy", "reward/mean")  # plotted over minutes too: a run with fewer steps may need more time
+ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
-def compare_runs(runs: Sequence[Path], to: Path | None) -> None:
-    """Print the tables; with `to` write a page with overlaid curves as well."""
+def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
+    """Tables of results and differences. With `to`, write a page with overlaid curves as well."""
     directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
     if len(directories) < 2 or len(directories) < len(runs):
         given = ", ".join(map(str, runs))
         raise RunError(f"compare needs at least two runs, each once, got {given}; give run directories or names")
     archives = labelled([read_archive(directory) for directory in directories.values()])
-    console = Console(highlight=False)
-    for table in (results(archives), *differences(archives)):
-        console.print(terminal_table(table))
     if to:
         write_text(to, compare_page(archives))
-        console.print(Text(str(to)), soft_wrap=True)
+    return [results(archives), *differences(archives)]
 
 
 def compare_page(archives: Mapping[str, Archive]) -> str:
-    """All of it as a page."""
+    """Tables and overlaid curves as a page."""
     sections = [
         Section(title="Results", tables=[replace(results(archives), title="")]),
         Section(title="Curves", charts=overlaid(archives)),
@@ -48,13 +40,13 @@ def compare_page(archives: Mapping[str, Archive]) -> str:
 
 
 def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
-    """By name; by directory where two runs have the same."""
+    """Archives by the name of the run, or by its directory where two runs have the same name."""
     names = [archive.name for archive in archives]
     return {archive.name if names.count(archive.name) == 1 else str(archive.directory.path): archive for archive in archives}
 
 
 def results(archives: Mapping[str, Archive]) -> Table:
-    """One column for each run."""
+    """Results, one column for each run."""
     rows: list[tuple[str, Callable[[Archive], str]]] = [
         ("state", lambda run: run.state),
         ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
@@ -77,17 +69,19 @@ def results(archives: Mapping[str, Archive]) -> Table:
 
 
 def differences(archives: Mapping[str, Archive]) -> list[Table]:
-    """Settings, and releases of software, that are not the same in all runs."""
+    """Settings and software versions that are not the same in all runs."""
     settings = [dict(flat(archive.config)) for archive in archives.values()]
     software = [archive.starts[-1].versions if archive.starts else {} for archive in archives.values()]
-    found = [
-        Table((name, *archives), _differing(columns), title)
-        for name, columns, title in (
-            ("setting", settings, "settings that differ"),
-            ("software", software, "releases that differ"),
-        )
-    ]
-    return [table for table in found if table.rows]
+    tables = []
+    for kind, columns, title in (
+        ("setting", settings, "settings that differ"),
+        ("software", software, "releases that differ"),
+    ):
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+        if differing := [row for row in rows if len(set(row[1:])) > 1]:
+            tables.append(Table((kind, *archives), differing, title))
+    return tables
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -96,12 +90,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{name}.")
-        elif name not in SAME_BY_NATURE:
+        elif name not in ALWAYS_DIFFERENT:
             yield name, str(value)
 
 
 def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
-    """One curve for each run that has the metric."""
+    """Charts with one curve for each run that has the metric."""
     charts = []
     for curve in CURVES:
         name = curve.names[0]
@@ -115,16 +109,10 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
 
 
 def over_time(archive: Archive, name: str) -> list[tuple[float, float]]:
-    """(minutes since the first step ended, value): loading models tells nothing about how a run learns."""
+    """(minutes since the end of the first step, value): the time to load models says nothing about learning."""
     rows = [row for _, row in sorted(archive.history.rows.items()) if "time" in row]
     began = min((row["time"] for row in rows if "time/step" in row), default=0.0)
     return [((row["time"] - began) / 60, row[name]) for row in rows if name in row]
-
-
-def _differing(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _at(run: Archive, name: str, index: int) -> str:
@@ -138,7 +126,7 @@ def _best(run: Archive, name: str) -> str:
 
 
 def _mean(run: Archive, name: str, share: float = 1.0) -> str:
-    """Over the last `share` of the steps, at least one."""
+    """Mean over the last `share` of the steps, at least one step."""
     values = [value for _, value in run.series(name)]
     last = values[-max(1, round(share * len(values))) :]
     return number(sum(last) / len(last)) if last else "-"

@@ -1,7 +1,7 @@
-"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, by the same engine and rewards as in training.
+"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, with the same engine and rewards as in training.
 
-The engine runs in a process that leads a session of its own: a terminal's Ctrl-C would reach all processes of vLLM, which print
-tracebacks in some moments and wait for one another in others.
+The engine runs in a process of its own session. A terminal's Ctrl-C would otherwise reach all processes of vLLM, which then
+print tracebacks or wait for one another.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl import errors
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
@@ -30,8 +32,8 @@ from asyncrl.run.directory import find_run
 from asyncrl.supervisor import USER_ERROR
 
 
-def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> int:
-    """Print the metrics as JSON; the exit status. Raises RunError."""
+def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> dict[str, float]:
+    """Held-out metrics of a run's newest checkpoint or of a model directory. Raises RunError."""
     if config_path is None:
         if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
             raise RunError(f"{model} is a model, not a run; name the config with the held-out prompts: asyncrl eval {model} FILE")
@@ -40,12 +42,22 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
     overrides = [*overrides, f"model.path={model}"]
     if load_config(config_path, overrides).data.eval is None:
         raise RunError(f"{config_path}: data.eval is not set; there is nothing to evaluate on")
-    return _status_of([sys.executable, "-m", "asyncrl.results.evaluate", str(config_path), *overrides])
+    with tempfile.NamedTemporaryFile("r", prefix="asyncrl-eval-", suffix=".json", encoding="utf-8") as answer:
+        argv = [sys.executable, "-m", "asyncrl.results.evaluate", answer.name, str(config_path), *overrides]
+        status = _status_of(argv)
+        said = json.loads(answer.read() or "{}")
+    if "error" in said:
+        raise getattr(errors, said["error"])(said["message"])
+    if status != 0:
+        raise subprocess.CalledProcessError(status, argv)
+    metrics: dict[str, float] = said["metrics"]
+    return metrics
 
 
 def _status_of(argv: Sequence[str]) -> int:
-    """Of a process that ends with this one, and all that it started with it. Raises RunError for one that was killed."""
-    process = subprocess.Popen(argv, env=os.environ | {PARENT_VARIABLE: str(os.getpid())}, start_new_session=True)
+    """Exit status of a process that, with all its children, ends with this one. Raises RunError if it was killed."""
+    environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)  # libraries print to stdout
     try:
         status = process.wait()
     finally:
@@ -60,14 +72,15 @@ def _status_of(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """That process."""
+    """Evaluate in this process: the arguments are the file for the answer, the config, and overrides."""
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    answer, config, *overrides = sys.argv[1:]
     try:
-        metrics = asyncio.run(_evaluate(load_config(Path(sys.argv[1]), sys.argv[2:])))
+        said = {"metrics": asyncio.run(_evaluate(load_config(Path(config), overrides)))}
     except AsyncRLError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        Path(answer).write_text(json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8")
         sys.exit(USER_ERROR)
-    print(json.dumps(metrics, indent=1))  # noqa: T201 - the command's output
+    Path(answer).write_text(json.dumps(said), encoding="utf-8")
 
 
 async def _evaluate(config: Config) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`asyncrl export`: the newest checkpoint as a directory that Hugging Face, vLLM and people can read."""
+"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a model card."""
 
 import shutil
 from importlib import resources
@@ -11,19 +11,13 @@ import yaml
 from asyncrl.config.named_files import has_chat_template
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
-from asyncrl.run.directory import RunDirectory, find_run, write_directory
+from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
 CARD = "README.md"
 SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
+# Sections of the config that the weights depend on. The others hold hosts, ports and paths, which stay private.
 TRAINING_PARTS = ("model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval")
-
-
-def export_run(run: Path | None, to: Path) -> None:
-    """Export, and say how to serve it."""
-    directory = find_run(run)
-    source = export_model(directory, to)
-    print(f"{source} copied to {to}; serve it with: vllm serve {to}")  # noqa: T201 - the command's output
 
 
 def export_model(directory: RunDirectory, to: Path) -> Path:
@@ -53,8 +47,9 @@ def newest_export(directory: RunDirectory) -> Path:
 
 
 def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bool) -> str:
-    """What the model is, how it came about, what it reached by `step`, and how to serve it from `served_as`."""
+    """The model's origin, training, results up to `step`, and how to serve it from `served_as`."""
     rewards = archive.config.get("reward", {}).get("functions", [])
+    config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)  # Markdown
@@ -73,18 +68,12 @@ def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bo
         directory=served_as.name,
         uses_template=_setting(archive, "model.chat_template") == "True",
         has_template=has_template,
-        config=visible_lines(_training_config(archive)).replace("```", "'''"),
+        config=visible_lines(yaml.safe_dump(config, sort_keys=False).strip()).replace("```", "'''"),
     )
 
 
-def _training_config(archive: Archive) -> str:
-    """What the weights depend on; hosts, ports and paths of the run itself are nobody's business where the model goes."""
-    config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
-    return yaml.safe_dump(config, sort_keys=False).strip()
-
-
 def _front_matter(archive: Archive) -> str:
-    """What the Hugging Face hub reads. Names that are paths of some machine are left out."""
+    """Metadata for the Hugging Face hub. Paths of this machine are left out."""
     values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
     if _is_hub_name(model := _setting(archive, "model.path")):
@@ -99,7 +88,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
-    """First and last value up to `step`: what the run did later is not in these weights."""
+    """First and last values up to `step`: later steps are not in these weights."""
     rows = []
     for name in SHOWN:
         series = [point for point in archive.series(name) if point[0] <= step]
@@ -110,7 +99,7 @@ def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
 
 
 def _setting(archive: Archive, name: str) -> str:
-    """By its dotted name; `?` where the run had none."""
+    """A setting by its dotted name; `?` if the run has none."""
     value: Any = archive.config
     for key in name.split("."):
         value = value.get(key, "?") if isinstance(value, dict) else "?"
@@ -118,5 +107,5 @@ def _setting(archive: Archive, name: str) -> str:
 
 
 def _code(text: str) -> str:
-    """As it is: what stands in a config must not become Markdown."""
+    """Text as inline code, so that a value of the config is not read as Markdown."""
     return f"`{visible(text).replace('`', chr(39))}`"

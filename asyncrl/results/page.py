@@ -1,7 +1,7 @@
-"""One HTML file with tables, charts and samples that needs nothing else: no network, no server, no files beside it.
+"""One HTML file with tables, charts and samples that needs no network, no server and no other files.
 
-Text is escaped by the template, control characters are shown as signs. Should a model's text ever become markup all the
-same, the page's own policy (Content-Security-Policy) runs no script but the two that are known by their hash, and loads nothing.
+The template escapes text and shows control characters as signs. If a model's text became markup all the same, the page's
+Content-Security-Policy would run no script except the two that it names by hash, and load nothing.
 """
 
 import base64
@@ -17,8 +17,7 @@ import jinja2
 
 from asyncrl.extras import from_extra
 from asyncrl.results.charts import Chart
-from asyncrl.results.sample import sample_head
-from asyncrl.results.text_table import Table
+from asyncrl.results.samples import sample_head
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.text import visible, visible_lines
 
@@ -28,9 +27,18 @@ JSON.parse(document.getElementById("charts").textContent).forEach((chart, index)
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a head."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page; what is empty is left out."""
+    """A part of the page. Empty fields are left out."""
 
     title: str
     note: str = ""
@@ -38,19 +46,20 @@ class Section:
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     samples: Sequence[SampleRecord] = ()
-    text: str = ""  # shown as it is, behind `text_title`
+    text: str = ""  # shown verbatim, folded behind `text_title`
     text_title: str = ""
 
 
 def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The whole file. Raises MissingLibrary."""
+    """The whole file. Raises MissingLibrary without plotly."""
     with from_extra("report"):
         from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     numbers = itertools.count()
-    return environment.from_string(_template()).render(
+    template = resources.files("asyncrl.results").joinpath("page.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
         title=visible(title),
         subtitle=visible(subtitle),
         sections=[_plain(section, numbers) for section in sections],
@@ -61,12 +70,8 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     )
 
 
-def _template() -> str:
-    return resources.files("asyncrl.results").joinpath("page.html").read_text(encoding="utf-8")
-
-
 def _policy(*scripts: str) -> str:
-    """What the page may do: run these scripts, and style itself. Everything else is refused by the browser."""
+    """A policy that lets the page run these scripts and style itself; the browser refuses everything else."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
@@ -76,32 +81,30 @@ def _policy(*scripts: str) -> str:
 
 
 def _plain(section: Section, numbers: Iterator[int]) -> dict[str, Any]:
-    """The section as visible text; charts as their numbers on the page."""
+    """The section for the template: its text made visible, its charts as their numbers on the page."""
     return {
         "title": visible(section.title),
         "note": visible(section.note),
         "facts": [(visible(name), visible(value)) for name, value in section.facts],
-        "tables": [_plain_table(table) for table in section.tables],
+        "tables": [
+            {
+                "title": visible(table.title),
+                "head": list(map(visible, table.head)),
+                "rows": [list(map(visible, row)) for row in table.rows],
+            }
+            for table in section.tables
+        ],
         "charts": [(next(numbers), visible(chart.title)) for chart in section.charts],
-        "samples": [_plain_sample(sample) for sample in section.samples],
+        "samples": [
+            {
+                "head": visible(head),
+                "details": visible(details),
+                "prompt": visible_lines(sample.prompt),
+                "response": visible_lines(sample.response),
+            }
+            for sample in section.samples
+            for head, details in [sample_head(sample)]
+        ],
         "text": visible_lines(section.text),
         "text_title": visible(section.text_title),
-    }
-
-
-def _plain_table(table: Table) -> dict[str, Any]:
-    return {
-        "title": visible(table.title),
-        "head": [visible(cell) for cell in table.head],
-        "rows": [[visible(cell) for cell in row] for row in table.rows],
-    }
-
-
-def _plain_sample(sample: SampleRecord) -> dict[str, str]:
-    head, details = sample_head(sample)
-    return {
-        "head": visible(head),
-        "details": visible(details),
-        "prompt": visible_lines(sample.prompt),
-        "response": visible_lines(sample.response),
     }

@@ -1,4 +1,4 @@
-"""Which metrics of a run make which chart. A chart without values is left out."""
+"""The charts of a run and the metrics in each. A chart without values is left out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from asyncrl.results.archive import Archive
 from asyncrl.results.charts import Chart, areas, bars, lines
 from asyncrl.telemetry.history import REJECTED, Points, Row, Series
 
-MOST_GENERATORS = 8  # drawn one by one: those that waited most
-BANDS = ("short", "medium", "long")  # those of `algo.metrics`, which needs torch
+MOST_GENERATORS = 8  # generators with their own curve: those that waited most
+BANDS = ("short", "medium", "long")  # the same as in `algo.metrics`, which needs torch
 LENGTH_REJECTED = "groups/length_rejected_"
 
 
@@ -19,7 +19,7 @@ class Curve:
     """A chart over steps."""
 
     title: str
-    names: tuple[str, ...]  # metrics or globs; the first is the one to compare runs by
+    names: tuple[str, ...]  # metrics or globs; `compare` uses the first
     y: str = ""
     log: bool = False
 
@@ -62,10 +62,15 @@ STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
 def learning_charts(archive: Archive) -> list[Chart]:
-    """Reward, held-out accuracy, lengths, and what announces that a run is lost."""
+    """Reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
     charts = []
     for curve in CURVES:
-        found = _distinct(_series(archive, curve.names))
+        found: dict[str, Series] = {}
+        for name, series in _series(archive, curve.names).items():
+            # A series that repeats an earlier one is left out: the only part of a reward is the reward, pass@1 is the
+            # accuracy. Constant series, such as zeros, are shown for each metric.
+            if series not in found.values() or len({value for _, value in series}) == 1:
+                found[name] = series
         if curve.log:
             found = {name: tuple(point for point in points if point[1] > 0) for name, points in found.items()}
         if any(found.values()):
@@ -74,7 +79,7 @@ def learning_charts(archive: Archive) -> list[Chart]:
 
 
 def staleness_charts(archive: Archive) -> list[Chart]:
-    """How old tokens were when they were trained, and where that age came from."""
+    """Age of tokens when they were trained on, and where that age came from."""
     histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
     charts = []
     if any(histograms.values()):
@@ -86,7 +91,7 @@ def staleness_charts(archive: Archive) -> list[Chart]:
 
 
 def dropped_charts(archive: Archive) -> list[Chart]:
-    """Whether what was not trained was longer than what was: then dropping teaches brevity."""
+    """Lengths of dropped and trained responses: if dropped ones are longer, dropping teaches brevity."""
     reasons = sorted(name.removeprefix(REJECTED) for name in archive.names if name.startswith(REJECTED))
     charts = []
     if reasons:
@@ -111,10 +116,10 @@ def dropped_charts(archive: Archive) -> list[Chart]:
 
 
 def waiting_charts(archive: Archive) -> list[Chart]:
-    """Who waited for whom: the slow part is the one that never waits."""
+    """Which side waited for the other: the bottleneck is the side that never waits."""
     if not archive.learner_times:
         return []
-    began = began_at(archive)
+    began = archive.began_at
     rows = archive.history.rows
     learner = [
         ((row["time"] - began) / 60, row["idle/learner"])
@@ -123,7 +128,7 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     ]
     idle = _of_generators(archive, "idle_s", began)
     paused = _of_generators(archive, "paused_s", began)
-    # `sampling_s` and `reward_s` are per group, in the generators.
+    # `time/sampling_s` and `time/reward_s` are measured per group in the generators, not per step.
     phases = [name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))]
     charts = [
         lines(
@@ -136,18 +141,18 @@ def waiting_charts(archive: Archive) -> list[Chart]:
         )
     if any(paused.values()):
         charts.append(lines("Generators standing still for new weights", paused, x="minutes", y="share of the time"))
-    if speed := _speeds(archive, began):
+    speed = {
+        generator: [((row["time"] - began) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()]
+        for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
+        if rows
+    }
+    if speed:
         charts.append(lines("Sampling", speed, x="minutes", y="tokens/s"))
     return charts
 
 
-def began_at(archive: Archive) -> float:
-    """Unix seconds of the first start; 0 before it."""
-    return archive.starts[0].time if archive.starts else 0.0
-
-
 def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(Unix seconds, share of the time since the line before) of a counter of seconds; a restart begins anew."""
+    """(Unix seconds, share of the time since the line before) of a counter of seconds, which a restart resets."""
     shares = []
     for before, now in pairwise(rows):
         if {name, "alive_s", "time"} <= now.keys():
@@ -169,32 +174,14 @@ def _of_generators(archive: Archive, name: str, began: float) -> dict[str, Point
     }
 
 
-def _speeds(archive: Archive, began: float) -> dict[str, Points]:
-    return {
-        generator: [((row["time"] - began) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()]
-        for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
-        if rows
-    }
-
-
 def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
-    """Of all metrics that match, in the order of the patterns."""
+    """The series of all metrics that match, in the order of the patterns."""
     names = dict.fromkeys(name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern))
     return {name: archive.series(name) for name in names}
 
 
-def _distinct(found: Mapping[str, Series]) -> dict[str, Series]:
-    """Without those that only repeat one before: the only part of a reward is the reward, and pass@1 is the accuracy."""
-    kept: dict[str, Series] = {}
-    for name, series in found.items():
-        # All zeros are worth telling of each.
-        if series not in kept.values() or len({value for _, value in series}) == 1:
-            kept[name] = series
-    return kept
-
-
 def _histogram(archive: Archive, where: str) -> Mapping[str, float]:
-    """Mean over the run of `staleness/<where>/<steps>`; a step without a bin had none so old."""
+    """Mean over the run of `staleness/<where>/<steps>`; a step without a bin had no token of that age."""
     prefix = f"staleness/{where}/"
     bins = sorted(int(name.removeprefix(prefix)) for name in archive.names if name.startswith(prefix))
     measured = len(archive.series(f"{prefix}0"))
@@ -206,7 +193,7 @@ def _total(archive: Archive, name: str) -> float:
 
 
 def _mean(archive: Archive, name: str, weight: str) -> float | None:
-    """Over the steps, each by its weight; None without any."""
+    """Weighted mean over the steps; None without weight."""
     weights = dict(archive.series(weight))
     pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
     total = sum(one for _, one in pairs)
@@ -214,7 +201,7 @@ def _mean(archive: Archive, name: str, weight: str) -> float | None:
 
 
 def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
-    """Over the steps that had tokens in responses of that length; None without any."""
+    """Mean over the steps that had tokens in responses of that length; None without such steps."""
     trained = dict(archive.series(f"tokens/{band}"))
     shares = [share for step, share in archive.series(f"{name}/{band}") if share or trained.get(step)]
     return sum(shares) / len(shares) if shares else None

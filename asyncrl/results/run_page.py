@@ -1,35 +1,33 @@
-"""`asyncrl report`: a run on one page that opens anywhere, also without a network."""
+"""`asyncrl report`: a run on one HTML page that opens without a network."""
 
 import heapq
 import time
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from asyncrl.results.archive import Archive, read_archive
-from asyncrl.results.page import Section, render_page
+from asyncrl.results.archive import Archive, read_archive, read_samples
+from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
-from asyncrl.results.text_table import Table
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import Series
 from asyncrl.telemetry.text import duration, number
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",
     "staleness/mean", "idle/learner",
 )  # fmt: skip
-LOWER_IS_NOT_BETTER = ("eval/", "reward/")  # metrics of which the largest value is the best
+HIGHER_IS_BETTER = ("eval/", "reward/")  # prefixes of metrics whose largest value is the best
 SHOWN = 4  # samples of each kind
 
 
-def write_report(run: Path | None, to: Path | None) -> None:
-    """Write the page, by default into the run directory, and print where it is."""
+def write_report(run: Path | None, to: Path | None) -> Path:
+    """Write the page, by default into the run directory, and return its path."""
     archive = read_archive(find_run(run))
     path = to or archive.directory.path / "report.html"
     write_text(path, report_page(archive))
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and nothing beside it")  # noqa: T201 - the command's output
+    return path
 
 
 def report_page(archive: Archive) -> str:
@@ -50,16 +48,13 @@ def report_page(archive: Archive) -> str:
             charts=dropped_charts(archive),
         ),
         Section(title="Who waited for whom", note="The slow part is the one that never waits.", charts=waiting_charts(archive)),
-        *_sample_sections(archive.samples()),
+        *_sample_sections(read_samples(archive.directory.samples)),
         _setup(archive),
     ]
     model, data = archive.config.get("model", {}).get("path", "?"), archive.config.get("data", {}).get("train", "?")
     subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
-    return render_page(archive.name, subtitle, [section for section in sections if _has_content(section)])
-
-
-def _has_content(section: Section) -> bool:
-    return bool(section.facts or section.tables or section.charts or section.samples or section.text)
+    filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
+    return render_page(archive.name, subtitle, filled)
 
 
 def _summary(archive: Archive) -> Section:
@@ -82,46 +77,28 @@ def _summary(archive: Archive) -> Section:
 
 
 def headline_table(archive: Archive) -> Table:
-    """First, best and last value of what matters most."""
-    names = [name for wanted in HEADLINES for name in archive.names if name == wanted or _matches(name, wanted)]
+    """First, last and best value of the most important metrics."""
     rows = []
-    for name in names:
+    for name in [name for wanted in HEADLINES for name in archive.names if fnmatchcase(name, wanted)]:
         series = archive.series(name)
-        best = best_of(name, series)
-        rows.append(
-            (
-                name,
-                *(f"{number(value)} (step {step})" for step, value in (series[0], series[-1])),
-                f"{number(best[1])} (step {best[0]})" if best else "",
-            )
-        )
+        best = [max(series, key=lambda point: (point[1], -point[0]))] if name.startswith(HIGHER_IS_BETTER) else []
+        cells = [f"{number(value)} (step {step})" for step, value in (series[0], series[-1], *best)]
+        rows.append((name, *cells, *([] if best else [""])))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
 
 
-def best_of(name: str, series: Series) -> tuple[int, float] | None:
-    """The first step with the largest value, where larger is better."""
-    return max(series, key=lambda point: (point[1], -point[0]), default=None) if name.startswith(LOWER_IS_NOT_BETTER) else None
-
-
-def _matches(name: str, wanted: str) -> bool:
-    return wanted.endswith("*") and name.startswith(wanted[:-1])
-
-
 def _alarms(archive: Archive) -> list[Table]:
-    rows = [
-        (name, ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans), *_meaning(name))
-        for name, spans in archive.alarms.items()
-    ]
+    rows = []
+    for name, spans in archive.alarms.items():
+        steps = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans)
+        alarm = ALARMS.get(name)
+        meaning = (alarm.metric, alarm.cure) if alarm else ("?", "an alarm of another release")
+        rows.append((name, steps, *meaning))
     return [Table(("alarm", "steps", "metric", "what to do"), rows, "alarms")] if rows else []
 
 
-def _meaning(name: str) -> tuple[str, str]:
-    alarm = ALARMS.get(name)
-    return (alarm.metric, alarm.cure) if alarm else ("?", "an alarm of another release")
-
-
 def _sample_sections(samples: Iterable[SampleRecord]) -> list[Section]:
-    """One pass over a file that may be large: the newest of each kind, the best and the worst."""
+    """The newest samples of each kind, the best and the worst, in one pass because the file may be large."""
     newest: dict[str, list[SampleRecord]] = {"eval": [], "dropped": []}
     best: list[tuple[float, int, SampleRecord]] = []
     worst: list[tuple[float, int, SampleRecord]] = []
@@ -157,22 +134,16 @@ def _setup(archive: Archive) -> Section:
         last = archive.starts[-1]
         rows = [("hardware of the learner", last.hardware), *last.versions.items()]
         tables.append(Table(("software", "release"), rows, "at the last start"))
-        starts = [
-            (_date(start.time), str(start.step), _changes(before, start))
-            for before, start in zip([None, *archive.starts], archive.starts, strict=False)
-        ]
+        starts, before = [], archive.starts[0].versions
+        for start in archive.starts:
+            names = sorted(name for name in before | start.versions if before.get(name) != start.versions.get(name))
+            changes = ", ".join(f"{name} {before.get(name)} -> {start.versions.get(name)}" for name in names)
+            starts.append((_date(start.time), str(start.step), changes))
+            before = start.versions
         tables.append(Table(("started", "from step", "other releases than before"), starts))
     return Section(
         title="Setup", tables=tables, text=archive.directory.config.read_text(encoding="utf-8"), text_title="resolved config"
     )
-
-
-def _changes(before: Any, start: Any) -> str:
-    if before is None:
-        return ""
-    names = sorted(before.versions.keys() | start.versions.keys())
-    changed = [(name, before.versions.get(name), start.versions.get(name)) for name in names]
-    return ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)
 
 
 def _date(at: float) -> str:

@@ -1,4 +1,4 @@
-"""`asyncrl samples`: rollouts of a run to read, the newest, the best, the worst, those that were dropped, or as they come."""
+"""`asyncrl samples`: rollouts of a run: the newest, best, worst or dropped ones, or new ones as they come."""
 
 import heapq
 import math
@@ -9,36 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
-from asyncrl.results.sample import KINDS, full_lines
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.state import sample_from
 from asyncrl.telemetry.status import read_status
+from asyncrl.telemetry.text import number
 
+KINDS = {"train": "trained", "eval": "held-out", "dropped": "dropped"}
 FOLLOW_S = 0.5
-FOLLOWED_BYTES = 1 << 20  # of what was there before, at most so much is looked through
+FOLLOWED_BYTES = 1 << 20  # `follow` looks through at most this much of the end of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which samples."""
+    """A selection of samples."""
 
     count: int
     step: int | None = None
     kind: str | None = None  # train | eval | dropped
-    order: Literal["newest", "best", "worst"] = "newest"  # best and worst are by reward; of equals the newest
+    order: Literal["newest", "best", "worst"] = "newest"  # best and worst by reward; of equals the newest
 
     def fits(self, sample: SampleRecord) -> bool:
-        """Whether it is of the step and kind."""
+        """Whether the sample has the step and kind."""
         return (self.step is None or sample.step == self.step) and (self.kind is None or sample.kind == self.kind)
 
     def choose(self, samples: Iterable[SampleRecord]) -> list[SampleRecord]:
-        """At most `count`, in one pass; the newest come in the order in which they were written."""
+        """At most `count` samples, in one pass; the newest come in the order in which they were written."""
         fitting = filter(self.fits, samples)
         if self.order == "newest":
             return list(deque(fitting, maxlen=self.count))
@@ -48,7 +47,7 @@ class Wanted:
 
 
 def wanted(count: int, step: int | None, kind: str | None, *, best: bool, worst: bool, dropped: bool) -> Wanted:
-    """What the options of the command mean. Raises RunError where they contradict each other."""
+    """The selection that the options of the command describe. Raises RunError where they contradict each other."""
     if best + worst + dropped > 1:
         raise RunError("--best, --worst and --dropped exclude each other; choose one")
     if kind not in (None, *KINDS):
@@ -57,31 +56,22 @@ def wanted(count: int, step: int | None, kind: str | None, *, best: bool, worst:
         raise RunError(f"--dropped with --kind {kind}: leave one out")
     if dropped:
         return Wanted(count=count, step=step, kind="dropped")
-    if best or worst:  # evaluation samples otherwise: not to be mixed unless asked for
+    if best or worst:  # held-out samples have other rewards: they are mixed in only if asked for
         return Wanted(count=count, step=step, kind=kind or "train", order="best" if best else "worst")
     return Wanted(count=count, step=step, kind=kind)
 
 
-def show_samples(run: Path | None, wanted: Wanted, *, follow: bool) -> None:
-    """Print them; with `follow` go on with what the run writes, until it is over. Raises RunError when there are none."""
+def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[SampleRecord]:
+    """The selected samples; with `follow` also new ones until the run is over. Raises RunError when there are none."""
     directory = find_run(run)
     if follow and wanted.order != "newest":
         raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
-    console = Console(highlight=False)
     if follow:
-        for sample in _followed(directory, wanted):
-            _print(console, sample)
-        return
+        return _followed(directory, wanted)
     chosen = wanted.choose(read_samples(directory.samples))
     if not chosen:
         raise RunError(f"{directory.samples} holds no such sample; telemetry.samples_per_step are written after each step")
-    for sample in chosen:
-        _print(console, sample)
-
-
-def _print(console: Console, sample: SampleRecord) -> None:
-    for line in full_lines(sample):
-        console.print(line, soft_wrap=True)
+    return chosen
 
 
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
@@ -93,3 +83,17 @@ def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]
         if status and status.is_final:
             return
         time.sleep(FOLLOW_S)
+
+
+def sample_head(sample: SampleRecord) -> tuple[str, str]:
+    """(step, kind and reward of a sample; all other details but its text)."""
+    head = f"step {sample.step}, {KINDS.get(sample.kind, sample.kind)}"
+    head += f" ({sample.reason})" if sample.reason else ""
+    head += f": reward {number(sample.reward)}" if not math.isnan(sample.reward) else ""
+    parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
+    advantage = "" if math.isnan(sample.advantage) or sample.kind != "train" else f"advantage {number(sample.advantage)}"
+    spans = ", ".join(f"v{version} {tokens}" for version, tokens in sample.versions)
+    tokens = f"tokens by version: {spans}" if spans else ""
+    answer = f"answer {sample.answer}" if sample.answer else ""
+    details = (answer, parts, advantage, tokens, sample.finish_reason, sample.generator_id, f"ticket {sample.ticket_id}")
+    return head, " · ".join(detail for detail in details if detail)

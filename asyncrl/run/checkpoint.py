@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there: written aside, signed, made durable, then renamed into place.
+"""Atomic checkpoints: written to another name, signed, made durable, then renamed.
 
-A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, generators of random numbers, `hf/` export), the learner's
-`state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key. DeepSpeed's files are pickles, so
-nothing is loaded whose manifest does not verify. Order of a save, each line durable before the next:
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, states of random number generators, `hf/` export), the
+learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key. DeepSpeed's files are
+pickles, so a directory is loaded only if its manifest verifies. Order of a save, each line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
@@ -10,8 +10,8 @@ nothing is loaded whose manifest does not verify. Order of a save, each line dur
     NEWEST                        the number of the step, so that a directory that is gone is missed
     removal of the oldest
 
-A run that has saved something never begins again by itself: where nothing of it can be loaded, `load` raises
-CheckpointsRefused with the reason of each directory.
+A run that has saved a checkpoint never begins again by itself: if none can be loaded, `load` raises CheckpointsRefused with
+the reason for each directory.
 """
 
 import hashlib
@@ -52,14 +52,14 @@ class CheckpointStore:
     """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others follow."""
 
     def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
-        """`key` is the run's secret: with it a manifest is signed, without it none verifies."""
+        """Open the checkpoints in `directory`, keeping the newest `keep`. `key` signs and verifies manifests."""
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
 
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
-        """Make a durable checkpoint of `step`, then prune; the oldest kept step, on every rank. `state` must survive JSON.
+        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step. `state` must be JSON values.
 
-        A step whose checkpoint is there and verifies is not written again. Raises CheckpointError on every rank when one of
-        them cannot write: what was there before is still there, and the space that the attempt took is free again.
+        A step that has a valid checkpoint is not written again. Raises CheckpointError on every rank if a rank cannot
+        write: older checkpoints are unchanged, and the space of the attempt is free again.
         """
         writing = self._directory / f"{UNFINISHED}{_name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
@@ -73,17 +73,17 @@ class CheckpointStore:
         return self._on_rank_0(trainer, lambda: self._conclude(step))
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that verifies; those that do not are logged with the reason and passed over."""
+        """The newest checkpoint that verifies. Newer ones that do not are logged with the reason."""
         newest, passed_over = self._newest(self.verify)
         for reason in passed_over.values():
             log.warning("checkpoint passed over: %s", reason)
         return newest
 
     def load(self, trainer: Saveable) -> dict[str, Any] | None:
-        """Restore `trainer` from the newest valid checkpoint and return the state saved with it; None when nothing was saved.
+        """Restore `trainer` from the newest valid checkpoint and return its state; None if nothing was ever saved.
 
-        Newer ones that did not verify are set aside as `rejected-...`, so that they count neither as kept nor as newest.
-        Raises CheckpointsRefused when something was saved and nothing of it verifies.
+        Newer checkpoints that do not verify are renamed to `rejected-...`, so that they count neither as kept nor as newest.
+        Raises CheckpointsRefused if something was saved and nothing of it verifies.
         """
         step = self._on_rank_0(trainer, self._choose)
         if step < 0:
@@ -93,23 +93,20 @@ class CheckpointStore:
         return self.state(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The learner's state of a kept step, as it was written: what the store may forget follows from it.
-
-        Raises CheckpointError.
-        """
+        """The learner's state of a kept step, which says what the store may forget. Raises CheckpointError."""
         directory = self._directory / _name(step)
         self._verify_state(directory)
         return dict(json.loads(_read(directory / STATE)))
 
     def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose state is what was written, and that state. It takes no time: nothing else is looked at."""
+        """The newest checkpoint whose state verifies, and that state. Quick, because no other file is read."""
         newest, _ = self._newest(self._verify_state)
         return None if newest is None else (newest, self.state(_step(newest)))
 
     def require_signature(self) -> None:
-        """Before anything is started: raises CheckpointsRefused when something was saved, and nothing with this key.
+        """Raise CheckpointsRefused if something was saved, but nothing with this key.
 
-        Reads manifests only, so that it takes no time; `load` looks at everything.
+        Quick enough for the start of a run, because it reads only manifests; `load` verifies all files.
         """
         newest, passed_over = self._newest(self._manifest)
         if newest is None:
@@ -136,7 +133,7 @@ class CheckpointStore:
             raise CheckpointError(f"{directory}: {STATE} is not what was written; restore the directory or remove it")
 
     def _manifest(self, directory: Path) -> dict[str, Any]:
-        """What was signed with our key. Raises CheckpointError."""
+        """The manifest, if it is signed with our key. Raises CheckpointError."""
         manifest = _parse(directory / MANIFEST)
         if not hmac.compare_digest(self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()):
             raise CheckpointError(
@@ -145,7 +142,7 @@ class CheckpointStore:
         return manifest
 
     def _newest(self, check: Callable[[Path], object]) -> tuple[Path | None, dict[Path, CheckpointError]]:
-        """The newest directory that passes, and why newer ones did not."""
+        """(the newest directory that passes the check, the reasons why newer ones did not)."""
         passed_over: dict[Path, CheckpointError] = {}
         for directory in reversed(self._steps()):
             try:
@@ -157,9 +154,16 @@ class CheckpointStore:
         return None, passed_over
 
     def _require_beginning(self, passed_over: dict[Path, CheckpointError]) -> None:
-        """Raises CheckpointsRefused unless nothing was ever saved here."""
+        """Raise CheckpointsRefused unless nothing was ever saved here."""
         reasons = [str(error) for error in passed_over.values()]
-        reasons += [self._why_rejected(name) for name in self._names() if name.startswith(f"{REJECTED}step-")]
+        for name in (name for name in self._names() if name.startswith(f"{REJECTED}step-")):
+            try:
+                self._manifest(self._directory / name)
+            except CheckpointError as error:
+                reasons.append(str(error))
+            else:
+                cure = f"if you have repaired it, name it {name.removeprefix(REJECTED)}"
+                reasons.append(f"{self._directory / name}: set aside earlier; {cure}")
         if not reasons and (saved := self._newest_saved()):
             reasons = [f"{self._directory / _name(saved)}: it was saved here, and is gone"]
         if reasons:
@@ -169,26 +173,18 @@ class CheckpointStore:
                 "restore one of these directories, or run.key, from a copy; --fresh throws away what was trained and starts anew"
             )
 
-    def _why_rejected(self, name: str) -> str:
-        directory = self._directory / name
-        try:
-            self._manifest(directory)
-        except CheckpointError as error:
-            return str(error)
-        return f"{directory}: set aside earlier; if you have mended it, name it {name.removeprefix(REJECTED)}"
-
     def _newest_saved(self) -> int:
-        """The step of the last save; 0 when nothing was saved, or nobody knows."""
+        """The step of the last save; 0 if nothing was saved or the file cannot be read."""
         try:
             return int((self._directory / NEWEST).read_text())
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            log.warning("%s cannot be read (%s); the next save writes it anew", self._directory / NEWEST, error)
+            log.warning("%s cannot be read (%s); the next save replaces it", self._directory / NEWEST, error)
             return 0
 
     def _on_rank_0(self, trainer: Saveable, action: Callable[[], int]) -> int:
-        """Rank 0's result on every rank; its failure too, so that nobody waits for a rank that has given up."""
+        """Rank 0's result or failure on every rank, so that no rank waits for one that has failed."""
         if trainer.rank > 0:
             return _result(trainer.broadcast(None))
         try:
@@ -200,7 +196,7 @@ class CheckpointStore:
         return _result(trainer.broadcast(json.dumps(outcome).encode()))
 
     def _prepare(self, step: int, writing: Path) -> bool:
-        """False when the step needs no writing; leftovers of crashed saves are removed."""
+        """Remove leftovers of crashed saves and make the directory; False if the step has a valid checkpoint."""
         target = self._directory / _name(step)
         if target.exists():
             try:
@@ -215,24 +211,21 @@ class CheckpointStore:
         for name in self._names():
             if name.startswith(UNFINISHED):
                 self._files.remove(self._directory / name)
-        self._require_space()
-        writing.mkdir()
-        return True
-
-    def _require_space(self) -> None:
-        """Say at once what a long write would find out: the next checkpoint is as large as the newest."""
+        # The next checkpoint is as large as the newest: a full disk is reported before the long write.
         needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
         if (free := self._files.free_bytes(self._directory)) < needed:
             raise CheckpointError(
                 f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has {free / 2**20:.1f} MiB "
                 "left for the next one; make room there"
             )
+        writing.mkdir()
+        return True
 
     def _give_up(self, writing: Path) -> None:
         try:
             self._files.remove(writing)
         except OSError as error:
-            log.warning("%s is of no use and could not be removed now (%s); the next save removes it", writing, error)
+            log.warning("%s is incomplete and could not be removed (%s); the next save removes it", writing, error)
 
     def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
@@ -250,11 +243,11 @@ class CheckpointStore:
         return True
 
     def _conclude(self, step: int) -> int:
-        """What follows a durable checkpoint; the oldest step that is kept."""
+        """Record a durable checkpoint as the newest, remove old ones, and return the oldest step that is kept."""
         if self._newest_saved() != step:
             self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
             self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
-            if (self._directory / NEWEST).is_dir():  # nobody's
+            if (self._directory / NEWEST).is_dir():  # not ours
                 self._files.remove(self._directory / NEWEST)
             self._files.rename(self._directory / f"{UNFINISHED}{NEWEST}", self._directory / NEWEST)
         steps = self._steps()
@@ -286,7 +279,7 @@ class CheckpointStore:
         return sorted((self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)), key=_step)
 
     def _names(self) -> list[str]:
-        """Of all entries; a directory that cannot be listed is not taken for an empty one."""
+        """Names of all entries. Raises OSError if the directory exists and cannot be listed."""
         try:
             return sorted(os.listdir(self._directory))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run lives, and the record of its processes."""
+"""The run directory: the paths of a run's files, its secret, and the record of its processes."""
 
 import hashlib
 import json
@@ -22,114 +22,63 @@ from asyncrl.run.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, rea
 from asyncrl.run.lock import holder_of, is_locked
 
 
+class _Below:
+    """A path below the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: "RunDirectory", owner: type) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths below one run directory."""
 
     path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved config, as YAML."""
-        return self.path / "config.yaml"
-
-    @property
-    def logs(self) -> Path:
-        """One file per process."""
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSONL file per process."""
-        return self.path / "metrics"
+    config = _Below("config.yaml")  # the resolved config, as YAML
+    logs = _Below("logs")  # logs, one JSONL file per process
+    metrics = _Below("metrics")  # metrics, one JSONL file per process
+    samples = _Below("samples.jsonl")  # rollouts for people to read, JSONL
+    trace = _Below("trace_events.json")  # the timeline, for Perfetto
+    starts = _Below("starts.jsonl")  # starts of the learner with their software, JSONL
+    status = _Below("status.json")  # the learner's status, written every second
+    processes = _Below("processes.json")  # process ids, written by the supervisor
+    # The wanted number of generators, written by `asyncrl scale`. It exists while a supervisor starts generators.
+    scale = _Below("scale.json")
+    checkpoints = _Below("checkpoints")  # checkpoint directories
+    store = _Below("store")  # data of a store that was started for this run
+    weights = _Below("weights")  # published weights of the disk transport
+    saved_mark = _Below("saved")  # a file that exists since the first checkpoint
+    step_under_way = _Below("step.json")  # the step that the learner is in, and the number of learners that died in it
+    lock = _Below("learner.lock")  # the lock that the learner holds
+    # The lock that the supervisor holds. It proves that the supervisor lives, unlike a time or a reused process id.
+    supervisor_lock = _Below("supervisor.lock")
+    secret_path = _Below("run.key")  # the file of the run's secret
 
     def target(self, process: str) -> Path:
-        """Where Prometheus finds a process, in the form of its file-based discovery.
+        """The file by which Prometheus discovers a process.
 
-        Beside the run directories and not in them: its patterns reach into one directory only.
+        The files of all runs share one directory, because a pattern of Prometheus can name only one.
         """
         return self.path.parent / "prometheus" / f"{self.path.name}@{process}.json"
 
-    @property
-    def samples(self) -> Path:
-        """Rollouts for people to read, JSONL."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        """The timeline, for Perfetto."""
-        return self.path / "trace_events.json"
-
-    @property
-    def starts(self) -> Path:
-        """Each start of the learner with its software, JSONL."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def status(self) -> Path:
-        """What the learner says about itself, every second."""
-        return self.path / "status.json"
-
-    @property
-    def processes(self) -> Path:
-        """Who is running, written by the supervisor."""
-        return self.path / "processes.json"
-
-    @property
-    def scale(self) -> Path:
-        """How many generators there shall be, written by `asyncrl scale`; only there while a supervisor starts some."""
-        return self.path / "scale.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoint directories."""
-        return self.path / "checkpoints"
-
-    @property
-    def store(self) -> Path:
-        """Data of a store that was started for this run."""
-        return self.path / "store"
-
-    @property
-    def weights(self) -> Path:
-        """Published weights of the disk transport."""
-        return self.path / "weights"
-
-    @property
-    def saved_mark(self) -> Path:
-        """There since the first checkpoint."""
-        return self.path / "saved"
-
-    @property
-    def step_under_way(self) -> Path:
-        """Which step the learner is in, and how many died in it."""
-        return self.path / "step.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the learner."""
-        return self.path / "learner.lock"
-
-    @property
-    def supervisor_lock(self) -> Path:
-        """Held by the supervisor as long as it lives, which proves that it does: clocks step, and process ids come again."""
-        return self.path / "supervisor.lock"
-
     def require_run(self) -> None:
-        """Before something is deleted: raises RunError where another directory than a run's has this name."""
+        """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
             raise RunError(f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself")
 
     def make(self) -> None:
-        """Private, because it holds secrets and sockets."""
+        """Make the directory, private because it holds secrets and sockets."""
         make_directory(self.path, private=True)
 
     def create(self, *, fresh: bool) -> None:
-        """Make the directories; with `fresh`, after removing what an earlier run of this name left."""
+        """Make the directories; with `fresh`, first remove everything that an earlier run of this name left."""
         self.make()
         if fresh:
             for entry in self.path.iterdir():
-                if entry != self.supervisor_lock:  # this process's, if anybody's
+                if entry != self.supervisor_lock:  # held by this process
                     _remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(
@@ -146,24 +95,24 @@ class RunDirectory:
 
     @property
     def _saved(self) -> list[str]:
-        """Names of what was saved here, or set aside."""
+        """Names of checkpoints, also of rejected ones."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         return [name for name in names if not name.startswith(UNFINISHED)]
 
     def mark_saved(self) -> None:
-        """From now on an empty `checkpoints/` is a loss. Before the first checkpoint a run that died begins again by itself."""
+        """Record that a checkpoint was saved: from now on an empty `checkpoints/` is a loss and not a new run."""
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
     def forget_targets(self) -> None:
-        """Remove what processes that were killed left for Prometheus."""
+        """Remove the Prometheus targets of processes that were killed."""
         targets = self.target("*")
         for target in targets.parent.glob(targets.name):
             target.unlink()
 
     @property
     def was_up(self) -> bool:
-        """Whether a supervisor ever was here."""
+        """Whether a supervisor has ever run here."""
         return os.path.lexists(self.supervisor_lock) or os.path.lexists(self.processes)
 
     def write_processes(self, pids: Mapping[str, int]) -> None:
@@ -171,14 +120,14 @@ class RunDirectory:
         replace_text(self.processes, json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
 
     def children(self) -> dict[str, int]:
-        """Process ids by name, as the supervisor wrote them last."""
+        """Process ids by name, as the supervisor last wrote them."""
         children = (read_record(self.processes) or {}).get("children")
         return children if isinstance(children, dict) else {}
 
     def supervisor(self) -> psutil.Process | None:
-        """The process that looks after the run, if it is alive: whoever holds its lock.
+        """The supervisor of the run, which holds its lock; None if it is not alive.
 
-        Raises RunError when there never was one, and when it cannot be seen from here.
+        Raises RunError if no supervisor ever ran here, or if it is not visible from here.
         """
         if not self.was_up:
             raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
@@ -192,7 +141,7 @@ class RunDirectory:
         return found
 
     def draw_secret(self) -> None:
-        """Make the run's secret unless it has one. Raises RunError where something was saved with one that is gone."""
+        """Make the run's secret unless it exists. Raises RunError if it is missing and checkpoints are signed with it."""
         if os.path.lexists(self.secret_path):
             return
         if saved := self._saved:
@@ -202,17 +151,12 @@ class RunDirectory:
             )
         replace_text(self.secret_path, secrets.token_hex(32), durable=True, private=True)
 
-    @property
-    def secret_path(self) -> Path:
-        """run.key."""
-        return self.path / "run.key"
-
     def secret(self) -> str:
-        """The run's secret, readable by its owner only: everything in `launch.keys` follows from it. Raises RunError."""
+        """The run's secret, from which all keys in `run.keys` are derived. Raises RunError."""
         return read_secret(self.secret_path)
 
     def keys(self) -> RunKeys:
-        """Made of the secret."""
+        """The keys derived from the secret. Raises RunError."""
         text = self.secret()
         try:
             keys: RunKeys | JoinKeys | None = parse_keys(text)
@@ -227,20 +171,20 @@ class RunDirectory:
         )
 
     def checkpoint_key(self) -> bytes:
-        """With which checkpoints are signed."""
+        """The key that signs checkpoints."""
         return self.keys().secret.hex().encode()
 
     def write_join_key(self, keys: JoinKeys) -> Path:
-        """For people who start generators on other hosts."""
+        """Write the key with which generators on other hosts join."""
         replace_text(self.path / "join.key", keys.text(), durable=True, private=True)
         return self.path / "join.key"
 
     def write_store_url(self, url: str) -> None:
-        """Where this run's store listens for generators on this machine."""
+        """Write the URL of the store for generators on this machine."""
         replace_text(self.path / "store.url", url, durable=True)
 
     def store_url(self) -> str | None:
-        """None when the run has never been up here."""
+        """The URL of the store; None if the run has never been up here."""
         path = self.path / "store.url"
         try:
             return path.read_text() or None
@@ -251,7 +195,7 @@ class RunDirectory:
             return None
 
     def socket_path(self, name: str) -> Path:
-        """A path for a unix socket: below the run directory, or in a private directory when that is too long."""
+        """A path for a unix socket: in the run directory, or in a private directory if that path is too long."""
         path = (self.path / name).resolve()
         if len(str(path)) < 100:  # the kernel allows 107 bytes
             return path
@@ -265,7 +209,7 @@ class RunDirectory:
 
 @contextmanager
 def needing(path: Path) -> Iterator[None]:
-    """What a run cannot begin without. Raises RunError when the disk does not give it."""
+    """Turn OSError into RunError where a run cannot begin without the operation."""
     try:
         yield
     except OSError as error:
@@ -280,7 +224,7 @@ def _remove(entry: Path) -> None:
 
 
 def find_run(run: Path | None) -> RunDirectory:
-    """The run that a command means: a directory, a name below runs/, or the newest run there. Raises RunError."""
+    """The run that a user named: a directory, a name below runs/, or by default the newest run there. Raises RunNotUp."""
     root = Path("runs")
     candidates = [run, root / run] if run else sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
     for path in candidates:
@@ -291,7 +235,7 @@ def find_run(run: Path | None) -> RunDirectory:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file that somebody asked for, at once: who has it open sees the old or the new one. Raises RunError."""
+    """Write a file that a user asked for, atomically: readers see the old or the new content. Raises RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, private=private)
@@ -301,9 +245,9 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 @contextmanager
 def write_directory(path: Path) -> Iterator[Path]:
-    """Where to put what `path` shall hold, which gets that name when it is whole and durable. Raises RunError.
+    """A directory to write into, which replaces `path` when it is complete and durable. Raises RunError.
 
-    What was there before goes then. An attempt that fails leaves nothing, the rest of one that was killed goes with the next.
+    A failed attempt leaves nothing. What a killed attempt left is removed by the next one.
     """
     writing = path.with_name(f"{UNFINISHED}{path.name}")
     try:
@@ -323,5 +267,5 @@ def write_directory(path: Path) -> Iterator[Path]:
 
 
 def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
-    reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of copying: the first
+    reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # copying collects errors: the first
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")

@@ -1,4 +1,4 @@
-"""The few file operations that a checkpoint's durability rests on, in one object, so that a test can fail each of them."""
+"""The file operations on which the durability of checkpoints rests, as one object, so that tests can make each fail."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from asyncrl.progress import beat
 
 
 class FileOps:
-    """Operations that change or order what is on disk."""
+    """Operations that change the disk or the order of its writes."""
 
     def write(self, path: Path, data: bytes) -> None:
         """Create or overwrite a file; durable only after `fsync`."""
@@ -20,16 +20,16 @@ class FileOps:
         sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; durable only after `fsync` of the directory."""
+        """Rename atomically; durable only after `fsync` of the directory."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """A whole directory, or whatever has its name."""
+        """Remove a directory with its content, or a file of that name."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
 
     def free_bytes(self, directory: Path) -> int:
-        """What the disk under `directory` still takes."""
+        """Free bytes of the disk under `directory`."""
         return shutil.disk_usage(directory).free

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the trainer's own."""
+"""The learner's state in a checkpoint, next to the trainer's files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +9,14 @@ from asyncrl.lineage import INITIAL, History
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """Enough to go on as if nothing had happened."""
+    """Everything that the learner needs to continue from a checkpoint."""
 
     version: int = 0
-    # Of the training lane, as its intake has written it; empty before the first checkpoint.
-    ledger: Mapping[str, Any] = field(default_factory=dict)
-    history: History = INITIAL  # of the weights
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    # What of the config must not change: `config.resume.fixed_values`.
-    fixed: dict[str, Any] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)  # of KL and entropy, where they are steered
+    ledger: Mapping[str, Any] = field(default_factory=dict)  # of the training lane, as its intake wrote it
+    history: History = INITIAL  # lineages of the weights
+    evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state`
+    fixed: dict[str, Any] = field(default_factory=dict)  # config values that must not change: `config.resume.fixed_values`
+    coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint's JSON."""
@@ -42,5 +40,5 @@ class LearnerState:
             history=History.parse(values["history"]),
             evaluation=values["evaluation"],
             fixed=values["fixed"],
-            coefficients=values.get("coefficients", {}),  # checkpoints of release 0.1 have none
+            coefficients=values["coefficients"],
         )

@@ -1,4 +1,4 @@
-"""The lock of a run: only one process may write its checkpoints."""
+"""The locks of a run: only one process may supervise it, and only one may write its checkpoints."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
 
 
 class RunLock:
-    """Exclusive leave for what only one process may do, such as writing a run's checkpoints; freed by the kernel when it dies."""
+    """An exclusive lock, which the kernel frees when its process dies."""
 
     def __init__(self, path: Path) -> None:
         """Take the lock in file `path`. Raises RunError naming the holder."""
@@ -33,7 +33,7 @@ class RunLock:
             ) from error
 
     def _take(self, path: Path) -> None:
-        for attempt in range(LOCK_ATTEMPTS):  # who looks whether it is held holds it for a moment
+        for attempt in range(LOCK_ATTEMPTS):  # `is_locked` in another process holds it for a moment
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -43,12 +43,12 @@ class RunLock:
                         f"{path}: this run is held by {holder_of(path)}; stop that process first, or choose another run.name"
                     ) from None
                 time.sleep(LOCK_PAUSE_S)
-        with contextlib.suppress(OSError):  # a name for people; a full disk takes none
+        with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
             self._file.truncate(0)
             self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        """Free the lock; the file stays, so that nobody locks a file that another is about to delete."""
+        """Free the lock. The file stays: deleting it could delete a file that another process has just locked."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ def is_locked(path: Path) -> bool:
 
 
 def holder_of(path: Path) -> str:
-    """What the holder of a lock wrote about itself."""
+    """The process id and host that the holder of a lock wrote into it."""
     try:
         return path.read_text(errors="replace").strip() or "a process that left no name"
     except OSError:

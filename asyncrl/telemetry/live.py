@@ -53,7 +53,7 @@ class Dashboard:
 class PlainReporter:
     """Lines for logs and pipes: one per step and per new warning, and during silence one that says what the run waits for."""
 
-    def __init__(self, write: Callable[[str], object] = print, *, since: float = 0.0) -> None:
+    def __init__(self, write: Callable[[str], object], *, since: float = 0.0) -> None:
         """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
         self._write = write
         self._since = since

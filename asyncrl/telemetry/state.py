@@ -146,7 +146,12 @@ class StateReader:
         if status and status.started_at < self._since:
             status = None
         self._notes.extend(self._note_reader.read())
-        rows = self._generator_rows()
+        for path in sorted((self.directory / "metrics").glob("*.jsonl")):
+            if path.name != "learner.jsonl" and path.stem not in self._generators:
+                self._generators[path.stem] = (Tail(path), deque(maxlen=RECENT_ROWS))
+        for tail, recent in self._generators.values():
+            recent.extend(map(numbers, tail.read()))
+        rows = {name: recent for name, (_, recent) in self._generators.items()}
         members = _members(status, rows)
         alive = [rows[member.generator_id] for member in members if member.generator_id in rows]
         return DashboardState(
@@ -161,14 +166,6 @@ class StateReader:
             notes=tuple(self._notes),
             doing=dict(self._note_reader.doing),
         )
-
-    def _generator_rows(self) -> dict[str, deque[Row]]:
-        for path in sorted((self.directory / "metrics").glob("*.jsonl")):
-            if path.name != "learner.jsonl" and path.stem not in self._generators:
-                self._generators[path.stem] = (Tail(path), deque(maxlen=RECENT_ROWS))
-        for tail, rows in self._generators.values():
-            rows.extend(map(numbers, tail.read()))
-        return {name: rows for name, (_, rows) in self._generators.items()}
 
 
 def read_state(directory: Path) -> DashboardState:

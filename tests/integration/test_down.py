@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from asyncrl.buffer.server import Choice, StoreServer
+from asyncrl.cli import running
 from asyncrl.commands import down
-from asyncrl.commands.down import processes_of, stop_run
+from asyncrl.commands.down import processes_of
 from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
@@ -51,11 +52,11 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: p
         found = directory.supervisor()
         assert found is not None and found.pid == supervisor.pid
         begun_s = time.monotonic()
-        stop_run(directory.path)
+        running.down(directory.path)
         assert psutil.Process(supervisor.pid).status() == psutil.STATUS_ZOMBIE
         assert time.monotonic() - begun_s < 30.0  # it would wait for a minute
     assert capsys.readouterr().out.endswith("stopped, no process is left\n")
-    stop_run(directory.path)
+    running.down(directory.path)
     assert capsys.readouterr().out.endswith("was not up, no process is left\n")
 
 
@@ -78,7 +79,7 @@ def test_a_run_that_was_being_started_is_stopped_too(tmp_path: Path, monkeypatch
             return wait(processes, timeout_s)
 
         monkeypatch.setattr(down, "_wait", slow)
-        stop_run(directory.path)
+        running.down(directory.path)
         assert late[0].wait(timeout=60) == -signal.SIGTERM, "it was asked, not killed"
 
 
@@ -110,7 +111,7 @@ import subprocess, sys, time
 from pathlib import Path
 from asyncrl.run.directory import RunDirectory
 from asyncrl.launch.family import family
-from asyncrl.commands.up import stop_on_signals
+from asyncrl.cli.foreground import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.lock import RunLock
 
@@ -142,7 +143,7 @@ def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
                 assert time.monotonic() < until_s, "nobody adopted it"
                 time.sleep(0.05)
             assert processes_of(directory.path) == [], "the mark is gone"
-            stop_run(directory.path)
+            running.down(directory.path)
             assert supervisor.wait(60) == 0
         finally:
             supervisor.kill()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.results.export import export_run
+from asyncrl.results.export import export_model
 from asyncrl.run.directory import RunDirectory
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import run_ranks
@@ -32,7 +32,7 @@ def test_vllm_gives_the_learners_logprobs(tmp_path: Path) -> None:
     (directory.path / "run.key").chmod(0o600)
     scenario = {"run": "checkpoint", "name": "run", "stage": 0, "ids": IDS, "store": str(directory.checkpoints)}
     _, (before, learner) = run_ranks(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
-    export_run(directory.path, tmp_path / "exported")
+    export_model(directory, tmp_path / "exported")
 
     with running_engine(tmp_path / "exported") as (runner, engine):
         served = runner.run(engine.score(IDS))

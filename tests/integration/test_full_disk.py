@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.cli.after import export
 from asyncrl.errors import RunError
 from asyncrl.quickstart import warmup
 from asyncrl.quickstart.warmup import WarmupSettings
 from asyncrl.results.analyze import analyze_run
 from asyncrl.results.compare import compare_runs
-from asyncrl.results.export import export_run
 from asyncrl.results.run_page import write_report
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
@@ -59,15 +59,14 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path):
     before = list(disk.iterdir())
-    monkeypatch.setattr(warmup, "WarmupSettings", lambda seed: TINY)
     writers = {
-        "model": partial(export_run, run),
+        "model": partial(export, run),
         "report.html": partial(write_report, run),
         "both.html": partial(compare_runs, [run, shutil.copytree(run, tmp_path / "other")]),
         "all.csv": partial(analyze_run, run, ["*"]),
-        "quickstart": warmup.build_quickstart,
+        "quickstart": partial(warmup.build, settings=TINY, report=str),
     }
     for name, write in writers.items():
         with pytest.raises(

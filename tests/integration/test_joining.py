@@ -15,6 +15,7 @@ from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
+from asyncrl.cli.running import generator
 from asyncrl.commands import join as joining
 from asyncrl.commands.allowance import check_allowed, wishes
 from asyncrl.config.resolved import config_hash, config_json, dump_config
@@ -138,7 +139,7 @@ def join_here(server, host, monkeypatch):
 
     def join(*moments, wait_s=600.0):
         yield_to[:] = moments
-        joining.run_generators(count=1, config_path=None, store_url=server.url, wait_s=wait_s)
+        generator(store=server.url, wait=wait_s)
 
     return join
 
@@ -164,7 +165,7 @@ def test_a_config_of_the_hosts_own_needs_no_consent(server, record, host, join_h
     with pytest.raises(RunError, match="you have not allowed"):
         join_here()
     with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # asked afterwards
-        joining.run_generators(count=1, config_path=host / "own.yaml", store_url=server.url)
+        generator(config=host / "own.yaml", store=server.url)
 
 
 def test_the_wait_has_a_bound(record, host, join_here):

@@ -33,7 +33,7 @@ from pathlib import Path
 from asyncrl.run.directory import RunDirectory
 from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.up import stop_on_signals
+from asyncrl.cli.foreground import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.lock import RunLock
 

@@ -17,7 +17,6 @@ from asyncrl.quickstart.warmup import (
     WarmupSettings,
     build,
     build_model,
-    build_quickstart,
     build_tokenizer,
     careless_sum,
     split_sums,
@@ -127,7 +126,7 @@ def test_other_settings_build_anew_and_a_torn_build_is_no_obstacle(tmp_path):
 def test_a_directory_with_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunError, match="holds no quick-start model"):
-        build_quickstart(tmp_path)
+        build(tmp_path, TINY, silent)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -153,7 +152,7 @@ def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
 
 @pytest.mark.timeout(1200)
 def test_the_quick_start_model_adds_carelessly(tmp_path):
-    result = build_quickstart(tmp_path / "q", report=silent)
+    result = build(tmp_path / "q", WarmupSettings(), silent)
     assert 0.2 < result.accuracy < 0.45
     tokenizer, model = AutoTokenizer.from_pretrained(result.model), AutoModelForCausalLM.from_pretrained(result.model)
     rows = [json.loads(line) for line in result.test.open()]

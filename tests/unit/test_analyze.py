@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.after import analyze
 from asyncrl.errors import RunError
-from asyncrl.results.analyze import MOST_COLUMNS, MOST_ROWS, Metric, analyze_run, choose, metrics_of, statistics, values
+from asyncrl.results.analyze import MOST_COLUMNS, MOST_ROWS, Metric, choose, metrics_of, statistics, values
 from asyncrl.telemetry.text import number
 from tests.support.run_page import Page, archive_of, run_in
 from tests.support.synthetic_run import SyntheticRun
@@ -61,21 +62,21 @@ def test_tables_are_short_and_keep_first_and_last() -> None:
 
 
 def test_files_hold_all_values(run: SyntheticRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    analyze_run(run.directory, ["reward/mean", "g0/idle_s"], tmp_path / "out.csv")
+    analyze(run.directory, ["reward/mean", "g0/idle_s"], tmp_path / "out.csv")
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     archive = archive_of(run)
     rewards = [(int(row["at"]), float(row["value"])) for row in rows if row["metric"] == "reward/mean"]
     assert tuple(rewards) == archive.series("reward/mean") and len(rows) == 100 and {row["axis"] for row in rows} == {"step", "s"}
-    analyze_run(run.directory, ["reward/mean"], tmp_path / "out.html")
+    analyze(run.directory, ["reward/mean"], tmp_path / "out.html")
     page = Page((tmp_path / "out.html").read_text())
     assert tuple(page.curves("reward/mean")["reward/mean"]) == archive.series("reward/mean")
     assert "reward/mean by step" in capsys.readouterr().out
     with pytest.raises(RunError, match=r"allowed are \.html and \.csv"):
-        analyze_run(run.directory, ["reward/mean"], tmp_path / "out.png")
+        analyze(run.directory, ["reward/mean"], tmp_path / "out.png")
 
 
 def test_without_names_all_are_listed(run: SyntheticRun, capsys: pytest.CaptureFixture[str]) -> None:
-    analyze_run(run.directory, [], None)
+    analyze(run.directory, [], None)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(metrics_of(archive_of(run))) and lines[0].startswith("completions/length_max  50 values, last 512")
     assert any(line.startswith("g1/alive_s  50 values") for line in lines)

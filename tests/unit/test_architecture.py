@@ -166,3 +166,15 @@ def test_few_functions_are_long():
 def test_commands_that_need_no_model_start_without_torch(module):
     check = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'deepspeed')))"
     assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
+
+
+def test_only_the_command_line_prints():
+    """Commands and results return values; `cli` prints them."""
+    printing = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in MODULES
+        if part_of(path) != "cli"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and node.id == "print"
+    }
+    assert not printing

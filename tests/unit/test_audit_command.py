@@ -26,5 +26,5 @@ def test_a_store_that_does_not_answer_is_never_replaced_by_an_empty_one(tmp_path
 
     monkeypatch.setattr(inspect, "audit_store", refused)
     with pytest.raises(StoreError, match="wrong password"):
-        inspect.show_audit(directory.path, given)
+        inspect.audit_run(directory.path, given)
     assert not list(directory.path.glob("store/*"))

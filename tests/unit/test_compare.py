@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.cli.after import compare
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
-from asyncrl.results.compare import compare_runs, differences, flat, labelled, over_time, results
-from asyncrl.results.text_table import Table
+from asyncrl.results.compare import differences, flat, labelled, over_time, results
+from asyncrl.results.page import Table
 from asyncrl.run.directory import RunDirectory
 from tests.support.run_page import Page
 
@@ -77,7 +78,7 @@ def test_runs_of_one_name_are_told_apart_by_their_directory(runs: list[Path]) ->
 def test_the_page_overlays_curves_by_step_and_by_time(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare_runs(runs, tmp_path / "page.html")
+    compare(runs, tmp_path / "page.html")
     said = capsys.readouterr().out
     assert "['[red]']" in said and "algorithm.advantage.name" in said and "batch.groups" not in said
     page = Page((tmp_path / "page.html").read_text())
@@ -90,4 +91,4 @@ def test_the_page_overlays_curves_by_step_and_by_time(
 def test_one_run_cannot_be_compared(runs: list[Path]) -> None:
     for given in (runs[:1], [runs[0], runs[1], runs[0].parent / "b" / ".." / "a"]):
         with pytest.raises(RunError, match="at least two runs, each once"):
-            compare_runs(given, None)
+            compare(given, None)

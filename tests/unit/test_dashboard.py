@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from asyncrl.commands.view import show_result
+from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.advice import bottleneck, waiting_for

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.screens import plan_table
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
 from asyncrl.preflight.machine import Machine, read_shape
-from asyncrl.preflight.planning import table
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, VersionSpan
@@ -214,6 +214,6 @@ def test_every_number_says_how_it_is_formed_and_the_table_fits(monkeypatch):
     assert all(line.formed and line.shown for line in plan.lines)
     assert len({line.name for line in plan.lines}) == len(plan.lines)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table(plan))
+    console.print(plan_table(plan))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text

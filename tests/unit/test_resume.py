@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.commands.up import run_here
+from asyncrl.cli.foreground import run_here
 from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths

@@ -21,9 +21,11 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
 
 
-def test_every_public_name_is_there():
+def test_the_public_names_are_few_and_each_says_what_it_is():
+    assert len(asyncrl.__all__) <= 40 and sorted(asyncrl.__all__) == sorted(asyncrl._MODULES)
     for name in asyncrl.__all__:
-        assert getattr(asyncrl, name).__module__.startswith("asyncrl."), name
+        public = getattr(asyncrl, name)
+        assert public.__module__ == asyncrl._MODULES[name] and len(public.__doc__.split()) > 1, name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = asyncrl.trian
 

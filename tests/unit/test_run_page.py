@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.algo import metrics
+from asyncrl.cli.after import report
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
 from asyncrl.results.charts import MOST_POINTS
@@ -198,7 +199,7 @@ def test_the_bands_are_those_of_the_mathematics() -> None:
 
 def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path, steps=2)
-    write_report(run.directory, None)
+    report(run.directory, None)
     write_report(run.directory, tmp_path / "new" / "elsewhere.html")
     written = [(run.directory / "report.html").read_text(), (tmp_path / "new" / "elsewhere.html").read_text()]
     without_time = [re.sub(r"written [-\d :]+ UTC", "", text) for text in written]

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from asyncrl.cli.screens import full_lines, show_samples
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
-from asyncrl.results.sample import full_lines
-from asyncrl.results.samples import Wanted, show_samples, wanted
+from asyncrl.results.samples import Wanted, samples_of, wanted
 from asyncrl.telemetry.base import SampleRecord
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
@@ -116,9 +116,9 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
 def test_nothing_to_show_is_said(tmp_path: Path) -> None:
     run = run_of(tmp_path, SAMPLES)
     with pytest.raises(RunError, match="no such sample"):
-        show_samples(run.directory, Wanted(count=1, step=99), follow=False)
+        show_samples(samples_of(run.directory, Wanted(count=1, step=99), follow=False))
     with pytest.raises(RunError, match="choose one"):
-        show_samples(run.directory, Wanted(count=1, order="best"), follow=True)
+        show_samples(samples_of(run.directory, Wanted(count=1, order="best"), follow=True))
 
 
 def test_following_shows_what_is_there_then_what_comes_and_ends_with_the_run(
@@ -134,7 +134,7 @@ def test_following_shows_what_is_there_then_what_comes_and_ends_with_the_run(
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    show_samples(run.directory, Wanted(count=1, kind="eval"), follow=True)
+    show_samples(samples_of(run.directory, Wanted(count=1, kind="eval"), follow=True))
     writer.join(30)
     said = capsys.readouterr().out
     assert [f"ticket {ticket}" in said for ticket in (12, 22, 32, 11, 33)] == [True, True, True, False, False]

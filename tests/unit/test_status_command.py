@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.inspect import is_up, show_status, status_values
+from asyncrl.cli.running import status
+from asyncrl.commands.inspect import is_up, status_values
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import write_status
@@ -34,7 +35,7 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, cap
         run.advance()
     directory.write_processes({"learner": 11, "g0": 12})
     with RunLock(directory.supervisor_lock):
-        show_status(tmp_path, as_json=True, watch_it=False)
+        status(tmp_path, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert values["up"] and values["processes"] == {"learner": 11, "g0": 12} and values["step"] == 3
     assert values["idle"] == {"learner": pytest.approx(0.12), "generators": pytest.approx(0.4), "update": pytest.approx(0.02)}
@@ -69,5 +70,5 @@ def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = SyntheticRun(tmp_path)
     run.advance()
     RunLock(directory.supervisor_lock).release()
-    show_status(tmp_path, as_json=False, watch_it=True)
+    status(tmp_path, watch=True)
     assert "step 1/400" in capsys.readouterr().out

@@ -1,1 +1,1 @@
-"""What `asyncrl doctor` finds out."""
+"""The checks of `asyncrl doctor`."""

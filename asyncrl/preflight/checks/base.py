@@ -1,4 +1,4 @@
-"""A check finds something out by doing it: in a process of its own, as it may crash, and within a limit, as it may hang."""
+"""Runs a check in its own process, because it may crash, and with a time limit, because it may hang."""
 
 import logging
 import multiprocessing
@@ -16,13 +16,13 @@ from asyncrl.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-END_S = 5.0  # for a killed check to end
-OUTPUT_CHARACTERS = 400  # of what a crashed check printed last
+END_S = 5.0  # time for a killed check to end
+OUTPUT_CHARACTERS = 400  # characters that are quoted from the end of a crashed check's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check found, and what to do where that is not well."""
+    """The result of a check, and the fix if it is not ok."""
 
     verdict: Literal["ok", "warning", "failed"]
     found: str
@@ -30,33 +30,33 @@ class Finding:
 
 
 def fine(found: str) -> Finding:
-    """All is well."""
+    """A check that passed."""
     return Finding(verdict="ok", found=found)
 
 
 def doubtful(found: str, fix: str) -> Finding:
-    """A run may work, and may not."""
+    """A warning: a run may fail."""
     return Finding(verdict="warning", found=found, fix=fix)
 
 
 def wrong(found: str, fix: str) -> Finding:
-    """A run will not work."""
+    """A failure: a run cannot work."""
     return Finding(verdict="failed", found=found, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question."""
+    """Something to try out on this machine."""
 
     name: str
-    run: Callable[[], Finding]  # an error that it raises counts as failed, with `fix`
-    fix: str  # what to do when it raises, crashes or hangs
+    run: Callable[[], Finding]  # an exception counts as failed, with `fix`
+    fix: str  # what to do if the check raises, crashes or hangs
     limit_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A check's answer."""
+    """The finding of a check, and how long it took."""
 
     name: str
     finding: Finding
@@ -64,9 +64,10 @@ class Outcome:
 
 
 def execute(check: Check) -> Outcome:
-    """Run `check` in a forked process; whatever becomes of it, its process family is gone afterwards.
+    """Run `check` in a forked process, and kill it with all its children afterwards.
 
-    Fork, because this process is small and has no threads: a check starts in milliseconds and imports its own libraries.
+    Forking is safe because this process has no threads, and quick: a check starts in milliseconds and imports only its own
+    libraries.
     """
     started_s = time.perf_counter()
     context = multiprocessing.get_context("fork")
@@ -84,8 +85,8 @@ def execute(check: Check) -> Outcome:
 
 
 def _run(check: Check, sender: Connection, output: int, parent_pid: int) -> None:
-    """In the child: what libraries print goes to `output`, the finding to the parent."""
-    os.setsid()  # its own group: ended with its children
+    """Run a check in the child: output of libraries goes to `output`, the finding to the parent."""
+    os.setsid()  # a process group, so that it can be killed with its children
     die_with_parent(parent_pid)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -93,7 +94,7 @@ def _run(check: Check, sender: Connection, output: int, parent_pid: int) -> None
         finding = check.run()
     except AsyncRLError as error:
         finding = wrong(str(error), check.fix)
-    except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is the finding
+    except Exception as error:  # noqa: BLE001 - any error of a library is the finding
         finding = wrong(f"{type(error).__name__}: {error}", check.fix)
     sender.send(finding)
 
@@ -105,12 +106,10 @@ def _answer(check: Check, process: multiprocessing.process.BaseProcess, receiver
         finding: Finding = receiver.recv()
     except EOFError:
         process.join(END_S)
-        return wrong(f"the process that checked it died ({_cause(process.exitcode)}){_last_output(output)}", check.fix)
+        status = process.exitcode
+        cause = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
+        return wrong(f"the process that checked it died ({cause}){_last_output(output)}", check.fix)
     return finding
-
-
-def _cause(status: int | None) -> str:
-    return signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
 
 
 def _last_output(output: int) -> str:
@@ -124,7 +123,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone, or it had no time to make a group
+    except (ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
         process.kill()
     process.join(END_S)
     if process.is_alive():

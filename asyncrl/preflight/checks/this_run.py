@@ -1,4 +1,4 @@
-"""What one run needs: its store, its model, its prompts, its reward functions."""
+"""Checks of one run: its store, model, prompts and reward functions."""
 
 import asyncio
 import os
@@ -13,18 +13,18 @@ from asyncrl.config.schema import Config, StoreConfig
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
 
-SKEW_S = 5.0  # nothing of the protocol compares clocks of two hosts; people who read logs do
+SKEW_S = 5.0  # the protocol compares no clocks of two hosts, but people who read logs do
 STORE_RETRY_S = 5.0
 
 
 def own_store() -> Finding:
-    """A server as a run would start it, in a directory of its own."""
+    """Whether a store server starts, in a temporary directory, as a run would start it."""
     with tempfile.TemporaryDirectory() as directory, StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server:
         return store_finding(probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check")
 
 
 def configured_store(config: Config) -> Finding:
-    """The store of `store.url`, and that no other run has it."""
+    """Whether the store of `store.url` works and serves no other run."""
     assert config.store.url is not None
     password = os.environ.get(config.store.password_env)
     connection = StoreConnection(config.store.url, password=password, retry_s=STORE_RETRY_S)
@@ -39,7 +39,7 @@ def configured_store(config: Config) -> Finding:
 
 
 def store_finding(probe: StoreProbe, where: str) -> Finding:
-    """What a probe says."""
+    """The finding for a probe of the store."""
     text = (
         f"{probe.version}, {where}: functions load, noeviction, a group of 1 MiB there and back in {probe.seconds * 1000:.0f} ms"
     )
@@ -52,7 +52,7 @@ def store_finding(probe: StoreProbe, where: str) -> Finding:
 
 
 def model(config: Config) -> Finding:
-    """Its configuration, from disk or from the hub: without its weights."""
+    """Whether the model's config can be read from disk or the hub. Weights are not loaded."""
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(
@@ -62,7 +62,7 @@ def model(config: Config) -> Finding:
 
 
 def prompts(config: Config) -> Finding:
-    """All prompts, tokenised as generators will."""
+    """Whether all prompts can be read and tokenised as in generators."""
     from asyncrl.data.prompts import PromptSource
 
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
@@ -72,7 +72,7 @@ def prompts(config: Config) -> Finding:
 
 
 def rewards(config: Config) -> Finding:
-    """Start the reward processes, which load the functions."""
+    """Whether the reward processes start, which load the functions."""
 
     async def load() -> None:
         pool = RewardPool(config.reward, config.run.root)
@@ -82,11 +82,8 @@ def rewards(config: Config) -> Finding:
             await pool.close()
 
     asyncio.run(load())
-    return fine(f"{', '.join(function.part for function in config.reward.functions)} can be loaded{_sandbox_in_words(config)}")
-
-
-def _sandbox_in_words(config: Config) -> str:
-    if config.reward.sandbox == "none":
-        return ""
-    unlimited = "; as root their number of processes is not limited" if os.getuid() == 0 else ""
-    return f", in {config.reward.sandbox}{unlimited}"
+    said = f"{', '.join(function.part for function in config.reward.functions)} can be loaded"
+    if config.reward.sandbox != "none":
+        said += f", in {config.reward.sandbox}"
+        said += "; as root their number of processes is not limited" if os.getuid() == 0 else ""
+    return fine(said)

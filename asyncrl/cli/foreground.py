@@ -1,0 +1,123 @@
+"""Runs that a command holds in the foreground: their screen, the signals that stop them, and the result at the end."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.best_effort import BestEffort
+from asyncrl.commands.up import started
+from asyncrl.config.schema import Config
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.saved import nothing_left, read_saved
+from asyncrl.supervisor import Supervisor
+from asyncrl.telemetry.dashboard import sample_lines
+from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
+from asyncrl.telemetry.state import StateReader, read_state
+
+
+def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None) -> int:
+    """Run until the training is over or somebody stops it, and return the exit status. Raises RunError.
+
+    `plain` shows lines instead of the dashboard, `join_key` is a second file for the key of generators elsewhere.
+    """
+    directory = RunDirectory(config.run.directory)
+    may_fail, lines = BestEffort(), plain or not Console().is_terminal
+    saved = None if fresh else read_saved(directory)
+    if not fresh and (reason := nothing_left(config, directory, saved)):
+        typer.echo(reason)
+        return 0
+    with started(config, saved, fresh=fresh, generators=generators, console=lines, join_key=join_key) as run:
+        for line in run.how_to_join:
+            typer.echo(line)
+        with viewer(directory, lines=lines) as show, stop_on_signals(run.supervisor) as stopped:
+
+            def on_tick() -> None:
+                with may_fail("the view"):
+                    show()
+
+            run.wait(on_tick)
+    with may_fail("the result"):
+        show_result(directory, finished=run.supervisor.is_over)
+    return 0 if run.supervisor.is_over else stopped.status
+
+
+@dataclass(slots=True)
+class Stopped:
+    """Whether a signal has stopped a supervisor."""
+
+    status: int = 0  # the exit status of a command that a signal ended, as in shells: 128 plus the signal's number
+
+
+@contextmanager
+def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
+    """Stop the run in good order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal. A second one is ignored."""
+    stopped = Stopped()
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        stopped.status = stopped.status or 128 + signum
+        supervisor.request_stop(signal.Signals(signum).name)
+
+    heeded = [signal.SIGINT, signal.SIGTERM]
+    heeded += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    previous = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], None]]:
+    """A function to call often, which shows what is new from now on, as lines or as the dashboard."""
+    now = time.time()
+    view: View = PlainReporter(typer.echo, since=now) if lines else Dashboard(Console())
+    # Beside lines the supervisor, which is this process, logs to the console itself.
+    reader = StateReader(directory.path, since=now, without="supervisor" if lines else "")
+    shown_at_s = 0.0
+
+    def show() -> None:
+        nonlocal shown_at_s
+        if time.monotonic() - shown_at_s >= INTERVAL_S:
+            shown_at_s = time.monotonic()
+            view.show(reader.read())
+
+    try:
+        yield show
+        with BestEffort()("the last view"):
+            view.show(reader.read())
+    finally:
+        view.close()
+
+
+def show_result(directory: RunDirectory, *, finished: bool) -> None:
+    """Print results before and after training, a few samples, the run directory, and what to do next."""
+    state, path = read_state(directory.path), directory.path
+    console = Console(highlight=False)
+    console.print()
+    for name in ("eval/accuracy", "eval/reward_mean", "reward/mean"):
+        if len(series := state.series(name)) >= 2:
+            (first_step, first), (last_step, last) = series[0], series[-1]
+            console.print(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+    for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:
+        for text in sample_lines(sample, console.width, 3):
+            console.print(text)
+    console.print(Text(f"run directory: {path}"), soft_wrap=True)
+    if finished:
+        next_steps = (
+            f"next: `asyncrl report {path}`, `asyncrl samples {path}`, `asyncrl export {path} --to model`, "
+            f"`asyncrl audit {path}`; a longer run: `asyncrl up {directory.config} learner.steps=...`"
+        )
+    else:
+        is_saved = any(directory.checkpoints.glob("step-*"))
+        again = "resumes from its last checkpoint" if is_saved else "begins anew: nothing was saved"
+        next_steps = f"stopped before the end; `asyncrl up {directory.config}` {again}"
+    console.print(Text(next_steps), soft_wrap=True)

@@ -1,0 +1,178 @@
+"""What commands print on a terminal: tables, curves, samples, checks and plans. A model's text is never read as markup."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.results.samples import sample_head
+from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.curves import curve
+from asyncrl.telemetry.text import number, visible, visible_lines
+
+if TYPE_CHECKING:  # a command imports only what it shows
+    from asyncrl.preflight.checks.base import Outcome
+    from asyncrl.preflight.forecast import Forecast
+    from asyncrl.preflight.reward_trial import Trial, Tried
+    from asyncrl.results import analyze, page
+
+CURVE_LINES = 12
+VERDICT_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+RESPONSE_KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
+
+
+def show_tables(tables: "Iterable[page.Table]") -> None:
+    """Print tables of text."""
+    console = Console(highlight=False)
+    for table in tables:
+        shown = Table(title=table.title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for index, name in enumerate(table.head):
+            shown.add_column(Text(visible(name)), overflow="fold", no_wrap=index == 0)
+        for row in table.rows:
+            shown.add_row(*(Text(visible(cell)) for cell in row))
+        console.print(shown)
+
+
+def show_names(metrics: "Mapping[str, analyze.Metric]") -> None:
+    """Print one line for each metric: its name, the number of its values, and the last one."""
+    console = Console(highlight=False)
+    for name, metric in metrics.items():
+        line = f"{visible(name)}  {len(metric.series)} values, last {number(metric.series[-1][1])}"
+        console.print(Text(line), soft_wrap=True)
+
+
+def show_metrics(metrics: "Mapping[str, analyze.Metric]") -> None:
+    """Print statistics, values and curves of metrics."""
+    from asyncrl.results.analyze import statistics, values
+
+    show_tables([statistics(metrics), *values(metrics)])
+    console = Console(highlight=False)
+    for name, metric in metrics.items():
+        title = f"{visible(name)} by {metric.axis}"
+        for line in curve(title, metric.series, width=console.width, height=CURVE_LINES, style="cyan"):
+            console.print(line)
+
+
+def show_samples(samples: Iterable[SampleRecord]) -> None:
+    """Print rollouts in full."""
+    console = Console(highlight=False)
+    for sample in samples:
+        for line in full_lines(sample):
+            console.print(line, soft_wrap=True)
+
+
+def full_lines(sample: SampleRecord) -> list[Text]:
+    """Head, prompt and response. A bar before a model's lines keeps them from looking like ours."""
+    head, details = sample_head(sample)
+    style = "yellow" if math.isnan(sample.reward) or sample.reward <= 0 else "green"
+    lines = [Text.assemble((visible(head), style), ("  " + visible(details), "dim"))]
+    lines += [Text(f"  ? {line}", "dim") for line in visible_lines(sample.prompt).split("\n") if sample.prompt]
+    lines += [Text(f"  | {line}") for line in visible_lines(sample.response).split("\n") if sample.response]
+    return lines
+
+
+def show_outcome(outcome: "Outcome", console: Console) -> None:
+    """Print a check in one line, with its fix below."""
+    finding = outcome.finding
+    head = Text.assemble((f"{finding.verdict:<8}", VERDICT_STYLES[finding.verdict]), f"{outcome.name:<15}")
+    console.print(head.append(finding.found.strip().replace("\n", "\n" + " " * 23)), soft_wrap=True)
+    if finding.fix:
+        console.print(Text.assemble(" " * 23, ("fix: ", "bold"), finding.fix), soft_wrap=True)
+
+
+def show_plan(plan: "Forecast") -> None:
+    """Print the numbers of a plan and its warnings."""
+    console = Console(highlight=False)
+    console.print(plan_table(plan))
+    for warning in plan.warnings:
+        console.print(Text(f"! {warning}", "bold yellow"), soft_wrap=True)
+    if not plan.warnings:
+        console.print(Text("it fits this machine, as far as these numbers tell", "green"))
+
+
+def plan_table(plan: "Forecast") -> Table:
+    """The numbers of a plan, by section, each with its formula."""
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column()
+    made.add_column(justify="right", no_wrap=True)
+    made.add_column(style="dim")
+    section = ""
+    for line in plan.lines:
+        if line.section != section:
+            section = line.section
+            made.add_row(Text(section, "bold"), "", "")
+        made.add_row(f"  {line.name}", line.shown, Text(line.formed))
+    return made
+
+
+def show_trial(trial: "Trial") -> None:
+    """Print how reward functions scored responses: figures, answers, failures and doubts."""
+    console = Console(highlight=False)
+    kinds = Counter(case.kind for case in trial.cases)
+    amounts = ", ".join(f"{amount} {RESPONSE_KINDS[kind]}" for kind, amount in kinds.items())
+    console.print(f"{len(trial.cases)} responses: {amounts}")
+    console.print(_trial_table(trial.parts))
+    for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *map(_doubts, trial.parts)):
+        for text in line:
+            console.print(text, soft_wrap=True)
+
+
+def _trial_table(parts: "Sequence[Tried]") -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("part", "weight", "on", "mean", "min", "max", "p50 ms", "max ms", "failed"):
+        table.add_column(title, justify="left" if title in ("part", "on") else "right")
+    for part in parts:
+        times = [f"{1000 * value:.1f}" for value in (statistics.median(part.seconds), max(part.seconds))]
+        head = [part.function.part, f"{part.function.weight:g}"]
+        tail = [*times, f"{part.failures.total()}"]
+        for kind, values in part.scores.items() or {"nothing": []}.items():
+            figures = [number(f(values)) if values else "-" for f in (statistics.fmean, min, max)]
+            table.add_row(*head, kind, *figures, *tail)
+            head, tail = ["", ""], ["", "", ""]
+    return table
+
+
+def _answers(part: "Tried") -> Iterator[Text]:
+    found = [answer for answer in part.answers if answer]
+    if any(answer is not None for answer in part.answers):
+        shown = ", ".join(f"`{visible(answer)}`" for answer in list(dict.fromkeys(found))[:3])
+        like = f", like {shown}" if shown else ""
+        yield Text(f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}")
+
+
+def _failures(part: "Tried") -> Iterator[Text]:
+    from asyncrl.preflight.reward_trial import TIMEOUTS
+
+    for message, amount in part.failures.most_common():
+        yield Text(f"{amount} x on {visible(message)}", "red")
+    if part.untried:
+        yield Text(f"{part.function.part}: {part.untried} more responses were not tried after {TIMEOUTS} time-outs", "red")
+
+
+def _doubts(part: "Tried") -> Iterator[Text]:
+    """A warning where scores do not tell good responses from bad ones, and what the function printed."""
+    from asyncrl.preflight.reward_trial import REFERENCES
+
+    name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
+    scores = [score for values in part.scores.values() for score in values]
+    if len(scores) > 1 and min(scores) == max(scores):
+        unknown = "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
+        yield Text(
+            f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing is learned; it "
+            f"should tell good answers from bad ones.{unknown}",
+            "yellow",
+        )
+    elif right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
+        yield Text(
+            f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else it may expect "
+            "another format than that of the data",
+            "yellow",
+        )
+    if part.printed:
+        yield Text(f"{name} printed: {visible(part.printed)}", "dim")
