@@ -63,7 +63,10 @@ def test_every_import_is_declared_and_what_is_optional_is_imported_late(path):
 
 def test_extras_that_the_messages_name_exist():
     texts = "".join(path.read_text(encoding="utf-8") for path in MODULES)
-    named = {*re.findall(r'from_extra\("([\w-]+)"\)', texts), *re.findall(r"asyncrl\[([a-z-]+)\]", texts)}
+    named = {
+        *re.findall(r"""(?:from_extra|install_command)\(["']([\w-]+)["']\)""", texts),
+        *re.findall(r"asyncrl\[([a-z-]+)\]", texts),
+    }
     assert {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"} <= named <= EXTRAS.keys() | {"extra"}
 
 
