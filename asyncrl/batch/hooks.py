@@ -16,7 +16,7 @@ class Hooks:
     """`learner.hooks`, built. What a method returns is published under `hook/` and its names."""
 
     def __init__(self, hooks: Sequence[tuple[str, object]] = ()) -> None:
-        """Pairs of what the config calls it, and the object. Raises ConfigError for one without any of the methods."""
+        """Take pairs of name and hook. Raises ConfigError for a hook without any of the methods."""
         for name, hook in hooks:
             if not any(callable(getattr(hook, method, None)) for method in METHODS):
                 raise ConfigError(f"learner.hooks: `{name}` has no method {' or '.join(METHODS)}; write one of them")
@@ -24,7 +24,7 @@ class Hooks:
 
     @classmethod
     def load(cls, choices: Sequence[Choice]) -> Self:
-        """Import and construct, with the keyword arguments beside the name. Raises ConfigError."""
+        """Load each hook's class and construct it with its keyword arguments. Raises ConfigError."""
         return cls([(choice.name, _construct(choice)) for choice in choices])
 
     def before_step(self, plan: object) -> dict[str, float]:
@@ -59,7 +59,7 @@ def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> di
     try:
         returned = function(argument)
     except Exception as error:
-        raise ConfigError(f"{where} failed: {described(error)}; mend it, or take it out of learner.hooks") from error
+        raise ConfigError(f"{where} failed: {described(error)}; fix it, or remove it from learner.hooks") from error
     if returned is None:
         return {}
     if not isinstance(returned, Mapping) or not all(map(_is_number, returned.values())):

@@ -1,4 +1,4 @@
-"""Who can reach an address: this machine only, one network, or everybody; and what may be sent to a store there."""
+"""Network addresses in a config: who can reach them, and whether a store is protected well enough to be used."""
 
 import ipaddress
 import socket
@@ -9,7 +9,7 @@ _NO = ("", "0", "f", "false", "n", "no")
 
 
 def is_loopback(host: str) -> bool:
-    """Only processes of this machine reach it. A name other than localhost may lead anywhere, so it does not count."""
+    """Whether only processes on this machine reach the address. Host names other than localhost may lead anywhere."""
     if host == "localhost":
         return True
     address = _address(host)
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """To listen there is to listen on every interface: "", "*", 0.0.0.0, ::, and other spellings of them."""
+    """Whether the address means every interface: "", "*", 0.0.0.0, :: and their other spellings."""
     if host in ("", "*"):
         return True
     address = _address(host)
@@ -25,7 +25,7 @@ def is_everywhere(host: str) -> bool:
 
 
 def one_interface(key: str, host: str) -> None:
-    """Raises ValueError for an address of every interface."""
+    """Raise ValueError if `host` means every interface."""
     if is_everywhere(host):
         raise ValueError(
             f"{key} would listen on every interface of this host ({host or 'no address'}); name the address of one of them: "
@@ -34,7 +34,7 @@ def one_interface(key: str, host: str) -> None:
 
 
 def one_place(key: str, bind: str) -> None:
-    """Raises ValueError for `tcp://HOST:PORT` on every interface, or with a port that there is not."""
+    """Raise ValueError if `tcp://HOST:PORT` means every interface or has an impossible port."""
     host, _, port = bind.removeprefix("tcp://").rpartition(":")
     one_interface(key, host)
     if not 1 <= int(port) <= 65535:
@@ -42,7 +42,7 @@ def one_place(key: str, bind: str) -> None:
 
 
 def open_ways(url: str) -> Iterator[str]:
-    """What is wrong with sending a run's frames and password to this store; nothing for one of this machine."""
+    """Yield each reason why this store is not safe for a run's frames and password. A local store has none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
         return
@@ -57,12 +57,12 @@ def open_ways(url: str) -> Iterator[str]:
 def _mapped(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The IPv4 address in ::ffff:0.0.0.0, else the same."""
+    """Return the IPv4 address inside an IPv4-mapped IPv6 address; any other address is returned unchanged."""
     return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name. The system also takes 0, 0x7f.1 and 127.1 for addresses."""
+    """Parse an address; return None for a name. As the system does, accept 0, 0x7f.1 and 127.1."""
     bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
     try:
         return ipaddress.ip_address(bare)

@@ -1,7 +1,7 @@
 """The rules between sections of a config. One function per rule; it yields a `Mistake` for every way in which it is broken.
 
-The parameters of a rule name the sections that it compares. Settings without an effect are mistakes too: who sets something
-wants it to act. The rules about the algorithm are in `algorithm_rules`.
+The parameters of a rule name the sections that it compares. A setting without any effect is a mistake too, because
+its author expects one. The rules about the algorithm are in `algorithm_rules`.
 """
 
 import inspect
@@ -26,22 +26,22 @@ from asyncrl.config.sections import (
 )
 from asyncrl.config.store import StoreConfig
 
+# Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
-"""What a group takes in the store at most: its tokens, and what else is told of a rollout and of a group."""
 
 LAST_PORT = 65535
 LARGEST = 1 << 53
 
 
 def disagreements(sections: Mapping[str, Part]) -> Iterator[Mistake]:
-    """Every broken rule. `sections` are the parts of a config by name."""
+    """Yield a mistake for every broken rule. `sections` maps the name of each section to its model."""
     yield from _inexact_numbers(sections)
     for rule in RULES:
         yield from rule(**{name: sections[name] for name in inspect.signature(rule).parameters})
 
 
 def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
-    """Lua counts in doubles, and so do most readers of JSON."""
+    """Lua and most JSON readers store numbers as doubles, which are exact only up to 2**53."""
     for section, part in sections.items():
         for key, value in part:
             if isinstance(value, int) and abs(value) > LARGEST:
@@ -121,7 +121,7 @@ def _store_holds_what_is_open(
     batch: BatchConfig,
     store: StoreConfig,
 ) -> Iterator[Mistake]:
-    """Else it is full of groups that no checkpoint holds, no group gets in, and so no checkpoint is ever made."""
+    """A store that is too small fills with groups that no checkpoint holds. Then no group enters, and no checkpoint is made."""
     lag = staleness.max_lag
     saved = min(checkpoint.keep * checkpoint.every, learner.steps)
     groups = (lag + 1 + saved) * batch.groups
@@ -150,7 +150,7 @@ def _store_holds_what_is_open(
 
 
 def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
-    """Each shard gives its share of every step."""
+    """Each shard contributes the same number of groups to every step."""
     shards = store.shards
     for key, number in (("batch.groups", batch.groups), ("staleness.window_groups", staleness.window_groups)):
         if number is not None and number % shards:

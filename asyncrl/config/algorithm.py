@@ -114,12 +114,12 @@ CHOICE_LISTS: dict[Keys, str] = {
 
 
 def kind_at(keys: Keys) -> str | None:
-    """The kind of function chosen at `keys`; None where none is."""
+    """Return the kind of function that is chosen at `keys`, or None."""
     return CHOICES.get(keys) or (CHOICE_LISTS.get(keys[:-1]) if keys and isinstance(keys[-1], int) else None)
 
 
 def default_name(keys: Keys) -> str | None:
-    """The name that a choice has when a config says nothing; None for items of lists."""
+    """Return the default name of a choice; None for items of lists."""
     part: object = AlgorithmConfig()
     for key in keys[1:]:
         part = getattr(part, str(key), None)

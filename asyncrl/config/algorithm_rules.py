@@ -1,4 +1,4 @@
-"""The rules of `agreements` about the algorithm. Functions of the user's own are trusted."""
+"""The rules of `agreements` about the algorithm. They do not judge a user's own functions."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,17 +7,17 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, EntropyConfi
 from asyncrl.config.base import Choice, Mistake
 from asyncrl.config.sections import BatchConfig, LearnerConfig, RewardConfig, SamplingConfig, StalenessConfig
 
+# Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "lite_ppo", "gdpo"}
     | {"optimal_token_baseline"}
 )
-"""Advantages that need at least two rollouts of a prompt."""
 
+# Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
-"""Policy losses that do not compare the policy with an anchor: only a correction can answer for the age of a token."""
 
+# Estimators with the value of the plain one, but with a gradient of their own.
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
-"""Estimators that differ in their gradient only from the one beside them."""
 
 
 def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Mistake]:
@@ -31,7 +31,7 @@ def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> I
 
 
 def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
-    """Exactly one of correction and loss answers for what behaviour and proximal policy disagree on."""
+    """Exactly one of the two, the correction or the loss, must account for the age of tokens."""
     lag = staleness.max_lag
     loss, correction = algorithm.policy_loss.name, algorithm.correction.name
     if algorithm.proximal == "behaviour":
@@ -74,7 +74,7 @@ def _rejections_reject(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
 
 
 def _normalised_weights_are_known(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    """Their mean over the optimizer step is made before the step."""
+    """Normalised weights need the mean over the optimizer step before the step begins."""
     if algorithm.correction.params.get("normalise") and algorithm.proximal == "log_linear":
         yield Mistake(
             ("algorithm.correction.normalise", "algorithm.proximal"),
@@ -187,7 +187,7 @@ def _critic_is_used(algorithm: AlgorithmConfig, critic: CriticConfig, learner: L
 
 
 def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    """The ratio of a token that the policy itself has just sampled is 1."""
+    """A token that the current policy has just sampled has the ratio 1, so a bound must not exclude 1."""
     chosen = {"correction": algorithm.correction}
     chosen |= {f"rejections.{index}": choice for index, choice in enumerate(algorithm.rejections)}
     for where, correction in chosen.items():
@@ -204,7 +204,7 @@ def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
 
 
 def _gdpo_sees_parts(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[Mistake]:
-    """It normalises the parts of the reward as they were scored, so what is done to their sum never reaches it."""
+    """GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it."""
     advantage = algorithm.advantage
     if advantage.name != "gdpo":
         return

@@ -1,21 +1,21 @@
-"""What every part of the configuration is made of."""
+"""Base classes of the configuration's models, and the type of a mistake in a config."""
 
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-# The way to a value: keys of sections, indices of lists.
+# The path to a value: keys of sections and indices of lists.
 Keys = tuple[str | int, ...]
 
 
 class Part(BaseModel):
-    """Base of every part: frozen, unknown keys are errors, attribute docstrings are descriptions."""
+    """Base of every section: frozen, unknown keys are errors, attribute docstrings become descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Choice(Part):
-    """A registered or user-supplied function with its keyword arguments beside its name."""
+    """A registered or user-supplied function: its name and its keyword arguments."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
@@ -24,7 +24,7 @@ class Choice(Part):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Keyword arguments of the function."""
+        """Return the keyword arguments of the function."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="before")

@@ -1,7 +1,8 @@
-"""YAML with the place of every value kept, so that any complaint can name file and line.
+"""YAML in which every value keeps its place, so that a message can name file and line.
 
 Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are text. A key given twice is an error.
-Files merge left to right: sections key by key, everything else whole.
+Files merge from left to right: sections key by key, every other value as a whole. PyYAML parses and gives the
+lines; its scalars follow YAML 1.1, so they are replaced here.
 """
 
 import difflib
@@ -22,17 +23,17 @@ NULL = r"~|null|Null|NULL|"
 BOOL = r"true|True|TRUE|false|False|FALSE"
 INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+# Shipped configs in an installed package, and in a clone of the repository.
 SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
-"""Of an installed package, and of a clone."""
+# Limit for a document with its aliases expanded: a few lines of nested aliases could fill any memory.
 MOST_VALUES = 100_000
-"""Of a document with its aliases written out: a few lines of aliases of aliases can stand for more than any memory holds."""
+# Scalars of the YAML 1.2 core schema; the first pattern that matches decides.
 SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
-"""YAML 1.2 core schema; the first that matches a plain scalar wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to mend: where, which key, and what is wrong, allowed, to be done."""
+    """One problem of a config: where it is, which key it concerns, what was found, what is allowed, what to do."""
 
     place: str
     keys: Keys
@@ -47,13 +48,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and where it was written. A section's children know their own places."""
+    """A value and the place where it was written. The children of a section have their own places."""
 
     value: "dict[str | int, Node] | list[Node] | str | int | float | bool | None"
     place: str
 
     def plain(self) -> Any:
-        """The value without places."""
+        """Return the value without places."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -61,7 +62,7 @@ class Node:
         return self.value
 
     def child(self, key: str | int) -> "Node | None":
-        """The node under `key`, if there is one."""
+        """Return the node under `key`, or None."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
@@ -69,17 +70,17 @@ class Node:
         return None
 
     def nearest(self, keys: Keys) -> "Node":
-        """The node at `keys`, or the deepest one above it that exists."""
+        """Return the node at `keys`, or the deepest existing node above it."""
         child = self.child(keys[0]) if keys else None
         return child.nearest(keys[1:]) if child else self
 
     def has(self, keys: Keys) -> bool:
-        """Whether something was written at `keys`."""
+        """Return whether something was written at `keys`."""
         child = self.child(keys[0]) if keys else self
         return child is not None and (child is self or child.has(keys[1:]))
 
     def walk(self, keys: Keys = ()) -> Iterator[tuple[Keys, "Node"]]:
-        """Every node below, with its keys."""
+        """Yield this node and every node below it, with its keys."""
         yield keys, self
         if isinstance(self.value, dict):
             for key, child in self.value.items():
@@ -90,19 +91,19 @@ class Node:
 
 
 def keys_of(name: str) -> Keys:
-    """`reward.functions.0` as keys."""
+    """Split a dotted name, such as `reward.functions.0`, into keys."""
     return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def placed(mistake: Mistake, root: Node) -> Problem:
-    """A mistake at the first of its keys that was written; at the first of all if none was."""
+    """Place a mistake at the first of its keys that the user wrote, or at its first key if none was written."""
     candidates = [keys_of(name) for name in mistake.keys]
     keys = next((keys for keys in candidates if root.has(keys)), candidates[0])
     return Problem(root.nearest(keys).place, keys, mistake.text)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the scalars of YAML 1.2 (its own are those of 1.1)."""
+    """PyYAML's parser with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's name; ours, not the parent's
 
@@ -112,15 +113,15 @@ for _tag, _pattern in SCALARS.items():
 
 
 def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, list[Problem]]:
-    """The document and its duplicate or malformed keys.
+    """Return the document, and a problem for each duplicate or malformed key.
 
     Args:
         text: YAML.
-        file: what to call it in places.
-        line_numbers: False for one-line overrides.
+        file: name of the document in places.
+        line_numbers: False for overrides, which have one line.
 
     Raises:
-        ConfigError: no YAML at all, or more of it than a config needs; with the line.
+        ConfigError: the text is not YAML, or it is larger than any config. The message names the line.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -137,7 +138,7 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
 
 
 class _Build:
-    """From PyYAML's nodes to ours."""
+    """Converts PyYAML's nodes to ours."""
 
     def __init__(self, file: str, line_numbers: bool) -> None:
         self.file = file
@@ -148,7 +149,7 @@ class _Build:
         self._construct = _Loader("")
 
     def node(self, node: Any, place: str, keys: Keys) -> Node:
-        """Raises ConfigError for a document beyond `MOST_VALUES`."""
+        """Convert one node. Raises ConfigError if the document exceeds `MOST_VALUES`."""
         self._values += 1
         if self._values > MOST_VALUES:
             raise ConfigError(f"{place}  makes the config longer than {MOST_VALUES} values, with aliases written out; shorten it")
@@ -207,9 +208,9 @@ def _advice(error: yaml.MarkedYAMLError) -> str:
 
 
 def merge(base: Node, over: Node, keys: Keys = ()) -> Node:
-    """`over` on top of `base`: sections key by key, everything else whole.
+    """Merge `over` onto `base`: sections key by key, every other value as a whole.
 
-    A choice that names another function starts afresh: parameters of the old function would not fit the new one.
+    If a choice names another function, the parameters of the old function are dropped: they would not fit.
     """
     if not isinstance(over.value, dict) or (keys in CHOICES and _renames(base, over, keys)):
         return over
@@ -238,10 +239,10 @@ def _merge_item(base: Node, over: Node, keys: Keys) -> Node:
 
 
 def override(text: str) -> Node:
-    """The document that `key.path=value` stands for; a number in the path picks an item of a list.
+    """Return the document that `key.path=value` stands for. A number in the path selects an item of a list.
 
     Raises:
-        ConfigError: not of that form, or the value is no YAML.
+        ConfigError: the text does not have that form, or the value is not YAML.
     """
     place = f"override `{text}`"
     path, equals, value = text.partition("=")
@@ -256,7 +257,7 @@ def override(text: str) -> Node:
 
 
 def spelled_out(root: Node) -> Node:
-    """The same document with every choice a section: `advantage: rloo` becomes `advantage: {name: rloo}`."""
+    """Return the document with every choice as a section: `advantage: rloo` becomes `advantage: {name: rloo}`."""
 
     def visit(node: Node, keys: Keys) -> Node:
         if keys in CHOICES or keys[:-1] in CHOICE_LISTS:
@@ -271,12 +272,13 @@ def spelled_out(root: Node) -> Node:
 
 
 def read(path: Path) -> tuple[Node, list[Problem]]:
-    """A file on top of the files that its key `extends` names: a path or a list of them, relative to the file or shipped.
+    """Read a file and merge it onto the files that its key `extends` names.
 
-    `configs/NAME.yaml` is the shipped one where there is no such file.
+    `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml` means
+    the shipped one.
 
     Raises:
-        ConfigError: a file that cannot be read, is no YAML, or extends itself.
+        ConfigError: a file cannot be read, is not YAML, or extends itself.
     """
     if path.parts[:1] == ("configs",):
         path = _base(Path(), str(path))
@@ -312,7 +314,7 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
 
 
 def _base(directory: Path, given: str) -> Path:
-    """The file that `extends` names: below the directory of who says so, else among the configs that asyncrl brings along."""
+    """Return the file that `extends` names: relative to the extending file, otherwise among the shipped configs."""
     beside = directory / given
     if beside.exists() or Path(given).is_absolute():
         return beside
@@ -321,7 +323,7 @@ def _base(directory: Path, given: str) -> Path:
 
 
 def _reason(path: Path, error: OSError | ValueError) -> str:
-    """Why a config cannot be read, and what to do."""
+    """Say why a config cannot be read, and what to do."""
     if path.is_dir():
         inside = path / "config.yaml"
         return f"it is a directory; give {f'its config, {inside}' if inside.is_file() else 'the path of a YAML file'}"

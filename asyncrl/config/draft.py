@@ -1,4 +1,4 @@
-"""A config with mistakes in it: mended as far as needed to look for more, so that all of them are told at once."""
+"""A config with mistakes, repaired far enough to look for further ones, so that all are reported together."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -12,32 +12,32 @@ from asyncrl.config.base import Keys, Mistake
 from asyncrl.config.document import Node, Problem, keys_of, placed
 from asyncrl.config.schema import SECTIONS_ONLY, Config
 
+# Stand-ins for required keys that are missing. They are hub names, so no file is looked for.
 PLACEHOLDERS: dict[Keys, Any] = {
     ("run", "name"): "unnamed",
     ("model", "path"): "no/model",
     ("data", "train"): "no/data",
     ("reward", "functions"): [{"function": "exact_match"}],
 }
-"""For what is needed and missing; names of the hub, so that no file is looked for."""
+# How often `repaired` removes wrong values: removing one may uncover another.
 ROUNDS = 8
-"""Taking out one mistake may uncover another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A config as far as it can be read."""
+    """A config, its text and its problems so far."""
 
     path: Path
     root: Node
     problems: list[Problem]
     config: Config | None
-    """Without what is wrong; None where too little is right."""
+    """The config without its wrong values; None if too few are right."""
 
     def add(self, mistake: Mistake) -> None:
-        """Add a mistake, unless it may follow from a problem already reported for one of its keys, or for a section above."""
+        """Add a mistake, unless it may be a consequence of a problem already reported for one of its keys or their section."""
         problem = placed(mistake, self.root)
         doubtful = [one.keys[:-1] if one.misplaced else one.keys for one in self.problems]
-        doubtful = [keys for keys in doubtful if keys]  # a section that is wrong as a whole has been left out, for defaults
+        doubtful = [keys for keys in doubtful if keys]  # a whole section that is wrong was replaced by its defaults
         unknown_section = any(one.misplaced for one in self.problems if len(one.keys) == 1)
         if unknown_section and not self.root.has(problem.keys):
             return
@@ -45,8 +45,8 @@ class Draft:
             self.problems.append(problem)
 
 
-def mended(root: Node, wrong: Iterable[Keys]) -> Config | None:
-    """The config without the values at `wrong` and without whatever else is not valid, defaults in their place."""
+def repaired(root: Node, wrong: Iterable[Keys]) -> Config | None:
+    """Return the config with defaults in place of the values at `wrong` and of any other invalid value."""
     values = deepcopy(root.plain())
     for keys in wrong:
         _take_out(values, keys)
@@ -55,11 +55,11 @@ def mended(root: Node, wrong: Iterable[Keys]) -> Config | None:
             return Config.model_validate(values, context=SECTIONS_ONLY)
         except ValidationError as error:
             for detail in error.errors():
-                _mend(values, tuple(detail["loc"]), missing=detail["type"] == "missing")
+                _repair(values, tuple(detail["loc"]), missing=detail["type"] == "missing")
     return None
 
 
-def _mend(values: Any, keys: Keys, *, missing: bool) -> None:
+def _repair(values: Any, keys: Keys, *, missing: bool) -> None:
     if not missing:
         _take_out(values, keys)
     elif keys in PLACEHOLDERS:

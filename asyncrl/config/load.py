@@ -1,4 +1,4 @@
-"""Reading a config: files and overrides in, a checked `Config` out, or every mistake at once with its line."""
+"""Reads files and overrides into a checked `Config`, or reports every mistake with its line."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from asyncrl.config import registry
 from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import CHOICES, default_name, kind_at
 from asyncrl.config.document import Node, Problem, merge, override, placed, read
-from asyncrl.config.draft import Draft, mended
+from asyncrl.config.draft import Draft, repaired
 from asyncrl.config.report import panel, problems_of, schema_at
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
@@ -20,7 +20,7 @@ __all__ = ["checked", "config_hash", "config_json", "dump_config", "load_config"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file, with `key.path=value` overrides on top; the later of two wins.
+    """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
     A value of an override is YAML; a number in its path picks an item of a list (`reward.functions.0.weight=2`).
     `extends: other.yaml` (or a list) puts the file on top of others; paths are relative to the file.
@@ -32,7 +32,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def checked(draft: Draft) -> Config:
-    """The config of a draft without problems. Raises ConfigError with all of them."""
+    """Return the config of a draft. Raises ConfigError with all problems, if it has any."""
     if draft.problems or draft.config is None:
         problems = sorted(draft.problems, key=_reading_order)
         raise ConfigError(panel(problems, title=str(draft.path)))
@@ -40,7 +40,7 @@ def checked(draft: Draft) -> Config:
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """What `load_config` makes its config of, with the problems found so far. Raises ConfigError for what is no YAML."""
+    """Read what `load_config` makes its config of, with the problems found so far. Raises ConfigError if it is not YAML."""
     root, problems = read(path)
     for text in overrides:
         try:
@@ -54,20 +54,20 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
         return Draft(path, root, problems, Config.model_validate(root.plain()))
     except ValidationError as error:
         problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
-    draft = Draft(path, root, problems, mended(root, [problem.keys for problem in problems]))
+    draft = Draft(path, root, problems, repaired(root, [problem.keys for problem in problems]))
     for mistake in disagreements(dict(draft.config)) if draft.config else ():
         draft.add(mistake)
     return draft
 
 
 def _reading_order(problem: Problem) -> tuple[bool, str, int]:
-    """Overrides last, files by line."""
+    """Sort problems in files by line, and those of overrides last."""
     file, _, line = problem.place.rpartition(":")
     return (not line.isdecimal(), file, int(line) if line.isdecimal() else 0)
 
 
 def _with_default_names(root: Node) -> Node:
-    """Lets `algorithm.advantage.scale=none` speak of the default advantage."""
+    """Add the default names of choices, so that `algorithm.advantage.scale=none` concerns the default advantage."""
     for keys in CHOICES:
         name, node = default_name(keys), root.nearest(keys)
         if root.has(keys) and isinstance(node.value, dict) and "name" not in node.value:
@@ -76,7 +76,7 @@ def _with_default_names(root: Node) -> Node:
 
 
 def _misread(root: Node) -> Iterator[Problem]:
-    """Truth values where numbers belong, which Python would take for 0 and 1."""
+    """Find booleans in place of numbers, which Python would accept as 0 and 1."""
     for keys, node in root.walk():
         schema = schema_at(keys) if isinstance(node.value, bool) else {}
         if schema.get("type") in ("integer", "number"):
@@ -84,7 +84,7 @@ def _misread(root: Node) -> Iterator[Problem]:
 
 
 def _choice_problems(root: Node) -> Iterator[Problem]:
-    """What is wrong with chosen functions and their parameters."""
+    """Find mistakes in the chosen functions and their parameters."""
     for keys, node in root.walk():
         kind = kind_at(keys)
         params = node.plain() if kind else None

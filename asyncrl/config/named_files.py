@@ -1,4 +1,4 @@
-"""What can be known without loading a model: a config's files exist, the sizes fit, the packages it needs are installed."""
+"""Checks that need no model in memory: files exist, sizes fit, required packages are installed."""
 
 import difflib
 import importlib.util
@@ -14,14 +14,15 @@ from asyncrl.extras import install_command
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
+# Suffixes of data files; only the first three formats are read.
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
-"""Of files: the first three are read."""
+# Name of the switch in `telemetry`, of our extra and of the library's module -> the value that switches it
+# off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
-"""Switch in `telemetry`, extra of this project and module of the library, all of one name; the value that switches it off."""
 
 
 def file_problems(config: Config) -> Iterator[Mistake]:
-    """What is wrong with the files that a config names on this host; names of the Hugging Face hub are left alone."""
+    """Find mistakes in the files that a config names on this host. Names on the Hugging Face hub are not checked."""
     yield from _data(config)
     yield from _model(config)
     yield from _division(config)
@@ -37,7 +38,7 @@ def _data(config: Config) -> Iterator[Mistake]:
 
 
 def _no_data(source: str | None) -> str:
-    """Why no rows can come from there; empty if they may."""
+    """Say why the source has no rows; return an empty text if it may have some."""
     if not source:
         return ""
     path = Path(source)
@@ -50,13 +51,13 @@ def _no_data(source: str | None) -> str:
 
 
 def is_local(source: str) -> bool:
-    """A path rather than a hub name, which has at most one slash."""
+    """Return whether the source is a path and not a hub name, which has at most one slash."""
     looks_so = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
     return looks_so or Path(source).is_file()
 
 
 def absent(source: str) -> str:
-    """What is not there, and what lies beside it under a similar name."""
+    """Say that a path does not exist, and which similar name exists in its directory."""
     path = Path(source)
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, neighbours, n=1)
@@ -86,7 +87,7 @@ def _model(config: Config) -> Iterator[Mistake]:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Whether the tokenizer of a model directory brings one along."""
+    """Return whether the tokenizer in a model directory has a chat template."""
     settings = directory / "tokenizer_config.json"
     return (directory / "chat_template.jinja").is_file() or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """The functions that an algorithm may be composed of: their names and their parameters.
 
 A choice is a registered name, `package.module:function`, or `path.py:function`. Its keyword-only parameters are the
-keys that may stand beside the name in a config, so a default or a bound is stated once, in the signature. Checking a
+keys that a config may set for it, so a default or a bound is stated once, in the signature. Checking a
 config must stay fast: a registered function's signature is read without importing torch. A user's function is
 checked when it is loaded.
 """
@@ -26,10 +26,11 @@ KINDS = ("advantage", "policy_loss", "correction", "aggregation", "kl", "filter"
 
 
 def _table(modules: Mapping[str, str]) -> dict[str, str]:
-    """Names that are those of their functions: module -> names, separated by blanks."""
+    """Build a table of names that equal their functions' names, from module -> names separated by blanks."""
     return {name: f"{module}:{name}" for module, listed in modules.items() for name in listed.split()}
 
 
+# Kind -> name -> module and function in `asyncrl.algo`.
 TABLES: Mapping[str, Mapping[str, str]] = {
     "advantage": _table(
         {
@@ -66,8 +67,8 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "filter": _table({"filters": "zero_variance reward_range"}),
     "shaping": _table({"shaping": "soft_overlong"}),
 }
-"""Kind -> name -> module and function in this package."""
 
+# Arguments that the learner passes by position.
 POSITIONAL: Mapping[str, tuple[str, ...]] = {
     "advantage": ("rewards",),
     "policy_loss": ("batch", "logprobs_T"),
@@ -77,21 +78,22 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
     "filter": ("group",),
     "shaping": ("reward",),
 }
-"""What the learner passes by position."""
 
+# Arguments that the learner always passes by keyword.
 SUPPLIED: Mapping[str, tuple[str, ...]] = {"shaping": ("response_tokens", "max_response_tokens", "finish_reason")}
-"""What the learner passes by keyword, always."""
 
+# Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("advantage", "gae"): frozenset({"values_T"}),
     ("advantage", "remax"): frozenset({"greedy_rewards_group"}),
     ("advantage", "optimal_token_baseline"): frozenset({"logprobs_T", "sum_squared_probs_T"}),
 }
-"""Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`."""
 
+# Arguments that the learner passes by keyword to functions that declare them; see `takes`.
 ON_REQUEST = frozenset({"entropy_T", "step"})
-"""What the learner passes by keyword to functions that have it: see `takes`."""
 
+# Pairs of parameters of which the first must be below the second: tokens between them are kept, or dropped in
+# `clip_cov`.
 ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
     ("policy_loss", "clip_cov"): ("covariance_low", "covariance_high"),
     ("correction", "truncate"): ("floor", "cap"),
@@ -100,17 +102,16 @@ ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
     ("correction", "veto"): ("low", "high"),
     ("filter", "reward_range"): ("low", "high"),
 }
-"""Parameters of which the first must be below the second: between them lies what is kept, or in `clip_cov` left out."""
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Registered names of a kind, sorted."""
+    """Return the registered names of a kind, sorted."""
     return tuple(sorted(TABLES[kind]))
 
 
 @functools.cache
 def parameters(kind: str, name: str) -> type[BaseModel]:
-    """The model of the keys that may stand beside a registered name."""
+    """Return the model of the keys that a config may set for a registered name."""
     module, _, function = TABLES[kind][name].partition(":")
     (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
     fields: dict[str, Any] = {
@@ -127,13 +128,13 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _value(node: ast.expr | None) -> Any:
-    """Of an annotation or default in our own signatures; an annotation may use the names of `ranges`."""
+    """Evaluate an annotation or default of our own signatures. An annotation may use only the names in `ranges`."""
     assert node is not None, "a parameter that a config may set is annotated"
     return eval(ast.unparse(node), dict(vars(ranges)))
 
 
 def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistake]:
-    """What is wrong with a choice: an unknown name or key, a missing key, a value out of range; with a suggestion.
+    """Find what is wrong with a choice: an unknown name or key, a missing key, a value out of range.
 
     The keys of a mistake are `name` and those of `params`. A user's function (with a colon in its name) is accepted;
     `resolve` checks it.
@@ -177,7 +178,7 @@ def _complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
 
 
 def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with its parameters bound; call it with the positional arguments of its kind.
+    """Return the function with its parameters bound, to be called with the positional arguments of its kind.
 
     Raises:
         ConfigError: see `mistakes`. Or a user's function cannot be loaded, or not be called the way its kind is called.
@@ -197,19 +198,19 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
 
 
 def needs(kind: str, name: str) -> frozenset[str]:
-    """Costly columns that a choice needs; a user's function names them in its attribute `needs`."""
+    """Return the costly columns that a choice needs. A user's function lists them in its attribute `needs`."""
     if ":" not in name:
         return NEEDS.get((kind, name), frozenset())
     return frozenset(getattr(load(name), "needs", ()))
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether a resolved function asks for an argument of `ON_REQUEST`."""
+    """Return whether a resolved function declares an argument of `ON_REQUEST`."""
     return parameter in inspect.signature(function).parameters
 
 
 def load(target: str) -> Callable[..., Any]:
-    """What a user's `package.module:name` or `path.py:name` names. Raises ConfigError."""
+    """Load a user's `package.module:name` or `path.py:name`. Raises ConfigError."""
     try:
         return plugins.load(target)
     except ImportError as error:

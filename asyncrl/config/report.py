@@ -1,4 +1,4 @@
-"""What is wrong with a config, said so that it can be mended: what was found, what is allowed, what was probably meant."""
+"""Problems of a config as text: what was found, what is allowed, what was probably meant."""
 
 import difflib
 import functools
@@ -15,14 +15,14 @@ from asyncrl.config.wording import Schema, describe, shown
 
 
 def panel(problems: Iterable[Problem | str], *, title: str) -> str:
-    """All problems, one a line, under a title that counts them."""
+    """List all problems, one per line, under a title with their number."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return "\n".join([f"{count} in {title}", *(f"  {line}" for line in lines)])
 
 
 def problems_of(error: ValidationError, root: Node) -> list[Problem]:
-    """Pydantic's findings, with places and in our words."""
+    """Convert pydantic's errors to problems with places."""
     return [problem for detail in error.errors() for problem in _problems_of(detail, root)]
 
 
@@ -61,7 +61,7 @@ def _allowed(keys: Keys, detail: Any) -> str:
 
 
 def suggest_key(keys: Keys) -> str:
-    """The keys known at a place, and the one that was probably meant, there or elsewhere."""
+    """List the keys that are allowed at a place, and suggest the one that was probably meant, there or elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
     if key in NOT_HERE:
         return f"there is no {NOT_HERE[key]} here, all weights are trained; delete it"
@@ -72,7 +72,7 @@ def suggest_key(keys: Keys) -> str:
 
 
 def meant_keys(name: str, *, section: str = "") -> list[str]:
-    """At most two keys of the config that somebody may have meant by a name alone; those of `section` first."""
+    """Return at most two keys that a bare name may mean; keys of `section` come first."""
     name = name.lower().replace("-", "_")
     if name in OTHER_NAMES:
         return [OTHER_NAMES[name]]
@@ -80,6 +80,7 @@ def meant_keys(name: str, *, section: str = "") -> list[str]:
     return [path for path in elsewhere if path.startswith(f"{section}.")][:2] or elsewhere[:2]
 
 
+# Keys of other trainers -> ours.
 OTHER_NAMES = {
     "learning_rate": "learner.optimizer.lr",
     "num_generations": "batch.group_size",
@@ -120,9 +121,8 @@ OTHER_NAMES = {
     "seed": "run.seed",
     "output_dir": "run.root",
 }
+# Features of other trainers that asyncrl does not have.
 NOT_HERE = {"lora": "LoRA", "peft": "LoRA", "use_peft": "LoRA", "lora_r": "LoRA", "lora_rank": "LoRA", "critic_lora": "LoRA"}
-"""What others have, and asyncrl has not: all weights are trained."""
-"""What other trainers call it."""
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def _json_schema() -> Schema:
 
 
 def _inlined(schema: Any, parts: Schema) -> Any:
-    """The same schema with its references replaced by what they refer to."""
+    """Return the schema with every reference replaced by its target."""
     if isinstance(schema, list):
         return [_inlined(item, parts) for item in schema]
     if not isinstance(schema, dict):
@@ -143,7 +143,7 @@ def _inlined(schema: Any, parts: Schema) -> Any:
 
 
 def schema_at(keys: Keys) -> Schema:
-    """JSON schema of the value at `keys`; empty where the schema knows nothing."""
+    """Return the JSON schema of the value at `keys`, or an empty one if there is none."""
     schema = _json_schema()
     for key in keys:
         if isinstance(key, int):
@@ -155,13 +155,13 @@ def schema_at(keys: Keys) -> Schema:
 
 
 def known_keys(keys: Keys) -> list[str]:
-    """Keys of the section at `keys`."""
+    """Return the keys of the section at `keys`."""
     return list(schema_at(keys).get("properties", {}))
 
 
 @functools.cache
 def all_paths(keys: Keys = ()) -> tuple[str, ...]:
-    """Every dotted key of the schema, except inside choices."""
+    """Return every dotted key of the schema, except those inside choices."""
     if keys in CHOICES or keys in CHOICE_LISTS:
         return ()
     below = [path for key in known_keys(keys) for path in all_paths((*keys, key))]

@@ -1,4 +1,4 @@
-"""A config as text, and as the hash by which generator and learner know that they mean the same run."""
+"""A config as text, and the hashes by which processes agree on it."""
 
 import hashlib
 import json
@@ -11,6 +11,14 @@ from asyncrl.config.document import SCALARS
 from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
 
+# Values that learner and generators must agree on: which prompt a ticket id means, how responses are sampled
+# and scored, how weights arrive.
+#
+# `learner.steps` and `eval.every` decide which weights a round of evaluation needs. If a run is resumed with
+# other values, its supervisor starts generators with them; generators of other hosts are refused and leave.
+#
+# Values that only one side reads are left out: the algorithm (except `wants_greedy`), generator, checkpoint,
+# telemetry, and the rest of learner and store.
 SHARED: dict[str, tuple[str, ...]] = {
     "run": ("seed",),
     "model": ("path", "revision", "dtype", "chat_template"),
@@ -24,24 +32,16 @@ SHARED: dict[str, tuple[str, ...]] = {
     "learner": ("steps",),
     "eval": ("prompts", "samples", "temperature", "every"),
 }
-"""What both sides must agree on: which prompt a ticket id means, how it is sampled and scored, how weights arrive.
-
-`learner.steps` and `eval.every` say which weights a round of evaluation needs. A run may be resumed with other values: its
-supervisor starts its generators with them; those that joined from elsewhere are refused when they come back, and leave.
-
-Not in it, because one side alone reads it: the algorithm (but for `wants_greedy`), generator, checkpoint and telemetry
-parts, and the rest of the learner's and the store's.
-"""
 
 
 BREAKS = set("\x85\u2028\u2029\ufeff")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as something else."""
+    """A dumper that quotes text which YAML 1.1 or 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Line breaks that only YAML knows survive in double quotes alone."""
+        """Put text in double quotes if it holds line breaks that only YAML knows; no other style preserves them."""
         style = '"' if BREAKS & set(text) else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -52,17 +52,17 @@ for _tag, _pattern in SCALARS.items():
 
 
 def dump_config(config: Config) -> str:
-    """YAML that loads back to an equal config; every default is written out."""
+    """Return YAML that loads back to an equal config, with every default written out."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def config_json(config: Config) -> str:
-    """The whole config as one line of JSON, the same for equal configs."""
+    """Return the whole config as one line of JSON; equal configs give equal lines."""
     return _canonical(config.model_dump(mode="json"))
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits over the `SHARED` fields and `wants_greedy`: equal for processes that may work on the same run."""
+    """Hash the `SHARED` fields and `wants_greedy` to 16 hex digits; processes of one run must have equal hashes."""
     shared: dict[str, Any] = {
         part: getattr(config, part).model_dump(mode="json", include=set(fields)) for part, fields in SHARED.items()
     }
@@ -71,13 +71,13 @@ def config_hash(config: Config) -> str:
 
 
 def host_digest(config: Config) -> str:
-    """16 hex digits over what a config makes a generator's host do: which code, in which sandbox, with which variables."""
+    """Hash what a config makes a generator's host run: code, sandbox and environment variables. 16 hex digits."""
     parts = config.model_dump(mode="json", include={"run": {"environment"}, "model": True, "reward": True})
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
 def eval_digest(config: Config) -> str:
-    """8 hex digits over what held-out evaluation asks, and how answers are sampled and scored; not when, nor how many."""
+    """Hash what held-out evaluation asks and how answers are sampled and scored, but not when or how many. 8 hex digits."""
     asked = {
         "data": config.data.model_dump(mode="json", include={"eval", "eval_split"}),
         "reward": config.reward.model_dump(mode="json", include={"functions"}),
@@ -88,9 +88,9 @@ def eval_digest(config: Config) -> str:
 
 
 def wants_greedy(config: Config) -> bool:
-    """Whether generators sample a greedy response per ticket: all that they need to know of the algorithm.
+    """Return whether generators sample a greedy response per ticket: the only fact about the algorithm that they need.
 
-    So a run may be resumed with another advantage and keep the generators that joined it, unless this changes.
+    A run can be resumed with another advantage and keep its generators, unless this value changes.
     """
     return "greedy_rewards_group" in needs("advantage", config.algorithm.advantage.name)
 

@@ -1,7 +1,7 @@
-"""What may change when a run is resumed: every key of the config, and why some have to stay.
+"""Which keys of the config may change when a run is resumed, and why the others may not.
 
-A checkpoint holds `fixed_values`. Of `data.train` it holds the rows and not the name: a file may be moved, and what another file
-under the same name holds is seen. Whoever resumes compares them with its config before it writes or starts anything.
+A checkpoint holds `fixed_values`, which are compared with the config before anything is written or started. For
+`data.train` it holds a fingerprint of the rows, not the name: a file may be moved, but its rows may not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import shown
 
+# The key defines the run: with another value it is another run.
 OTHER_RUN = "another run"
-"""What it decides is what the run is about."""
+# The weights would fit the new value, but other parts of the checkpoint would not.
 REFUSED = "refused"
-"""The weights could go on with it, but not what is stored beside them."""
 MAY_CHANGE = "may change"
 
 
 class Bound(NamedTuple):
-    """A key that has to stay."""
+    """A key that must not change: how strictly, and why."""
 
     kind: str
     why: str
@@ -56,6 +56,8 @@ BOUND: dict[str, Bound] = {
     "store.shards": Bound(REFUSED, "each shard counts ids of its own, and they would be others"),
 }
 
+# Groups that were sampled before a change are trained as they are. If they no longer fit (too long, too old,
+# without the greedy reward), they are rejected, counted with the reason, and their credit is returned.
 FREE: dict[str, str] = {
     "run": "root environment",
     "model": "trust_remote_code",
@@ -81,12 +83,10 @@ FREE: dict[str, str] = {
     "checkpoint": "every keep",
     "telemetry": "wandb wandb_project tensorboard trackio trackio_project trace prometheus_port prometheus_host samples_per_step",
 }
-"""Groups that were sampled before a change are trained as they are. Those that no longer fit (too long, too old, without the
-greedy reward) are rejected, counted with the reason, and give their credit back."""
 
 
 def on_resume(key: str) -> str:
-    """One of the three words, and the reason where it is not `may change`. KeyError for a key without an entry."""
+    """Say whether a key may change, and if not, why. Raises KeyError for a key without an entry."""
     if key in BOUND:
         return f"{BOUND[key].kind}: {BOUND[key].why}"
     section, _, name = key.rpartition(".")
@@ -96,7 +96,7 @@ def on_resume(key: str) -> str:
 
 
 def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
-    """Those of the keys in `BOUND`, as plain values for the checkpoint. `rows` stands for what is in `data.train`."""
+    """Return the values of the keys in `BOUND` for the checkpoint. `rows` is the fingerprint of `data.train`."""
     found: dict[str, Any] = {}
     for key in BOUND:
         value: Any = config
@@ -108,7 +108,7 @@ def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
 
 
 def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path) -> Iterator[Mistake]:
-    """Every key that had to stay and that `values` have changed. `weights` are the run's newest, as a model directory."""
+    """Find every key of `BOUND` that `values` changes. `weights` is the directory of the run's newest model."""
     for key, (kind, why) in BOUND.items():
         if _is_same(key, saved[key], values[key]):
             continue
@@ -122,7 +122,7 @@ def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weig
 
 
 def _is_same(key: str, saved: Any, value: Any) -> bool:
-    """Two spellings of one path are the same model."""
+    """Compare two values; two spellings of one path are the same model."""
     if saved == value or key != "model.path":
         return bool(saved == value)
     return Path(saved).exists() and Path(value).exists() and Path(saved).samefile(value)

@@ -54,8 +54,8 @@ __all__ = [
     "WeightsConfig",
 ]
 
+# Context of a validation that checks each section, but not whether they agree.
 SECTIONS_ONLY = "sections only"
-"""Context of a validation that checks each section, but not whether they agree."""
 
 
 class Config(Part):
@@ -83,7 +83,8 @@ class Config(Part):
     def window_groups(self) -> int:
         """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is whole.
 
-        At L = 0 nobody overtakes by default: else a group could be left for the next step, and training is not on-policy.
+        At L = 0 no group overtakes another by default. Otherwise a group could be left for the next step, and training
+        would not be on-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
         default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0

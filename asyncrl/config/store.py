@@ -1,4 +1,4 @@
-"""The store's part of the config: where it is, and how safely it is reached."""
+"""The section of the store: its address and its protection."""
 
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit

@@ -1,4 +1,4 @@
-"""How values and what is allowed for them are put into words."""
+"""Puts values, and what a schema allows, into words."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or 
 
 
 def describe(schema: Schema) -> str:
-    """For people: what a schema allows."""
+    """Say what a schema allows."""
     if "anyOf" in schema:
         return " or ".join(describe(choice) for choice in schema["anyOf"])
     if "enum" in schema:
@@ -44,7 +44,7 @@ def _described_list(schema: Schema) -> str:
 
 
 def shown(value: Any) -> str:
-    """A found value, short."""
+    """Show a value in at most 60 characters."""
     if isinstance(value, Mapping):
         return f"a section with {', '.join(map(str, value)) or 'nothing'}"
     if value is None:

@@ -1,4 +1,4 @@
-"""From the name of a reward function to something that can be called, and from what it returned to a number and an answer."""
+"""Loads reward functions by name, calls them, and checks what they return."""
 
 import asyncio
 import hashlib
@@ -14,12 +14,12 @@ from asyncrl.plugins import load
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import UNSAID, Form, form_of
 
+# A longer answer is replaced by its beginning and a digest, so that equal answers stay equal.
 ANSWER_CHARACTERS = 64
-"""A longer answer is replaced by its beginning and its digest: equal ones stay equal."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function behind `package.module:function`, `path.py:function` or a built-in's name. Raises RewardError."""
+    """Return the function that `package.module:function`, `path.py:function` or a built-in's name means. Raises RewardError."""
     if ":" not in name:
         if name in BUILTINS:
             return BUILTINS[name]

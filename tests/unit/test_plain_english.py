@@ -39,7 +39,6 @@ CEILINGS: dict[str, int] = {
     "buffer": 42,
     "cli": 6,
     "commands": 6,
-    "config": 22,
     "errors": 1,
     "evaluation": 1,
     "files": 6,
