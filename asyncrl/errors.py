@@ -1,12 +1,12 @@
-"""Every exception raised on purpose. A message says where, what was found, what is allowed, what to do."""
+"""All exceptions that asyncrl raises. Their messages say where, what was found, what is allowed, and what to do."""
 
 
 class AsyncRLError(Exception):
-    """Base of all; the command line prints its text without a traceback."""
+    """Base class of all errors. The command line prints their text without a traceback."""
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A configuration that cannot run: unknown key, wrong type, impossible combination."""
+    """A config that cannot run: an unknown key, a wrong type, or an impossible combination."""
 
 
 class DataError(AsyncRLError, ValueError):
@@ -14,15 +14,15 @@ class DataError(AsyncRLError, ValueError):
 
 
 class MissingLibrary(AsyncRLError, ImportError):
-    """A library that one feature needs, and that an extra of this package brings."""
+    """A library is missing that one feature needs. An extra of this package installs it."""
 
 
 class ShapeError(AsyncRLError, ValueError):
-    """Tensors that do not fit together."""
+    """Tensors with shapes that do not fit together."""
 
 
 class WireError(AsyncRLError, ValueError):
-    """Bytes that are not a frame of ours."""
+    """Bytes that are not a valid frame."""
 
 
 class WireVersionError(WireError):
@@ -34,7 +34,7 @@ class StoreError(AsyncRLError):
 
 
 class StoreRefused(StoreError):
-    """The store answers and will not serve us: wrong password, too old, not a store at all. Asking again is no use."""
+    """The store refuses to serve this run: wrong password, too old, or not a store. Retrying does not help."""
 
 
 class ForeignRunError(StoreError):
@@ -46,7 +46,7 @@ class BufferFenced(StoreError):
 
 
 class BufferGap(StoreError):
-    """The store's history is not this learner's: reload the last checkpoint and recover."""
+    """The store's history differs from this learner's: reload the last checkpoint and recover."""
 
 
 class ControlError(AsyncRLError):
@@ -54,11 +54,11 @@ class ControlError(AsyncRLError):
 
 
 class ControlRefused(ControlError):
-    """The learner will not have this generator: another release, another config, a name that is taken."""
+    """The learner refuses this generator: another release, another config, or a name that is taken."""
 
 
 class UpdatesRefused(ControlError):
-    """Weights arrive at the generators, and none of them may sample with them: sending them again is no use."""
+    """Weights arrive at the generators, but no generator may sample with them. Sending them again does not help."""
 
 
 class TransferError(AsyncRLError):
@@ -70,24 +70,24 @@ class EngineError(AsyncRLError):
 
 
 class ResultError(EngineError):
-    """The engine answered, and nobody can train on it: a failure of that ticket, the engine goes on."""
+    """The engine's answer cannot be trained on. The ticket has failed, the engine continues."""
 
 
 class RewardError(AsyncRLError):
-    """A reward function raised, hung, or returned something that is no reward."""
+    """A reward function raised, hung, or returned something that is not a reward."""
 
 
 class CheckpointError(AsyncRLError):
-    """A checkpoint that is missing, torn, or does not belong to this run."""
+    """A checkpoint that is missing, incomplete, or belongs to another run."""
 
 
 class RunError(AsyncRLError):
-    """The run cannot start or go on: lock held, port taken, process died too often."""
+    """The run cannot start or continue, for example because a process died too often."""
 
 
 class RunNotUp(RunError):
-    """The run is not there yet; it may come."""
+    """The run is not up; it may start later."""
 
 
 class CheckpointsRefused(RunError):
-    """Something was saved, nothing of it can be loaded, and a run does not begin again by itself."""
+    """Checkpoints were saved, but none can be loaded, and a run never begins again by itself."""

@@ -1,10 +1,9 @@
-"""Held-out evaluation while training goes on: the generators do it, through a lane of their own.
+"""Held-out evaluation during training: the generators answer, through a second lane of the buffer.
 
-The lane is the buffer protocol once more. Round r asks for the first N held-out prompts, answered by weights of
-version min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or
-counted twice. What an id means hangs on `every`, N, `steps`, and on what is asked and how it is answered and scored: each
-combination has a lane of its own (`lane_name`), and a run that is resumed with another one begins with the next round that its
-version has not passed (`resume_ledger`).
+Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its ids are
+r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or counted twice. The meaning of an id depends on `every`, N,
+`steps`, the prompts, and how they are answered and scored. So each combination has its own lane (`lane_name`). A run that is
+resumed with another combination begins with the next round that its version has not passed (`resume_ledger`).
 """
 
 import logging
@@ -27,7 +26,7 @@ from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
-MOST_VOTES = 64  # the largest k of maj@k below that of all rollouts: its cost grows faster than k
+MOST_VOTES = 64  # the largest k of maj@k besides the number of all rollouts: the cost grows faster than k
 
 
 def round_version(index: int, *, every: int, steps: int) -> int:
@@ -36,23 +35,22 @@ def round_version(index: int, *, every: int, steps: int) -> int:
 
 
 def rounds_due(version: int, *, every: int, steps: int) -> int:
-    """Rounds that are open once the learner has reached `version`."""
+    """Number of rounds that are open once the learner has reached `version`."""
     return version // every + 1 + (version == steps and steps % every != 0)
 
 
 def lane_name(*, prompts: int, every: int, steps: int, asked: str) -> str:
-    """The lane in which ids mean rounds of these rules; learner and generators must use the same.
+    """The lane for rounds with these rules; learner and generators must use the same.
 
-    `asked` stands for what is asked and how answers are sampled and scored.
+    `asked` identifies the prompts and how answers are sampled and scored.
     """
     return f"eval-{prompts}-{every}-{steps}-{asked}"
 
 
 def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str) -> Ledger:
-    """Where evaluation goes on from `Evaluation.state`; an empty state is the beginning.
+    """The ledger with which evaluation continues from `Evaluation.state`; an empty state is the beginning.
 
-    Under other rules than the state's, rounds count differently: a fresh ledger, in which all rounds that `version`
-    has passed are over.
+    If the rules have changed, the ledger is new, and all rounds that `version` has passed are over in it.
     """
     rules = {"prompts": prompts, "every": every, "steps": steps, "asked": asked}
     if state and state["rules"] == rules:
@@ -76,7 +74,7 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and which versions really answered."""
+    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and the newest version that answered."""
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
@@ -100,13 +98,13 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
 
 
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
-    """(answers, which are solved: reward >= 1) of each group; empty where no reward function says what the answer is."""
+    """(answers, whether each is solved: reward >= 1) of each group; empty if no reward function extracts an answer."""
     votes = [([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts]) for group in groups]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
 
 
 def _majorities(groups: Sequence[Group]) -> dict[str, float]:
-    """maj@k, if rewards say what the answer is. The majority of two votes is a toss, so k begins above."""
+    """maj@k, if reward functions extract an answer. k begins at 3, because a majority of two votes is a coin toss."""
     if not (votes := votes_of(groups)):
         return {}
     samples = len(votes[0][0])
@@ -122,20 +120,20 @@ def _majorities(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """The learner's end of the evaluation lane."""
+    """The learner's side of the evaluation lane."""
 
     buffer: LearnerBuffer
     ledger: Ledger
     gate: Gate
-    prompts: int  # N; 0 when there is no held-out data: then no round is ever due
+    prompts: int  # N; 0 without held-out data: then no round is ever due
     every: int
     steps: int
     asked: str  # as in `lane_name`
-    history: History = INITIAL  # of the weights that may answer
-    _opened: int = field(default=0, init=False)  # rounds that may be answered, from the first of the run on
-    # Groups of the current round that are taken already: fewer than N after a frame was refused.
+    history: History = INITIAL  # history of the weights that may answer
+    _opened: int = field(default=0, init=False)  # number of rounds that may be answered, from the run's first one on
+    # Groups of the current round that were taken already: fewer than N after a frame was refused.
     _round: list[Group] = field(default_factory=list, init=False)
-    # The ledger after the last whole round: what of a round is only in memory is taken again after a crash.
+    # The ledger after the last whole round: after a crash, the groups of an incomplete round are taken again.
     _finished: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,12 +146,12 @@ class Evaluation:
 
     @property
     def _done(self) -> int:
-        """Rounds that are over; also the index of the current one."""
+        """Number of rounds that are over, which is the index of the current one."""
         return self.ledger.consumed // self.prompts if self.prompts else 0
 
     @property
     def missing(self) -> int:
-        """Rounds that are open and not complete."""
+        """Number of rounds that are open and not complete."""
         return max(0, self._opened - self._done)
 
     def recover(self, version: int) -> None:
@@ -167,7 +165,7 @@ class Evaluation:
 
     @contextmanager
     def _healing(self) -> Iterator[None]:
-        """A store that was wiped or rolled back is brought up to date from the ledger; the caller asks again later."""
+        """Bring a store that was wiped or rolled back up to date from the ledger; the caller tries again later."""
         try:
             yield
         except BufferGap as gap:
@@ -191,12 +189,14 @@ class Evaluation:
         with self._healing():
             while self._done < self._opened and self._take():
                 if len(self._round) == self.prompts:
-                    results.append(self._finish())
+                    version = round_version(self._done - 1, every=self.every, steps=self.steps)
+                    groups, self._round, self._finished = self._round, [], self.ledger.to_dict()
+                    results.append(summarise(sorted(groups, key=lambda group: group.ticket_id), version))
                     self.buffer.commit(self.ledger.takes, self.ledger.chain)
         return results
 
     def _take(self) -> bool:
-        """Take what is missing of the current round: all of it, or, after a frame was refused, in several parts."""
+        """Take the missing groups of the current round; after a frame was refused, a round needs several takes."""
         take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:
@@ -204,11 +204,6 @@ class Evaluation:
         self.ledger.consume(take.ids)
         self._round += groups
         return True
-
-    def _finish(self) -> EvalResult:
-        version = round_version(self._done - 1, every=self.every, steps=self.steps)
-        groups, self._round, self._finished = self._round, [], self.ledger.to_dict()
-        return summarise(sorted(groups, key=lambda group: group.ticket_id), version)
 
     def wait(self, wait_s: float) -> list[EvalResult]:
         """Poll until every open round is complete or `wait_s` has passed."""

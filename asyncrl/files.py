@@ -1,4 +1,4 @@
-"""Small files that others read while they are written. Checkpoints are `trainer.checkpoint`'s."""
+"""Writes small files atomically, because other processes read them. For checkpoints see `run.checkpoint`."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# What to do about an error of the operating system, by its number.
+# Advice for errors of the operating system, by their number.
 CURES: Mapping[int, str] = {
     errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
     errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
@@ -27,20 +27,20 @@ CURES: Mapping[int, str] = {
     errno.EIO: "look at the disk: dmesg says more",
 }
 
-_told: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
 def with_cure(error: OSError, place: object) -> str:
-    """Where, what was found, and what to do; `place` is for an error that names none."""
+    """The error as a message: where, what was found, what to do. `place` is used if the error names no file."""
     cure = CURES.get(error.errno or 0, "give another place (for a run: run.root=DIRECTORY)")
     return f"{error.filename or place}: {error.strerror or error}; {cure}"
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
-    """Write a file at once: whoever opens it sees the old content or the new.
+    """Write a file atomically: readers see either the old content or the new.
 
-    With `durable` so does whoever opens it after a loss of power; without, an empty file may be what is left. With `private`
-    nobody but the owner can read it, at no moment.
+    With `durable` this holds after a loss of power too; without, the file may then be empty. With `private` only the owner
+    can ever read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -54,13 +54,13 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error  # by the name that people know
+        raise OSError(error.errno, error.strerror, str(path)) from error  # with the name that users know
     if durable:
         sync(path.parent)
 
 
 def make_directory(path: Path, *, private: bool = False) -> None:
-    """Make a directory, with those above it, that is still there after a loss of power: what is synced in it would go with it."""
+    """Make a directory and its parents durably: without that, a loss of power could remove synced files in it."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()] or [path]
     path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     for directory in made:
@@ -77,17 +77,14 @@ def sync(path: Path) -> None:
 
 
 def sync_below(directory: Path) -> None:
-    """Make all that is in a directory durable; its own name is its parent's affair."""
+    """Make everything in a directory durable. To keep its name too, sync its parent."""
     for path in directory.rglob("*"):
         sync(path)
     sync(directory)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that a run writes anew all the time; None when there is none.
-
-    One that cannot be read counts as none, which is told once for each reason: nothing rests on it.
-    """
+    """The JSON object in a file that a run rewrites often; None if it is missing or cannot be read, which is logged once."""
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -102,7 +99,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def tell_unreadable(path: Path, reason: object) -> None:
-    """Say once that a file is left out."""
-    if (str(path), str(reason)) not in _told:
-        _told.add((str(path), str(reason)))
+    """Log once for each reason that a file is ignored."""
+    if (str(path), str(reason)) not in _reported:
+        _reported.add((str(path), str(reason)))
         log.warning("%s cannot be read and counts as not there: %s", path, reason)

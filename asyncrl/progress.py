@@ -1,10 +1,11 @@
-"""Signs of progress: memory that a supervisor shares with the processes that it keeps alive.
+"""Heartbeats of processes, in memory that they share with their supervisor.
 
-That a process exists does not say that it gets on. So the thread that does the work says what it begins, and that it gets on
-with it, here. It is memory, not a file or a message: a full disk, a full pipe or a supervisor that stands still hold up nobody.
+A process can exist and still hang. So the thread that does the work reports here what it begins and that it makes progress.
+Shared memory, unlike a file or a message, can never block the process: not on a full disk, a full pipe or a stopped
+supervisor.
 
     supervisor   board = Board(["rank 0", "rank 1"]); Popen(..., env | board.variable(0), pass_fds=[board.descriptor])
-                 Watch(board, limits).look(now_s)        why one of them counts as hung
+                 Watch(board, limits).look(now_s)        why a process counts as hung, or None
     process      attach(), then begin("train"), beat(), beat(), begin("checkpoint", Pace.SLOW), ...
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-VARIABLE = "ASYNCRL_PROGRESS"  # descriptor:place
+VARIABLE = "ASYNCRL_PROGRESS"  # its value is "descriptor:place"
 _SIGN = struct.Struct("<QB55s")
 _QUICK_S = 30.0
 _LONGEST_LOOK_S = 1.0
@@ -26,8 +27,8 @@ class Pace(IntEnum):
     """How long a process may be silent."""
 
     NORMAL = 0
-    SLOW = 1  # A model is loaded, a checkpoint written, a user's code runs
-    QUICK = 2  # it only waits, and says so every second
+    SLOW = 1  # it loads a model, writes a checkpoint, or runs a user's code
+    QUICK = 2  # it only waits, and reports every second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Limits:
     slow_s: float
 
     def of(self, pace: Pace) -> float:
-        """For one pace."""
+        """The limit for one pace."""
         return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: min(_QUICK_S, self.hang_s)}[pace]
 
 
@@ -47,7 +48,7 @@ UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The last one of a process; any other one is progress."""
+    """The last report of a process. A different report means progress."""
 
     count: int
     pace: Pace
@@ -55,7 +56,7 @@ class Sign:
 
 
 class Board:
-    """The supervisor's side: one place for each of `names`."""
+    """The supervisor's side of the memory: one place for each of `names`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -64,11 +65,11 @@ class Board:
         self._memory = mmap.mmap(self.descriptor, _SIGN.size * len(names))
 
     def variable(self, place: int) -> dict[str, str]:
-        """For the environment of the process that gets this place."""
+        """The environment variable for the process that gets this place."""
         return variable(self.descriptor, place)
 
     def signs(self) -> dict[str, Sign]:
-        """By name; of a process that has said nothing yet, that it starts."""
+        """The last sign of each process, by name. A process without a report counts as starting."""
         found = {}
         for place, name in enumerate(self.names):
             count, pace, doing = _SIGN.unpack_from(self._memory, place * _SIGN.size)
@@ -77,19 +78,19 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
         os.close(self.descriptor)
 
 
 def variable(descriptor: int, place: int) -> dict[str, str]:
-    """As of a `Board`, for a process that passes its own descriptor on."""
+    """The environment variable for a place of the board `descriptor`, for a process that passes its own board on."""
     return {VARIABLE: f"{descriptor}:{place}"}
 
 
 @dataclass(slots=True)
 class Watch:
-    """Judges the signs of a board, by a clock that its owner passes in."""
+    """Judges the signs of a board by a clock that the caller passes in."""
 
     board: Board
     limits: Limits
@@ -97,10 +98,7 @@ class Watch:
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def look(self, now_s: float) -> str | None:
-        """Why somebody counts as hung; None when nobody does.
-
-        While one is in a slow part, the others are not judged: they may be waiting for it.
-        """
+        """Why a process counts as hung, or None. While one process is in a slow part, the others may be waiting for it."""
         signs = self.board.signs()
         someone_is_slow = any(sign.pace is Pace.SLOW for sign in signs.values())
         for name, sign in signs.items():
@@ -112,7 +110,7 @@ class Watch:
         shares = {name: silent_s[name] / self.limits.of(sign.pace) for name, sign in signs.items()}
         if max(shares.values()) <= 1.0:
             return None
-        # Those that wait for the hung one fall silent at the same time; which is which the reader must judge.
+        # Processes that wait for the hung one fall silent at the same time, so the message names all of them.
         first, *others = sorted((name for name in signs if shares[name] > 0.5), key=lambda name: -silent_s[name])
         also = "".join(f"; {name}: {silent_s[name]:.0f} s in `{signs[name].doing}`" for name in others)
         return f"{first} made no progress for {silent_s[first]:.0f} s in `{signs[first].doing}`{also}"
@@ -120,7 +118,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Attention:
-    """A clock that stands still while its owner does: silence that nobody was there to hear is nobody's fault."""
+    """A clock that stops while its owner is stopped: processes are not blamed for silence during that time."""
 
     clock: Callable[[], float] = time.monotonic
     now_s: float = 0.0
@@ -130,7 +128,7 @@ class Attention:
         self._looked_at_s = self.clock()
 
     def look(self) -> float:
-        """The time; it has moved by what passed since the last look, at most by a second."""
+        """The time, advanced by the time since the last look, at most by a second."""
         before_s, self._looked_at_s = self._looked_at_s, self.clock()
         self.now_s += min(self._looked_at_s - before_s, _LONGEST_LOOK_S)
         return self.now_s
@@ -140,7 +138,7 @@ class Attention:
 
 
 class _Place:
-    """Where this process says that it gets on; without memory, nowhere."""
+    """The place of this process; without memory, reports go nowhere."""
 
     memory: mmap.mmap | None = None
     offset = 0
@@ -152,7 +150,7 @@ _own = _Place()
 
 
 def attach() -> None:
-    """Take the place that the environment names, if it names one, and begin the start."""
+    """Take the place that the environment names, if it names one, and report that the process starts."""
     descriptor = inherited()
     if descriptor is None:
         return
@@ -162,19 +160,19 @@ def attach() -> None:
 
 
 def inherited() -> int | None:
-    """The descriptor of the board on which this process has its place, to pass on."""
+    """The descriptor of the board with this process's place, to pass on."""
     value = os.environ.get(VARIABLE)
     return None if value is None else int(value.partition(":")[0])
 
 
 def begin(doing: str, pace: Pace = Pace.NORMAL) -> None:
-    """Say what the working thread of this process does from now on."""
+    """Report what the working thread of this process does from now on."""
     _own.doing = pace, doing.encode()[:55]
     beat()
 
 
 def beat() -> None:
-    """Say that the working thread of this process gets on with it."""
+    """Report that the working thread of this process makes progress."""
     if _own.memory is not None:
         _own.count += 1
         _SIGN.pack_into(_own.memory, _own.offset, _own.count, *_own.doing)

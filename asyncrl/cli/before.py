@@ -16,7 +16,7 @@ app.add_typer(reward, name="reward")
 
 @app.command()
 def validate(words: Words = None, config: ConfigOption = None) -> None:
-    """Check a config: all mistakes at once, without loading a model."""
+    """Check a config and report all mistakes together, without loading a model."""
     from asyncrl.preflight.doubts import doubts
     from asyncrl.preflight.validate import validated_config
 

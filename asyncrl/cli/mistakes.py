@@ -60,7 +60,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def _key(option: str) -> str:
-    """For `--learning_rate`: keys of the config are given as KEY=VALUE."""
+    """A hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
     from asyncrl.config.report import meant_keys
 
     keys = meant_keys(option.lstrip("-"))

@@ -1,7 +1,7 @@
 """Checks that the operator of this host has allowed the code and the variables that a run's config wants here.
 
 A generator that joins with only an address takes its config from the store. The signature of the record proves that the
-run's learner wrote it, but the learner's user need not own this host: so each piece of code that would run here, and each
+run's learner wrote it, but the learner's user need not own this host. So each piece of code that would run here, and each
 variable that processes would inherit, must be allowed by name.
 """
 

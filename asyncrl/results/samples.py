@@ -37,7 +37,7 @@ class Wanted:
         return (self.step is None or sample.step == self.step) and (self.kind is None or sample.kind == self.kind)
 
     def choose(self, samples: Iterable[SampleRecord]) -> list[SampleRecord]:
-        """At most `count` samples, in one pass; the newest come in the order in which they were written."""
+        """The first `count` samples in this order, in one pass; the newest come in the order in which they were written."""
         fitting = filter(self.fits, samples)
         if self.order == "newest":
             return list(deque(fitting, maxlen=self.count))

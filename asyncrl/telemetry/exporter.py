@@ -108,7 +108,7 @@ class Exporter(Collector):
         """Do nothing: Prometheus keeps numbers only."""
 
     def show(self, families: Sequence[Metric]) -> None:
-        """Replace the families that are served beside the logged metrics."""
+        """Replace the families that are served in addition to the logged metrics."""
         self._families = families
 
     def moved(self, *marks: object) -> None:

@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]  # (place, value), ascending; a `Series` 
 
 
 def thinned(points: Points, most: int) -> Points:
-    """At most `most` points: each is the mean of a run of points, at the place of the last of them."""
+    """The points reduced to `most`: each is the mean of a run of points, at the place of the last of them."""
     size = -(-len(points) // most)
     if size <= 1:
         return points
