@@ -6,8 +6,6 @@ from pathlib import Path
 from asyncrl.algo.metrics import BANDS
 
 ROOT = Path(__file__).parents[2]
-
-
 GUIDE, ELSEWHERE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## The same under other names")
 
 
@@ -24,8 +22,6 @@ def documented() -> set[str]:
 
 
 EXAMPLES = {"<pair>": "mismatch", "<band>": "short", "<steps>": "3", "<samples>": "8", "<name>": "mine", "<reason>": "stale"}
-
-
 BY_TIME = first_column(GUIDE.split("## Generators, by time")[1].split("\n## ")[0])
 
 

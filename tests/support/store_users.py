@@ -17,8 +17,6 @@ class ByRole(RedisBuffer):
 
 
 REFUSED = r"no permissions|No permissions|not allowed"
-
-
 ATTACKS = [
     ("HSET", "meta", "epoch", "99"),
     ("HSET", "meta", "limit", "1000000"),
@@ -57,6 +55,4 @@ ATTACKS = [
     ("SHUTDOWN", "NOSAVE"),
     ("INFO",),
 ]
-
-
 OF_A_RULER = [("FLUSHALL",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"), ("KEYS", "*"), ("ACL", "LIST")]

@@ -21,6 +21,7 @@ from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.gloo import open_group, send
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.staging import GlooStaging
+from tests.support.models import SIZES
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here")
@@ -52,12 +53,7 @@ def running_engine(model, *, deadline_s=30.0, max_response_tokens=256, **generat
 def untied_qwen2(directory):
     config = Qwen2Config(
         vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
+        **SIZES,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
@@ -69,12 +65,7 @@ def one_token_llama(directory):
     """An untied model that can be made to answer one token always, see `saying`."""
     config = LlamaConfig(
         vocab_size=512,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
+        **SIZES | {"intermediate_size": 64, "num_hidden_layers": 1},
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,

@@ -16,8 +16,6 @@ from asyncrl.commands.down import processes_of
 from tests.support.models import tiny_qwen2
 
 B = 4
-
-
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 
 
