@@ -32,7 +32,7 @@ BUCKET_BYTES = 100_000
 
 
 @contextmanager
-def running_engine(model, *, deadline_s=30.0, max_response_tokens=256, **generator):
+def running_engine(model, *, deadline_s=120.0, max_response_tokens=256, **generator):
     """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
     with asyncio.Runner() as runner:
         engine = runner.run(
