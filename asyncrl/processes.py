@@ -5,7 +5,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -64,32 +63,6 @@ def is_secret(name: str) -> bool:
 def public_environment() -> dict[str, str]:
     """Our environment without secrets: for processes that need none."""
     return {name: value for name, value in os.environ.items() if not is_secret(name)}
-
-
-def start_worker(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """`python -m module <socket fd> <our pid>`, and our end of the socket that it obeys. It gets one thread and no secrets."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=public_environment() | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
-        )
-    return process, ours
-
-
-def receive_bytes(channel: socket.socket, count: int) -> bytearray:
-    """Exactly `count` bytes. Raises EOFError when the other side is gone."""
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        arrived = channel.recv_into(view[done:])
-        if not arrived:
-            raise EOFError("the other side of the channel is gone")
-        done += arrived
-    return data
 
 
 def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:

@@ -27,7 +27,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of
 from asyncrl.rewards.seccomp import open_program
-from asyncrl.rewards.worker import LENGTH, pack_frame
+from asyncrl.workers import LENGTH, ending, pack
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class _Worker:
                 status = await self._process.wait()
         except TimeoutError:
             return "its pipe is closed or speaks nonsense"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return ending(status)
 
     def _output(self) -> str:
         text = self._printed.tail.decode("utf-8", "replace").strip()
@@ -293,7 +293,7 @@ async def _read_output(process: asyncio.subprocess.Process, printed: _Printed) -
 
 def _packed(message: Mapping[str, Any]) -> bytes:
     try:
-        return pack_frame(message)
+        return pack(message, default=str)
     except ValueError as error:  # nested too deeply, or text that is no Unicode
         raise RewardError(f"the reward worker cannot be sent this row: {error}; mend the dataset") from error
 

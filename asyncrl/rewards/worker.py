@@ -1,6 +1,6 @@
 """One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. Runs user code, so it may be killed at any moment.
 
-Frames on standard input and output: 4 bytes length (little endian), then msgpack.
+Messages on standard input and output, as in `asyncrl.workers`:
 
     in   {functions: [[part, function], ...],     once        out  {ready: true} | {error: reason}
           limits: {RLIMIT_ name: value}, sandboxed}
@@ -12,11 +12,11 @@ Frames on standard input and output: 4 bytes length (little endian), then msgpac
 User code never sees these pipes: its standard input is empty and what it prints goes to standard error.
 """
 
+import contextlib
 import os
 import resource
 import shutil
 import signal
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -27,20 +27,14 @@ from asyncrl.errors import RewardError
 from asyncrl.plugins import described
 from asyncrl.processes import close_to_others, die_with_parent
 from asyncrl.rewards.functions import bind, load_function
+from asyncrl.workers import pack, receive
 
-LENGTH = struct.Struct("<I")
 MAX_REASON_CHARACTERS = 2000
 SANDBOXED_PID = 1
 """Ours in a sandbox, and nowhere else."""
 SCRATCH = ("/tmp", "/dev/shm")
 
 Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]
-
-
-def pack_frame(message: Mapping[str, Any]) -> bytes:
-    """Length and msgpack; values that msgpack does not know (dates, decimals, huge integers) become text."""
-    body: bytes = msgpack.packb(message, default=str)
-    return LENGTH.pack(len(body)) + body
 
 
 def main() -> None:
@@ -51,17 +45,22 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """The protocol of the module docstring."""
+    """The protocol of the module docstring, until there are no more requests."""
+    with contextlib.suppress(EOFError):
+        _serve(requests, replies)
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     own_pid = os.getpid()
 
     def reply(message: Mapping[str, Any]) -> None:
         if os.getpid() != own_pid:
             os._exit(0)  # a child that user code forked came back to us: it must not speak for the worker
-        replies.write(pack_frame(message))
+        replies.write(pack(message, default=str))  # dates, decimals and huge integers become text
         replies.flush()
 
     rewards: list[Reward] = []
-    orders = _read_frame(requests) or {"functions": []}
+    orders = msgpack.unpackb(receive(requests))
     is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
     _restrict(orders.get("limits", {}), is_alone=is_alone)
     for part, function in orders["functions"]:
@@ -71,7 +70,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             return
         rewards.append(loaded)
     reply({"ready": True})
-    while (call := _read_frame(requests)) is not None:
+    while True:
+        call = msgpack.unpackb(receive(requests))
         reply({"started": True})
         for reward in rewards:
             judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
@@ -140,15 +140,6 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is told with what went wrong after it
     return requests, replies
-
-
-def _read_frame(requests: BinaryIO) -> dict[str, Any] | None:
-    header = requests.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    body = requests.read(LENGTH.unpack(header)[0])
-    message: dict[str, Any] = msgpack.unpackb(body)
-    return message
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.fork_server import ForkServer
 from asyncrl.weights.layout import Layout, checksum
-from asyncrl.weights.sender_process import Published, SenderProcess
+from asyncrl.weights.sender_process import ForkServer, Published, SenderProcess
 from asyncrl.weights.slots import Slot, Slots
 from asyncrl.weights.transports import SenderSetup
 

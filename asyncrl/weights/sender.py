@@ -5,7 +5,7 @@ for every channel (a socket) that the learner passes to it. So a sender is there
 them share the memory of one.
 
 A sender owns the transfer group, so that whatever happens in there ends with this process and not with the learner.
-It obeys its channel, whose messages are MessagePack behind a four-byte length:
+It obeys its channel, whose messages are those of `asyncrl.workers`:
 
     learner -> sender   {setup}                                              once
                         {op: prepare, job, version, transport, slot, checksums}
@@ -21,7 +21,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any
@@ -30,26 +29,19 @@ import msgpack
 from torch import Tensor
 
 from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent, receive_bytes
+from asyncrl.processes import die_with_parent
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.transports import DiskTransport, GlooTransport, Job, SenderSetup, Transport
+from asyncrl.workers import pack, receive
 
 log = logging.getLogger(__name__)
-
-LENGTH = struct.Struct("<I")
-
-
-def pack(message: dict[str, Any]) -> bytes:
-    """One message as it crosses the socket."""
-    packed: bytes = msgpack.packb(message)
-    return LENGTH.pack(len(packed)) + packed
 
 
 class _Sender:
     def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+        self._channel, self._commands = channel, channel.makefile("rb")
         self._setup = _parse_setup(self._read())
         self._transports: dict[str, Transport] = {}
         self._slots: dict[str, Tensor] = {}
@@ -83,8 +75,7 @@ class _Sender:
         return {"op": "sent", "seconds": time.monotonic() - started_s}
 
     def _read(self) -> dict[str, Any]:
-        (length,) = LENGTH.unpack(receive_bytes(self._channel, LENGTH.size))
-        message: dict[str, Any] = msgpack.unpackb(receive_bytes(self._channel, length))
+        message: dict[str, Any] = msgpack.unpackb(receive(self._commands))
         return message
 
 

@@ -1,4 +1,4 @@
-"""The learner's handle on a sender process: has it forked, talks to it without ever waiting, kills it."""
+"""The learner's side of the sender processes (asyncrl/weights/sender.py): forks, talks without ever waiting, kills."""
 
 import contextlib
 import os
@@ -11,16 +11,60 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
-from asyncrl.weights.fork_server import ForkServer
-from asyncrl.weights.sender import LENGTH, pack
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.transports import SenderSetup
+from asyncrl.workers import Worker, pack, take_message
 
 _REAP_S = 2.0
 """A killed process is gone in milliseconds; one that the kernel holds longer is left alone."""
+_FORK_S = 60.0
+"""A fork server that has not finished its imports by then hangs. It is asked much later than it is started."""
+
+
+class ForkServer:
+    """Forks senders. One that has died or hangs is started again, and so are all its senders.
+
+    Where this host cannot start it, `__init__` and every `fork` raise OSError; each `fork` tries it again.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Number of the process that forks now; it starts with 1."""
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._worker.pid
+
+    def replace(self, generation: int) -> None:
+        """After a sender of that generation was not forked in all its time: its fork server hangs."""
+        if generation == self.generation:
+            self.close()
+            self._start()
+
+    def fork(self) -> socket.socket:
+        """Our end of the channel of a new sender, which may be forked later."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if self._worker.channel.fileno() < 0:  # it could not be started when it was replaced
+                self._start()
+            try:
+                socket.send_fds(self._worker.channel, [b"."], [theirs.fileno()])
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it died, or has hung for long
+                self.replace(self.generation)
+                socket.send_fds(self._worker.channel, [b"."], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        """Ends the senders too."""
+        self._worker.end()
+
+    def _start(self) -> None:
+        self._worker = Worker("asyncrl.weights.sender")
+        self._worker.channel.settimeout(_FORK_S)
+        self.generation += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +133,7 @@ class SenderProcess:
         """See `Sender`."""
         ended = self._receive()
         found: list[UpdateOrder | Sent | Failed] = []
-        while (message := self._next_message()) is not None:
+        while (message := take_message(self._incoming)) is not None:
             if message["job"] == self._job:
                 found.append(self._interpret(message))
         if ended:
@@ -172,17 +216,6 @@ class SenderProcess:
             return False
         except ConnectionResetError:
             return True
-
-    def _next_message(self) -> dict[str, Any] | None:
-        if len(self._incoming) < LENGTH.size:
-            return None
-        (length,) = LENGTH.unpack_from(self._incoming)
-        end = LENGTH.size + length
-        if len(self._incoming) < end:
-            return None
-        message: dict[str, Any] = msgpack.unpackb(self._incoming[LENGTH.size : end])
-        del self._incoming[:end]
-        return message
 
     def _interpret(self, message: dict[str, Any]) -> UpdateOrder | Sent | Failed:
         if message["op"] == "prepared":

@@ -4,136 +4,164 @@ The process decodes each frame before the learner does. A frame that crashes the
 memory than a group of that size can need is refused like any frame that cannot be decoded; the process is replaced and the
 learner goes on. Decoding depends on the bytes alone, so the learner survives what the process survived, and it does not
 verify the checksum a second time.
+
+The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see `asyncrl.workers`):
+
+    learner -> process   the key;   then frame after frame
+    process -> learner   an empty message: ready;   then for each frame why it is refused, or an empty message
 """
 
-import contextlib
 import logging
-import signal
+import os
+import resource
 import socket
-import subprocess
+import sys
 import time
 
 from asyncrl.errors import RunError, WireError
-from asyncrl.processes import start_worker, stop_process
+from asyncrl.processes import die_with_parent
 from asyncrl.progress import beat
 from asyncrl.types import Group
-from asyncrl.wire.decoder_process import LENGTH, OUT_OF_MEMORY, memory_of, receive
+from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.wire.group_frames import decode_group
+from asyncrl.workers import Worker, ending, framed, receive
 
 log = logging.getLogger(__name__)
 
 START_S = 30.0
 AGAIN_S = 1.0
 FRAME_S = 30.0
-"""For one frame: the largest takes a second. A decoder that was stopped from outside costs this once."""
+"""Limit for one frame; the largest frames take a second."""
 ATTEMPTS = 2
-"""A decoder may die of something else: only a frame that kills two of them is refused for it."""
+"""Processes that a frame must kill before it is refused for it: a process can also die for another reason."""
+OUT_OF_MEMORY = 77
+"""Exit status."""
+_SLACK_BYTES = 64 << 20
 
 
 class IsolatedDecoder:
-    """Decodes groups in order. For one thread. The process starts with the first frame and dies with the learner."""
+    """Decodes groups in order, in one thread. The process starts with the first frame and dies with the learner."""
 
     def __init__(self, key: bytes, *, frame_s: float = FRAME_S) -> None:
-        """`key` is that of the frames' checksums; `frame_s` bounds one trial."""
+        """`key` verifies the frames' checksums; the process may take `frame_s` for a frame."""
         self._key, self._frame_s = key, frame_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
         self.deaths = 0
         """Processes that did not survive a frame."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if one runs."""
-        return self._process.pid if self._process else None
+        """Of the process, if there is one."""
+        return self._worker.pid if self._worker else None
 
     def decode(self, frame: bytes) -> Group:
-        """As `decode_group`. Raises WireError, also for a frame that cannot be tried; RunError when no process starts."""
+        """As `decode_group`. Raises WireError, also for a frame that no process survives; RunError when none can be started."""
         reason = ""
         for _ in range(ATTEMPTS):
             beat()
+            self._worker = self._worker or self._start()
             try:
-                verdict = self._try(frame)
+                refusal = self._worker.ask(frame, self._frame_s)
             except (OSError, EOFError) as error:
-                reason = self._bury(error, frame)
+                reason = self._replace(self._worker, error, frame)
                 continue
-            if verdict:
-                raise WireError(verdict)
+            if refusal:
+                raise WireError(refusal.decode())
             return decode_group(frame, key=None)
         raise WireError(f"{len(frame)}-byte frame: {ATTEMPTS} decoder processes did not survive it: {reason}")
 
     def close(self) -> None:
         """Stop the process."""
-        if self._process is not None:
-            self._channel.close()
-            stop_process(self._process, grace_s=1.0)
-            self._process = None
+        if self._worker is not None:
+            self._worker.end(grace_s=1.0)
+            self._worker = None
 
-    def _try(self, frame: bytes) -> str:
-        """Why the process refuses the frame; empty when it does not. Raises OSError, EOFError."""
-        if self._process is None:
-            self._start()
-        until_s = time.monotonic() + self._frame_s
-        self._channel.settimeout(self._frame_s)
-        self._channel.sendall(LENGTH.pack(len(frame)) + frame)
-        self._channel.settimeout(max(until_s - time.monotonic(), 0.001))
-        return receive(self._channel).decode()
-
-    def _start(self) -> None:
-        """One that hangs in its start is replaced too. Raises RunError after the last one."""
-        for attempt in range(ATTEMPTS):
+    def _start(self) -> Worker:
+        """A process that does not answer is replaced too. Raises RunError after the last one."""
+        problem = ""
+        for _ in range(ATTEMPTS):
+            worker = _new_worker()
             try:
-                self._start_one()
-            except RunError:
-                if attempt == ATTEMPTS - 1:
-                    raise
+                worker.ask(self._key, START_S)
+            except (OSError, EOFError) as error:
+                problem = f"{error!r}, {ending(worker.end())}"
             else:
-                return
+                return worker
+        raise RunError(
+            f"the decoder process did not start within {START_S:g} s ({problem}); see the learner's log, and whether this host "
+            "has memory and processes left"
+        )
 
-    def _start_one(self) -> None:
-        self._process, self._channel = _forked()
-        self._channel.settimeout(START_S)
-        try:
-            self._channel.sendall(LENGTH.pack(len(self._key)) + self._key)
-            receive(self._channel)
-        except (OSError, EOFError) as error:
-            status = self._end()
-            raise RunError(
-                f"the decoder process did not start within {START_S:g} s ({error!r}, status {status}); see the learner's log, "
-                "and whether this host has memory and processes left"
-            ) from error
-
-    def _bury(self, error: BaseException, frame: bytes) -> str:
-        """End the process that did not answer; returns why it did not."""
-        status = self._end(grace_s=1.0 if isinstance(error, EOFError | ConnectionError) else 0.0)
+    def _replace(self, worker: Worker, error: BaseException, frame: bytes) -> str:
+        """End a process that did not answer; the next frame starts another. Returns the reason."""
+        self._worker = None
         self.deaths += 1
+        status = worker.end(grace_s=1.0 if isinstance(error, EOFError | ConnectionError) else 0.0)
         if isinstance(error, TimeoutError):
             reason = f"no answer within {self._frame_s:g} s"
         elif status == OUT_OF_MEMORY:
             reason = f"decoding takes more than {memory_of(len(frame)) >> 20} MiB"
         else:
-            reason = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            reason = ending(status)
         log.warning("the decoder process is replaced: %s, at a frame of %d bytes", reason, len(frame))
         return reason
 
-    def _end(self, grace_s: float = 0.0) -> int:
-        """The exit status; -9 when it had to be killed."""
-        assert self._process is not None
-        process, self._process = self._process, None
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=grace_s)
-        process.kill()
-        return process.wait(timeout=10.0)
 
-
-def _forked() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A host that has no room for one more process may have it again soon. Raises RunError."""
+def _new_worker() -> Worker:
+    """Waits up to `START_S` for a host that cannot start a process at the moment. Raises RunError."""
     until_s = time.monotonic() + START_S
     while True:
         beat()
         try:
-            return start_worker("asyncrl.wire.decoder_process")
+            return Worker("asyncrl.wire.decoder")
         except OSError as error:
             if time.monotonic() > until_s:
                 raise RunError(f"the decoder process cannot be started: {error}; give this host memory and processes") from error
             log.warning("the decoder process cannot be started and is tried again: %s", error)
         time.sleep(AGAIN_S)
+
+
+def memory_of(frame_bytes: int) -> int:
+    """Bytes that decoding a frame may take: the frame itself, and at most twice its size on top."""
+    return 3 * frame_bytes + _SLACK_BYTES
+
+
+def _serve(channel: socket.socket) -> None:
+    requests = channel.makefile("rb")
+    key = receive(requests)
+    with open("/proc/self/statm") as statm:
+        own_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+
+    def limit_memory(frame_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_of(frame_bytes), hard))
+
+    refusal = ""
+    while True:
+        channel.sendall(framed(refusal.encode(errors="replace")))
+        refusal = _refusal(receive(requests, expect=limit_memory), key)
+
+
+def _refusal(data: bytes, key: bytes) -> str:
+    try:
+        decode_group(data, key)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """Entry point of the process."""
+    die_with_parent(int(sys.argv[2]))
+    refuse_pickles_from_wires()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            _serve(channel)
+        except (EOFError, ConnectionError):
+            sys.exit()
+        except MemoryError:  # where it happened the state is unknown; a fresh process is cheaper than trust
+            os._exit(OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ BOUNDS_S = {"store": 20.0, "decoder": 40.0, "sender": 60.0 + 2 * DEADLINE_S}
 def run(seed: int, root: Path) -> dict[str, Any]:
     """Each kind is stopped once; the run must replace it and make new steps."""
     draw = random.Random(seed)
-    VICTIMS["decoder"] = "asyncrl.wire.decoder_process"
+    VICTIMS["decoder"] = "asyncrl.wire.decoder"
     with RealRun(root) as real:
         options = {"control.hang_s": HANG_S, "control.slow_s": 300, "weights.deadline_s": DEADLINE_S}
         real.begin(*(f"{key}={value:g}" for key, value in options.items()), "store.isolate_decoding=true")

@@ -56,7 +56,7 @@ CONTROL = ControlConfig(heartbeat_s=0.25, timeout_s=1.5)
 """Four and ten times faster than the defaults, so that a minute holds more faults."""
 RETRY_S = 60.0
 FRAME_S = 2.0
-HELPERS = {"decoder": ("learner", "decoder_process"), "engine core": ("generator", "os.read(0, 1)")}
+HELPERS = {"decoder": ("learner", "asyncrl.wire.decoder"), "engine core": ("generator", "os.read(0, 1)")}
 """Kind of process: whose child it is, and what its command line has."""
 JOIN_S = 10.0
 """A generator that comes when the run is just over finds nobody for so long."""

@@ -85,8 +85,8 @@ def test_a_decoder_that_dies_or_stops_between_frames_costs_no_frame(number):
 FATAL = """
 import os, sys
 import numpy as np
-from asyncrl.wire import decoder_process
-real = decoder_process.decode_group
+from asyncrl.wire import decoder
+real = decoder.decode_group
 
 def decode_group(frame, key):
     group = real(frame, key)
@@ -102,8 +102,8 @@ def decode_group(frame, key):
         eaten = [np.ones(1 << 20) for _ in range(4000)]
     return group
 
-decoder_process.decode_group = decode_group
-decoder_process.main()
+decoder.decode_group = decode_group
+decoder.main()
 """
 
 
@@ -118,7 +118,7 @@ def test_a_frame_that_kills_its_decoder_is_refused_and_the_next_one_passes(monke
     def faulty(command, **kwargs):
         return start([sys.executable, "-c", FATAL, *command[3:]], **kwargs)
 
-    monkeypatch.setattr(decoding.subprocess, "Popen", faulty)
+    monkeypatch.setattr(subprocess, "Popen", faulty)
     decoder = IsolatedDecoder(KEY, frame_s=5.0)
     try:
         good = encode_group(group_of(), KEY)
@@ -137,7 +137,7 @@ def test_a_frame_that_kills_its_decoder_is_refused_and_the_next_one_passes(monke
 
 def test_a_host_that_can_start_no_decoder_ends_the_run_with_a_reason(monkeypatch, decoder):
     start = subprocess.Popen
-    monkeypatch.setattr(decoding.subprocess, "Popen", lambda command, **kwargs: start(["false"], **kwargs))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kwargs: start(["false"], **kwargs))
     with pytest.raises(RunError, match="did not start"):
         decoder.decode(encode_group(group_of(), KEY))
     assert decoder.pid is None
@@ -153,7 +153,7 @@ def test_a_host_that_has_room_again_costs_no_frame(monkeypatch, decoder, caplog)
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return start(*args, **kwargs)
 
-    monkeypatch.setattr(decoding.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     assert decoder.decode(encode_group(group_of(), KEY)).ticket_id == 1
     assert decoder.deaths == 0 and caplog.text.count("cannot be started and is tried again") == 3
     decoder.close()

@@ -51,7 +51,7 @@ CANARIES = {
     )
 }
 LEARNERS, GENERATORS = "asyncrl.launch.learner_process", "asyncrl.launch.generator_process"
-SENDER, DECODER = "asyncrl.weights.sender", "asyncrl.wire.decoder_process"
+SENDER, DECODER = "asyncrl.weights.sender", "asyncrl.wire.decoder"
 WIRES = ("asyncrl", "redis", "zmq", "msgpack", "msgspec", "torch.distributed", "vllm.distributed")
 REWARDS, STORES = "asyncrl.rewards.worker", ("valkey-server", "redis-server")
 MAY_UNPICKLE = {

@@ -11,11 +11,11 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import StoreConfig
 from asyncrl.launch import own_store
 from asyncrl.launch.own_store import KeptStore
-from asyncrl.processes import start_worker
 from asyncrl.types import Group
 from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group
+from asyncrl.workers import Worker
 
 pytestmark = pytest.mark.integration
 
@@ -62,14 +62,14 @@ def test_a_decoder_that_hangs_in_its_start_is_replaced(monkeypatch):
     monkeypatch.setattr(decoding, "START_S", 3.0)
     started = []
 
-    def start(module: str):
-        process, channel = start_worker(module)
-        if not started:
-            os.kill(process.pid, signal.SIGSTOP)
-        started.append(process.pid)
-        return process, channel
+    class FirstIsStopped(Worker):
+        def __init__(self, module: str) -> None:
+            super().__init__(module)
+            if not started:
+                os.kill(self.pid, signal.SIGSTOP)
+            started.append(self.pid)
 
-    monkeypatch.setattr(decoding, "start_worker", start)
+    monkeypatch.setattr(decoding, "Worker", FirstIsStopped)
     decoder = IsolatedDecoder(KEY, frame_s=20.0)
     try:
         frame = encode_group(Group.dead(7, "why", generator_id="g", version=1), KEY)

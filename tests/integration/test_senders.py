@@ -189,14 +189,14 @@ def test_the_fork_server_s_death_is_the_senders_and_all_of_them_come_back(stage)
 def test_a_fork_server_that_hangs_is_replaced_once_for_all_its_senders(stage):
     publisher = stage[0]()
     forks = publisher._fork_server
-    os.kill(forks._process.pid, signal.SIGSTOP)
+    os.kill(forks.pid, signal.SIGSTOP)
     senders = [publisher.open_sender(1) for _ in range(2)]
     publisher.publish(1, weights(1), (0.0, 0.0))
     assert all(sender.prepare("gloo") for sender in senders)
-    hung = forks._process.pid
+    hung = forks.pid
     for sender in senders:  # as the schedule has it when they are late
         sender.restart()
-    assert forks._process.pid != hung and forks.generation == 2
+    assert forks.pid != hung and forks.generation == 2
     for sender in senders:
         assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
 
@@ -227,7 +227,7 @@ def test_a_fork_server_that_cannot_be_started_is_started_later(stage, monkeypatc
     publisher = stage[0]()
     publisher.publish(1, weights(1), ())
     sender, closed = publisher.open_sender(1), publisher.open_sender(1)
-    os.kill(publisher._fork_server._process.pid, signal.SIGKILL)
+    os.kill(publisher._fork_server.pid, signal.SIGKILL)
     assert isinstance(next_reply(sender), Failed)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
@@ -244,7 +244,7 @@ def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
     publisher.publish(1, weights(1), ())
     alive = publisher.open_sender(1)
     pid = pid_of(alive)
-    server = publisher._fork_server._process.pid
+    server = publisher._fork_server.pid
     before = resource.prlimit(server, resource.RLIMIT_NOFILE)
     used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
     first_free = next(number for number in range(len(used) + 1) if number not in used)
@@ -255,7 +255,7 @@ def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
     failed.restart()
     assert update(failed, stage[1]())[2] == {"sum": expected_sum(1)}
     assert update(alive, stage[1]())[2] == {"sum": expected_sum(1)}
-    assert pid_of(alive) == pid and publisher._fork_server._process.pid == server
+    assert pid_of(alive) == pid and publisher._fork_server.pid == server
 
 
 def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):

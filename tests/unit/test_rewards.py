@@ -18,7 +18,8 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
 from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
-from asyncrl.rewards.worker import pack_frame, serve
+from asyncrl.rewards.worker import serve
+from asyncrl.workers import pack
 
 
 def arithmetic(prompt, response, answer):
@@ -355,7 +356,7 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
         {"prompt": "", "response": "5", "columns": {"answer": "4"}},
     ]
     replies = BytesIO()
-    serve(BytesIO(b"".join(map(pack_frame, calls))), replies)
+    serve(BytesIO(b"".join(map(pack, calls))), replies)
     frames = frames_of(replies.getvalue())
     error = frames.pop(5)
     assert re.match(r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"])
@@ -369,7 +370,7 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
 
 def test_a_function_that_cannot_be_loaded_is_the_workers_only_reply():
     replies = BytesIO()
-    serve(BytesIO(pack_frame({"functions": [["x", "nothing"]]})), replies)
+    serve(BytesIO(pack({"functions": [["x", "nothing"]]})), replies)
     [frame] = frames_of(replies.getvalue())
     assert frame["error"].startswith("reward part `x` cannot be loaded: reward function `nothing` is no built-in")
 
