@@ -1,13 +1,16 @@
 """One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password.
 
-The store is a server, or a cluster of them. What has a `tag` touches keys of that one hash tag, which one node has: whoever
-is asked first names it, and it is asked from then on, until it is gone or names another.
+The store is a single server or a cluster. A call with a `tag` touches only keys with that hash tag, which one node serves. The
+first node that is asked redirects the call to it (MOVED). From then on that node is asked, until it fails or redirects again.
+redis-py's RedisCluster does this too, but cannot connect to a single server, and asks every node for COMMAND and CLUSTER
+SLOTS, which a generator's user is not allowed to call.
 """
 
 import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,7 +25,6 @@ from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
     InvalidResponse,
-    MasterDownError,
     MovedError,
     NoPermissionError,
     ReadOnlyError,
@@ -33,6 +35,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from asyncrl.backoff import Backoff
 from asyncrl.buffer.bounded import bounded, bounded_kind
 from asyncrl.errors import StoreError, StoreRefused
 from asyncrl.progress import beat
@@ -46,40 +49,43 @@ READ_BYTES = 1 << 20
 """A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
 LOADING_S = 3600.0
 """A log of hundreds of GiB on a slow disk; a store that takes longer is told as one that does not answer."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.2
-_PASSING = (
-    AskError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    InvalidResponse,  # of a proxy whose store is away, or cut short
-    MasterDownError,
-    ReadOnlyError,
-    TimeoutError,
-    TryAgainError,
-)
-_PASSING_CODES = (
-    "BUSY",
-    "CLUSTERDOWN",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "READONLY",
-    "TRYAGAIN",
-    "UNKILLABLE",
-)
-"""A server that will answer later. The client takes the code off an error for which it has a class, but EXEC hides the class."""
-_LASTING = ("unknown command", "ACL failure in script", "The user executing the script can't", "Protocol error: unauthenticated")
-"""A server without functions, one that refuses what a function does, and one that takes only short calls of strangers."""
-_REFUSALS = (
-    AuthenticationError,
-    AuthenticationWrongNumberOfArgsError,
-    AuthorizationError,
-    NoPermissionError,
-)
-"""What a wrong password gives."""
+BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """A kind of errors: classes of the client, and what the server's answer begins with.
+
+    The client has classes for some answers only, and EXEC hides the class of all.
+    """
+
+    classes: tuple[type[RedisError], ...]
+    answers: tuple[str, ...]
+
+    def __contains__(self, error: RedisError) -> bool:
+        is_answer = isinstance(error, ResponseError) and reason(error).startswith(self.answers)
+        return is_answer or isinstance(error, self.classes)
+
+
+# The server is starting. It answers, so it is not down.
+_LOADING = _Errors((BusyLoadingError,), ("LOADING",))
+# The same call may succeed later. InvalidResponse: from a proxy without its store, or cut short.
+_TRANSIENT = _Errors(
+    (AskError, ClusterDownError, ConnectionError, InvalidResponse, ReadOnlyError, TimeoutError, TryAgainError),
+    (*_LOADING.answers, "BUSY", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNKILLABLE"),
+)
+# The same call will never succeed: a wrong password, a missing right, a server without functions, a server that accepts
+# only short calls from strangers.
+_REFUSED = _Errors(
+    (AuthenticationError, AuthenticationWrongNumberOfArgsError, AuthorizationError, NoPermissionError),
+    ("unknown command", "ACL failure in script", "The user executing the script can't", "Protocol error: unauthenticated"),
+)
+
+
+def is_transient(error: RedisError) -> bool:
+    """Whether the same call may succeed later. The client's errors of a wrong password are connection errors."""
+    return error in _TRANSIENT and error not in _REFUSED
 
 
 class StoreConnection:
@@ -145,12 +151,12 @@ class StoreConnection:
             self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
-        """The answer to `request`, which must be idempotent: it is made again for `retry_s` seconds while the store is away.
+        """The answer to an idempotent `request`, which is repeated for `retry_s` seconds while the store is down.
 
-        A store that says that it is loading its data is waited for as long as it says so, at most for `LOADING_S`.
-        Whatever the peer does, it ends `SOCKET_TIMEOUT_S` later at the latest, unless a large answer is arriving.
+        A store that says that it is loading its data is waited for up to `LOADING_S`. Whatever the server does, the call ends
+        at most `SOCKET_TIMEOUT_S` later, unless a large answer is still arriving.
         """
-        began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        began_s, failures = time.monotonic(), 0
         deadline = began_s + self._retry_s
         while True:
             client = self._by_tag.get(tag, self.client)
@@ -160,14 +166,16 @@ class StoreConnection:
             except RedisError as error:
                 if tag and isinstance(error, MovedError):
                     self._follow(tag, error)
-                elif _passing(error):
+                elif is_transient(error):
                     self._ask_another(tag, client)
                 else:
-                    kind = StoreRefused if _lasting(error) else StoreError
+                    kind = StoreRefused if error in _REFUSED else StoreError
                     raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
-                if _is_loading(error):  # it lives, and says that it will answer: waiting for it is no hang
+                if error in _LOADING:  # it answers, so it is alive
                     beat()
                     deadline = min(time.monotonic() + self._retry_s, max(deadline, began_s + LOADING_S))
+                failures += 1
+                pause_s = BACKOFF.pause_s(failures)
                 if time.monotonic() + pause_s > deadline:
                     waited_s = time.monotonic() - began_s
                     raise StoreError(
@@ -175,7 +183,6 @@ class StoreConnection:
                         "check that it runs, and store.url"
                     ) from error
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def check(self) -> None:
         """Refuse a store that is too old or would throw groups away."""
@@ -218,21 +225,6 @@ class StoreConnection:
 def _address(node: Sequence[Any]) -> tuple[str, int]:
     host, port = node[:2]
     return host.decode() if isinstance(host, bytes) else host, int(port)
-
-
-def _passing(error: RedisError) -> bool:
-    if _lasting(error):
-        return False
-    return isinstance(error, _PASSING) or (isinstance(error, ResponseError) and reason(error).startswith(_PASSING_CODES))
-
-
-def _is_loading(error: RedisError) -> bool:
-    return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and reason(error).startswith("LOADING"))
-
-
-def _lasting(error: RedisError) -> bool:
-    """Whether the same call will never be answered."""
-    return isinstance(error, _REFUSALS) or (isinstance(error, ResponseError) and reason(error).startswith(_LASTING))
 
 
 def reason(error: ResponseError) -> str:
