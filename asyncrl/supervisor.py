@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
 from asyncrl.processes import stop_processes
 from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
@@ -32,8 +33,7 @@ USER_ERROR = 2  # exit status of a process that found a user's mistake: never re
 FAULT_FOUND = 3  # exit status of a process that found a fault which may recur; given up after `SAME_FAULTS` in a row
 SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
-_FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 15.0
+_BACKOFF = Backoff(0.5, 15.0)
 _LEFT_S = 10.0
 _KILL_S = 60.0  # a killed process that exists after this long is held in the kernel, by a driver or a disk
 _STANDBY_AFTER_S = 60.0  # pause before a standby starts: the start of a run is the machine's busiest time
@@ -242,8 +242,8 @@ class Supervisor:
         try:
             child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
         except OSError as error:  # no memory or process id: this is temporary and does not count as a death
-            child.start_at_s = time.monotonic() + _LONGEST_BACKOFF_S
-            log.error("%s cannot be started and is tried again in %.0f s: %s", child.spec.name, _LONGEST_BACKOFF_S, error)
+            child.start_at_s = time.monotonic() + _BACKOFF.longest_s
+            log.error("%s cannot be started and is tried again in %.0f s: %s", child.spec.name, _BACKOFF.longest_s, error)
             return
         child.hung = None
         child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
@@ -350,7 +350,7 @@ class Supervisor:
                 f"{self._max_restarts}. Its last lines in {child.spec.log_path}:\n{last_words(child.spec.log_path)}",
             )
             return
-        delay_s = min(_FIRST_BACKOFF_S * 2 ** (deaths - 1), _LONGEST_BACKOFF_S)
+        delay_s = _BACKOFF.pause_s(deaths)
         child.start_at_s = now_s + delay_s
         last = f"; it last said: {said}" if said else ""
         log.warning("%s died (%s)%s; restart %d of %d in %.1f s", name, cause, last, deaths, self._max_restarts, delay_s)

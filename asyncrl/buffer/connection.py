@@ -43,12 +43,12 @@ from asyncrl.progress import beat
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
+# No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere.
 PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
-"""No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere."""
+# A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each.
 READ_BYTES = 1 << 20
-"""A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each."""
+# A log of hundreds of GiB on a slow disk; a store that takes longer is told as one that does not answer.
 LOADING_S = 3600.0
-"""A log of hundreds of GiB on a slow disk; a store that takes longer is told as one that does not answer."""
 BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
 

@@ -33,13 +33,13 @@ Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
 STOP_S, LOOK_S, POLL_S = 10.0, 1.0, 0.02
 Look = Literal["dead", "silent", "loading", "ready"]
+# Lets nobody in. It keeps its rights because the server reads its own log as this user: without them it would skip all
+# that functions wrote.
 NOBODY = "user default off ~* &* +@all"
-"""Lets nobody in. It keeps its rights because the server reads its own log as this user: without them it would skip all
-that functions wrote."""
+# Linux takes 107.
 SOCKET_PATH_BYTES = 100
-"""Linux takes 107."""
+# The server's own limit over store.max_gib: the buffer's cap works first, this one guards the machine.
 MEMORY_MARGIN = 1.5
-"""The server's own limit over store.max_gib: the buffer's cap works first, this one guards the machine."""
 
 _BOUND_TO_PARENT = """
 import os, sys

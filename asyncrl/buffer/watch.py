@@ -4,11 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from asyncrl.backoff import Backoff
 from asyncrl.buffer.base import Audit
 
 log = logging.getLogger(__name__)
 
-JUDGE_EVERY_S, LONGEST_PAUSE_S = 10.0, 600.0
+JUDGE_EVERY_S = 10.0
+_BACKOFF = Backoff(2 * JUDGE_EVERY_S, 600.0)
 
 
 class AuditWatch:
@@ -38,7 +40,7 @@ class AuditWatch:
             return False
         self.recoveries += 1
         log.warning("%s: the store is made to agree with the learner's ledger", self._lane)
-        self._next_recovery_s = now_s + min(JUDGE_EVERY_S * 2**self.recoveries, LONGEST_PAUSE_S)
+        self._next_recovery_s = now_s + _BACKOFF.pause_s(self.recoveries)
         return True
 
     def audit(self) -> Audit:

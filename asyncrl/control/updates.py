@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from asyncrl.backoff import Backoff
 from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
 # After this many updates in a row that arrived and failed the probe, repeating them is pointless.
 MOST_REFUSALS = 3
-_FIRST_BACKOFF_S = 0.25
-_LONGEST_BACKOFF_S = 30.0
+_BACKOFF = Backoff(0.25, 30.0)
 _UNKNOWN = -1
 
 
@@ -223,7 +223,7 @@ class UpdateSchedule:
             return []
         phase, member.phase = member.phase, Phase.IDLE
         member.failures += 1
-        member.until_s = now_s + min(_FIRST_BACKOFF_S * 2.0 ** min(member.failures - 1, 30), _LONGEST_BACKOFF_S)
+        member.until_s = now_s + _BACKOFF.pause_s(member.failures)
         if phase is Phase.IDLE:  # no update is lost, but the next one needs a sender
             member.has_sender = False
             return []

@@ -31,16 +31,16 @@ from asyncrl.workers import LENGTH, ending, pack
 
 log = logging.getLogger(__name__)
 
+# For a worker to start, import the reward functions, and to begin a call.
 START_S = 60.0
-"""For a worker to start, import the reward functions, and to begin a call."""
+# Workers that are asked to begin one call, or to load the functions.
 BEGINNINGS = 3
-"""Workers that are asked to begin one call, or to load the functions."""
 AGAIN_S = 1.0
+# For killed workers to end when the pool closes.
 END_S = 5.0
-"""For killed workers to end when the pool closes."""
 MAX_REPLY_BYTES = 64 * 1024
+# Of what user code prints: the end is kept for the error message, the rest is read, counted and thrown away.
 OUTPUT_TAIL_BYTES = 4096
-"""Of what user code prints: the end is kept for the error message, the rest is read, counted and thrown away."""
 
 
 class _Lost(RewardError):

@@ -21,16 +21,16 @@ from asyncrl.config.schema import RewardConfig
 from asyncrl.rewards import seccomp
 from asyncrl.rewards.worker import SCRATCH
 
+# Each of /tmp and /dev/shm.
 SCRATCH_BYTES = 256 * 2**20
-"""Each of /tmp and /dev/shm."""
+# RLIMIT_*, soft and hard. NPROC is not enforced for root; it counts the sandbox's own processes since this kernel:
 LIMITS = {"NOFILE": 1024, "NPROC": 256, "CORE": 0}
-"""RLIMIT_*, soft and hard. NPROC is not enforced for root; it counts the sandbox's own processes since this kernel:"""
 NPROC_KERNEL = (5, 14)
+# Of a worker, as it sees it: it is the first process of its namespace, so that no other one there holds its pipes.
 PARENT_PID = 0
-"""Of a worker, as it sees it: it is the first process of its namespace, so that no other one there holds its pipes."""
 PROBE_S = 20.0
+# Directories below the working directory, and below those of reward files, in which private names are looked for.
 DEPTH = 3
-"""Directories below the working directory, and below those of reward files, in which private names are looked for."""
 
 _NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --as-pid-1 --die-with-parent --new-session"
 _SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /opt"

@@ -30,8 +30,8 @@ from asyncrl.rewards.functions import bind, load_function
 from asyncrl.workers import pack, receive
 
 MAX_REASON_CHARACTERS = 2000
+# Ours in a sandbox, and nowhere else.
 SANDBOXED_PID = 1
-"""Ours in a sandbox, and nowhere else."""
 SCRATCH = ("/tmp", "/dev/shm")
 
 Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]

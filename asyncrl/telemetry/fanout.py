@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.backoff import Backoff
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
@@ -13,7 +14,7 @@ from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.jsonl import JsonlTracker
 
 # Pause between attempts with a failing tracker. It grows, because some trackers need a minute to fail.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+BACKOFF = Backoff(1.0, 300.0)
 
 
 class Trackers:
@@ -56,7 +57,7 @@ class _Kept:
         self._opener = opener
         self._tracker: Tracker | None = None
         self._may_fail = BestEffort()
-        self._pause_s, self._again_at_s = FIRST_PAUSE_S, 0.0
+        self._failures, self._again_at_s = 0, 0.0
 
     def call(self, what: str, call: Callable[[Tracker], None]) -> None:
         """Never raises."""
@@ -67,10 +68,10 @@ class _Kept:
             self._tracker = self._tracker or self._opener()
             call(self._tracker)
         if attempt.succeeded:
-            self._pause_s = FIRST_PAUSE_S
+            self._failures = 0
         else:
-            self._again_at_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._failures += 1
+            self._again_at_s = now_s + BACKOFF.pause_s(self._failures)
 
     def close(self) -> None:
         """Never raises."""

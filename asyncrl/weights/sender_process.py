@@ -16,10 +16,10 @@ from asyncrl.weights.slots import Slot
 from asyncrl.weights.transports import SenderSetup
 from asyncrl.workers import Worker, pack, take_message
 
+# A killed process is gone in milliseconds; one that the kernel holds longer is left alone.
 _REAP_S = 2.0
-"""A killed process is gone in milliseconds; one that the kernel holds longer is left alone."""
+# A fork server that has not finished its imports by then hangs. It is asked much later than it is started.
 _FORK_S = 60.0
-"""A fork server that has not finished its imports by then hangs. It is asked much later than it is started."""
 
 
 class ForkServer:

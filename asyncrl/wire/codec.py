@@ -24,8 +24,8 @@ from asyncrl.errors import WireError, WireVersionError
 
 WIRE_VERSION = 1
 MAGIC = b"ASYNCRL\0"
+# What may cross, by name.
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")}
-"""What may cross, by name."""
 NESTING = 8
 
 C = TypeVar("C", list[Any], dict[Any, Any])

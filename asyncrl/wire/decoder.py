@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 START_S = 30.0
 AGAIN_S = 1.0
+# Limit for one frame; the largest frames take a second.
 FRAME_S = 30.0
-"""Limit for one frame; the largest frames take a second."""
+# Processes that a frame must kill before it is refused for it: a process can also die for another reason.
 ATTEMPTS = 2
-"""Processes that a frame must kill before it is refused for it: a process can also die for another reason."""
+# Exit status.
 OUT_OF_MEMORY = 77
-"""Exit status."""
 _SLACK_BYTES = 64 << 20
 
 

@@ -15,15 +15,15 @@ from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
 
+# The body stays below what Redis takes as one value (512 MiB).
 GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
-"""The body stays below what Redis takes as one value (512 MiB)."""
+# Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and not their size.
 MAX_ROLLOUTS, MAX_SPANS = 4096, 1 << 16
-"""Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and not their size."""
 MAX_ANSWER_BYTES = 1024
+# In `answer_bytes`: no reward function says what the answer is.
 NO_ANSWER = -1
-"""In `answer_bytes`: no reward function says what the answer is."""
+# A longer `dead_reason` is cut.
 REASON_CHARACTERS = 1000
-"""A longer `dead_reason` is cut."""
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ _COLUMNS = {
     "answer_bytes": "int32",
     "answers": "uint8",
 }
+# The same as numpy's objects, which are compared faster than their names are made.
 _DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
-"""The same as numpy's objects, which are compared faster than their names are made."""
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:

@@ -10,12 +10,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from asyncrl.errors import WireError
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
+# Lists are long enough for one entry per parameter of a large model.
 MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16)
-"""Lists are long enough for one entry per parameter of a large model."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 MAX_DEPTH = 16
+# Up to there a number is the same in Python, MessagePack, JSON and Lua.
 LARGEST_INT = 2**53
-"""Up to there a number is the same in Python, MessagePack, JSON and Lua."""
 
 
 class MessageCodec:

@@ -166,12 +166,12 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     if failing != "close":
         assert bad.calls.count(failing) == 1 and bad.calls[-1] == failing, "it is let alone"
         for _ in range(20):
-            clock[0] += fanout.LONGEST_PAUSE_S
+            clock[0] += fanout.BACKOFF.longest_s
             trackers.log({"a": 1.0}, step=4)
             trackers.samples([record()])
         assert bad.calls.count(failing) == 21
         bad.failing = ""
-        clock[0] += fanout.LONGEST_PAUSE_S
+        clock[0] += fanout.BACKOFF.longest_s
         trackers.log({"a": 1.0}, step=5)
         trackers.samples([record()])
         assert bad.calls[-2:] == ["log", "samples"], "and it is back"
