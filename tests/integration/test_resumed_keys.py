@@ -59,7 +59,7 @@ staleness.policy=correct_only learner.steps=12 learner.tokens_per_microbatch=14
 learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.hooks=[own.py:Hook]
 eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 data.eval=train.jsonl data.eval=null
 store.url=OTHER store.max_gib=0.01
-store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;learner.optimizer.lr=1e-4
+store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;store.isolate_decoding=true;learner.optimizer.lr=1e-4
 reward.functions=[{"function":"gsm8k"}]
 reward.functions.0.weight=2 reward.functions.0.function=gsm8k reward.functions.0.name=other reward.attempts=1
 reward.timeout_s=1;reward.workers=2;reward.memory_gib=1;reward.sandbox=bubblewrap
