@@ -340,7 +340,7 @@ class Supervisor:
             self._give_up(
                 child,
                 f"{name} died {child.deaths.in_a_row} times in a row of the same fault, and would again: {said}; "
-                f"mend that, then the same command goes on. {child.spec.log_path} has the rest",
+                f"correct that, then the same command resumes the run. {child.spec.log_path} has the rest",
             )
             return
         if deaths > self._max_restarts:

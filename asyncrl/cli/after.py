@@ -32,7 +32,7 @@ def report(
     from asyncrl.results.run_page import write_report
 
     path = write_report(run, to)
-    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and nothing beside it")
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it needs no network and no other file")
 
 
 @app.command()

@@ -59,7 +59,7 @@ def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tu
         config = Path(files.pop(0))
     if files:
         raise ConfigError(
-            f"found `{files[0]}` beside the config {config}; allowed are one YAML file and overrides KEY=VALUE, "
+            f"found `{files[0]}` in addition to the config {config}; allowed are one YAML file and overrides KEY=VALUE, "
             f"such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
         )
     return config, overrides

@@ -118,6 +118,6 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
         )
     else:
         is_saved = any(directory.checkpoints.glob("step-*"))
-        again = "resumes from its last checkpoint" if is_saved else "begins anew: nothing was saved"
+        again = "resumes from its last checkpoint" if is_saved else "begins again: nothing was saved"
         next_steps = f"stopped before the end; `asyncrl up {directory.config}` {again}"
     console.print(Text(next_steps), soft_wrap=True)

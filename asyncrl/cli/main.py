@@ -54,7 +54,7 @@ def _status(arguments: list[str]) -> int:
     except SystemExit:
         if output == _output():
             raise
-        return DONE  # rich found that nobody reads the output, and replaced it
+        return DONE  # rich found that the output has no reader, and replaced it
     return status
 
 

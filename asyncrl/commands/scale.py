@@ -97,7 +97,7 @@ def scale_run(change: str, run: Path | None) -> Scaling:
     now = read_wanted(directory.scale)
     if now is None or directory.supervisor() is None:
         raise RunError(
-            f"{directory.path} starts no generators here now: `asyncrl up` does; beside `asyncrl learner`, or from another host, "
+            f"{directory.path} starts no generators here now: `asyncrl up` does; with `asyncrl learner`, or from another host, "
             "they join with `asyncrl generator --count N`"
         )
     wanted = {"": 0, "+": now, "-": now}[found[1]] + int(found[2]) * (-1 if found[1] == "-" else 1)

@@ -155,9 +155,9 @@ def require_password(store: StoreConfig) -> None:
     if where.scheme == "unix" or is_loopback(where.hostname or ""):
         return
     raise RunError(
-        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: whoever reaches that store "
-        "could throw the run's groups away; give it the users of docs/security.md and put the learner's password into "
-        f"{store.password_env}, or accept it with store.insecure: true in a network that nobody else reaches"
+        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who reaches that store "
+        "could delete the run's groups; give it the users of docs/security.md and put the learner's password into "
+        f"{store.password_env}, or accept it with store.insecure: true in a private network"
     )
 
 

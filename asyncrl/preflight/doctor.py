@@ -1,6 +1,7 @@
 """`asyncrl doctor`: tries everything that a run needs on this machine, and gives a fix for each failure."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,14 +27,7 @@ def examine(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Outc
 
 def to_values(outcome: Outcome) -> dict[str, object]:
     """An outcome as JSON values."""
-    finding = outcome.finding
-    return {
-        "check": outcome.name,
-        "verdict": finding.verdict,
-        "found": finding.found,
-        "fix": finding.fix,
-        "seconds": round(outcome.seconds, 2),
-    }
+    return {"check": outcome.name, **asdict(outcome.finding), "seconds": round(outcome.seconds, 2)}
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -52,7 +52,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
             built = AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"model.path {model.path}: its size cannot be told ({error}); give a Hugging Face directory or name"
+            f"model.path {model.path}: its size cannot be determined ({error}); give a Hugging Face directory or name"
         ) from error
     text = config.get_text_config()
     heads = text.num_attention_heads

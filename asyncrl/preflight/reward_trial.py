@@ -143,7 +143,7 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.untried = len(cases) - index - 1
                 break
     finally:
-        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # the output arrives beside the answers
+        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # the output arrives apart from the answers
         tried.printed = pool.printed
         await pool.close()
     return tried

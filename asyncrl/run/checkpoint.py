@@ -170,7 +170,7 @@ class CheckpointStore:
             lines = "".join(f"\n  {reason}" for reason in reasons)
             raise CheckpointsRefused(
                 f"{self._directory}: training was saved here, and nothing of it can be loaded:{lines}\n"
-                "restore one of these directories, or run.key, from a copy; --fresh throws away what was trained and starts anew"
+                "restore one of these directories, or run.key, from a copy; --fresh deletes what was trained and starts again"
             )
 
     def _newest_saved(self) -> int:

@@ -203,7 +203,7 @@ class RunDirectory:
         private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{digest}"
         private.mkdir(mode=0o700, exist_ok=True)
         if private.stat().st_uid != os.getuid():
-            raise RunError(f"{private} belongs to somebody else; choose a shorter run.root")
+            raise RunError(f"{private} belongs to another user; choose a shorter run.root")
         return private / name
 
 

@@ -112,7 +112,7 @@ ALARMS: Mapping[str, Alarm] = {
     "audit": Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,
-        "the learner heals it; somebody changed the store, or asyncrl is at fault: keep the run directory, report it",
+        "the learner heals it; another client changed the store, or asyncrl is at fault: keep the run directory, report it",
     ),
 }
 

@@ -9,7 +9,7 @@ from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
 
 INIT_TIMEOUT_S = 60.0
-# Shown in the run's summary beside the last value: best reward, lowest entropy, whether an alarm was ever active.
+# Shown in the run's summary with the last value: best reward, lowest entropy, whether an alarm was ever active.
 BEST = {"reward/mean": "max", "eval/accuracy": "max", "policy/entropy": "min", "mismatch/ess": "min", "alarm/*": "max"}
 # Logged a second time under one prefix, because W&B makes one section of a workspace for each prefix.
 # `deploy/wandb_overview.py` makes a report of them.
@@ -37,7 +37,7 @@ class WandbTracker:
             import wandb
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-            # Without this check, W&B would prompt on a terminal that nobody watches.
+            # Without this check, W&B would prompt on an unattended terminal.
             raise RuntimeError("no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline")
         directory.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb

@@ -228,7 +228,7 @@ def test_a_run_without_a_checkpoint_that_verifies_ends_with_every_reason_and_goe
     status, said = run(root, AFTER)
     assert status == 2 and "Traceback" not in said, said
     assert all(f"step-00000{step}: hf/model.safetensors is not what was written" in said for step in (2, 3)), said
-    assert "--fresh throws away what was trained" in said
+    assert "--fresh deletes what was trained" in said
     (checkpoints / "step-000002" / "hf" / "model.safetensors").write_bytes(kept)
     status, said = run(root, AFTER)
     assert status == 0 and trained(root, AFTER) == whole(AFTER), said

@@ -68,9 +68,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "scale": ("asyncrl scale", "Missing argument", "CHANGE", HELP),
     "eval": ("asyncrl eval", "Missing argument", HELP),
     "status a b": ("asyncrl status", "unexpected extra argument", "(b)", "allowed is `asyncrl status [OPTIONS] [run]`"),
-    "up task.yaml other.yaml": ("found `other.yaml` beside the config task.yaml", "allowed are one YAML file", "leave it out"),
+    "up task.yaml other.yaml": (
+        "found `other.yaml` in addition to the config task.yaml",
+        "allowed are one YAML file",
+        "leave it out",
+    ),
     "validate task.yaml learner.steps 5": ("found `learner.steps` beside", "KEY=VALUE", "write `learner.steps=VALUE`"),
-    "validate --config task.yaml other.yaml": ("found `other.yaml` beside the config task.yaml", "leave it out"),
+    "validate --config task.yaml other.yaml": ("found `other.yaml` in addition to the config task.yaml", "leave it out"),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),
     "validate tsak.yaml": ("cannot read tsak.yaml", "did you mean `task.yaml`?"),
