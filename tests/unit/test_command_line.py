@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "allowed are one YAML file",
         "leave it out",
     ),
-    "validate task.yaml learner.steps 5": ("found `learner.steps` beside", "KEY=VALUE", "write `learner.steps=VALUE`"),
+    "validate task.yaml learner.steps 5": ("found `learner.steps` in addition", "KEY=VALUE", "write `learner.steps=VALUE`"),
     "validate --config task.yaml other.yaml": ("found `other.yaml` in addition to the config task.yaml", "leave it out"),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),

@@ -217,7 +217,8 @@ def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tm
     with Supervisor([loop], max_restarts=50) as supervisor, pytest.raises(RunError) as caught:
         supervisor.run(tick_s=0.02)
     assert re.match(
-        r"learner died 3 times in a row of the same fault, and would again: CheckpointError: step 7 holds \d+ tensors; correct that",
+        r"learner died 3 times in a row of the same fault, and would again: CheckpointError: step 7 holds \d+ tensors; "
+        r"correct that",
         str(caught.value),
     )
     deaths = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]

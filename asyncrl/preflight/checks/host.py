@@ -63,7 +63,7 @@ def clock(now_s: Callable[[], float] = time.time, monotonic_s: Callable[[], floa
     if steady_s <= 0 or not 0.5 < wall_s / steady_s < 2.0:
         return wrong(
             f"in {steady_s:.2f} s of the monotonic clock {wall_s:.2f} s passed on the wall clock",
-            "another program sets the clock: let one time service do it (chronyc tracking, timedatectl); restart the virtual machine",
+            "another program sets the clock: use one time service (chronyc tracking, timedatectl); restart the virtual machine",
         )
     if wall < FIRST_POSSIBLE_S:
         return wrong(
