@@ -135,7 +135,7 @@ def test_missing_sections_and_keys_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {}\nreward:\n  functions: []\nrun: {name: a}\n")
     message = complaint(path)
     assert f"{path}:1  model.path: found nothing; it is needed: A Hugging Face directory or hub name; add `path: ...`" in message
-    assert f"{path}  data: found nothing; it is needed: Where prompts come from; add `data: ...`" in message
+    assert f"{path}  data: found nothing; it is needed: Source of the prompts; add `data: ...`" in message
     assert f"{path}:3  reward.functions: found []; allowed is a list of at least 1" in message
 
 
