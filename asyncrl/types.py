@@ -74,7 +74,8 @@ class Rollout:
     # Weighted sum of `reward_parts`, before shaping; never overwritten.
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    # The answer that a reward function found in the response; "" if it found none, None if no function looks for one.
+    # The answer that a reward function found in the response; "" if it found none, None if no function looks
+    # for one.
     answer: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """Advantage of every action token from the rewards of groups: return minus baseline.
 
-Group-relative estimators give every token of a sequence the same advantage. A group of one has nothing to be compared
-with and gets 0, never its raw reward; `metrics.group_metrics` counts such groups. Results are float32 [T].
+Group-relative estimators give every token of a sequence the same advantage. A group of one has nothing to be
+compared with and gets 0, never its raw reward; `metrics.group_metrics` counts such groups. Results are
+float32 [T].
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def grpo(
     std_eps: Positive = 1e-6,
     ddof: ZeroOrOne = 1,
 ) -> Tensor:
-    """(R - mean_group) / (std + std_eps), with the standard deviation of the group, of the whole batch, or none.
+    """(R - mean_group) / (std + std_eps), std of the group, of the whole batch, or none.
 
     ddof 1 is the unbiased standard deviation. Source: Shao et al. 2024 (arXiv:2402.03300).
     """
@@ -60,7 +61,8 @@ def rloo(rewards: GroupRewards, *, normalise: bool = False, std_eps: Positive = 
     """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group).
 
     Args:
-        normalise: divide by (standard deviation of the batch's advantages + std_eps); their mean is 0 already.
+        normalise: divide by (standard deviation of the batch's advantages + std_eps); their mean is 0
+            already.
 
     Source: Ahmadian et al. 2024 (arXiv:2402.14740); normalised as in TRL.
     """
@@ -109,7 +111,7 @@ def grpo_passk(rewards: GroupRewards, *, scale: Literal["group", "none"] = "grou
 
 
 def maxrl(rewards: GroupRewards, *, mean_eps: Positive = 1e-6) -> Tensor:
-    """(R - mean_group) / (mean_group + mean_eps), 0 where the mean is not positive: maximum likelihood of success.
+    """(R - mean_group) / (mean_group + mean_eps), 0 where the mean is not positive: maximises ln P(success).
 
     Rewards must not be negative. Source: Tajwar et al. 2026 (arXiv:2602.02710).
     """

@@ -1,7 +1,7 @@
 """Reduces the losses of tokens [T] to one number: a sum, divided by the counts of the whole optimizer step.
 
-Dividing by the counts over all ranks and micro-batches makes the gradient independent of how the batch was cut.
-No denominator counts a sequence without an action token.
+Dividing by the counts over all ranks and micro-batches makes the gradient independent of how the batch was
+cut. No denominator counts a sequence without an action token.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def seq_mean_token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> 
 def seq_mean_token_sum_norm(losses_T: Tensor, batch: TokenBatch, counts: Counts, *, scale: Positive) -> Tensor:
     """sum_t L_t / (sequences * scale): a constant instead of the length, e.g. the longest response in tokens.
 
-    The scale has no default: the padded width, which others take, would let the layout of a batch set the learning rate.
-    Source: Liu et al. 2025 (arXiv:2503.20783), Dr. GRPO.
+    The scale has no default: the padded width, which others take, would let the layout of a batch set the
+    learning rate. Source: Liu et al. 2025 (arXiv:2503.20783), Dr. GRPO.
     """
     return seq_mean_token_sum(losses_T, batch, counts) / scale

@@ -2,15 +2,15 @@
 
 With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a token is
     token      exp(l_t)            per-token, biased, low variance
-    sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped to +-20, too
+    sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped, too
     geometric  exp(mean_t l_t)     length-independent distance of a response
 A rejected token has weight 0. The denominators of the loss count it all the same: otherwise every kept token
 would weigh more, the more tokens are rejected. Without a proximal column the ratio is 1 (bypass: the loss itself
 corrects).
 
-`normalise` divides the weights by their mean over the tokens of the optimizer step (level `token`) or over its
-sequences (other levels); a rejected one counts as 0. `step` holds the tokens of all ranks and micro-batches of the
-optimizer step; without it, `batch` is taken for the whole step.
+`normalise` divides the weights by their mean over the tokens of the optimizer step (level `token`) or over
+its sequences (other levels); a rejected one counts as 0. `step` holds the tokens of all ranks and
+micro-batches of the optimizer step; without it, `batch` is taken for the whole step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -53,8 +53,8 @@ def truncate(
 ) -> Correction:
     """w = min(max(ratio, floor), cap): truncated importance sampling.
 
-    Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training", for token level with cap 2.
+    Source: Espeholt et al. 2018 (arXiv:1802.01561); Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training", for token level with cap 2.
     """
     ratio_T = _ratio_T(batch, level)
     weights_T = _weights(ratio_T, lambda ratio_T: ratio_T.clamp(floor, cap), step or batch, level, normalise=normalise)
@@ -95,12 +95,13 @@ def reject(
     """w = min(ratio, cap) where a divergence from the behaviour policy is within bounds, 0 elsewhere.
 
     Args:
-        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on |p - q|
-            for tv; on KL(q || p) of the sampled token against all others for binary_kl, in nats. q is the token's
-            probability under mu, p under pi_proximal.
+        high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on
+            |p - q| for tv; on KL(q || p) of the sampled token against all others for binary_kl, in nats. q is
+            the token's probability under mu, p under pi_proximal.
         low: lower bound on the ratio for k1, 1 / high by default; the other divergences have no lower bound.
         divergence: the quantity that is bounded.
-        level: where the divergence is measured: at each token, summed over a sequence, or averaged over it (geometric).
+        level: where the divergence is measured: at each token, summed over a sequence, or averaged over it
+            (geometric).
         weights: level of the kept weights; with `none` they are 1.
 
     Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
@@ -114,7 +115,8 @@ def reject(
 def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, cap: Positive = 2.0) -> Correction:
     """w = min(token ratio, cap), but 0 for every token of a sequence with a token ratio outside [low, high].
 
-    After a token that the policy practically never samples, all later tokens stem from a context it would not reach.
+    After a token that the policy practically never samples, all later tokens stem from a context it would not
+    reach.
     """
     ratio_T = _ratio_T(batch, "token")
     is_outlier_T = (ratio_T < low) | (ratio_T > high)
@@ -131,11 +133,11 @@ def combined(correction: Correction, rejections: Iterable[Correction]) -> Correc
 
 
 def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:
-    """ln pi_proximal = ln mu + a (ln pi - ln mu), a = (lag - 1) / lag: a proximal policy without a forward pass.
+    """ln pi_proximal = ln mu + a (ln pi - ln mu), a = (lag - 1) / lag: needs no forward pass.
 
-    [T]: a point on the line from the behaviour policy to the current one, which is `lag` versions newer; the proximal
-    policy is one version behind the current one. A token of lag 0 or 1 keeps its behaviour log-probability. Constant
-    in the loss.
+    [T]: a point on the line from the behaviour policy to the current one, which is `lag` versions newer; the
+    proximal policy is one version behind the current one. A token of lag 0 or 1 keeps its behaviour
+    log-probability. Constant in the loss.
 
     Args:
         lag_T: int64, version being made minus version that sampled the token.

@@ -1,8 +1,8 @@
-"""Policy losses that restrain the tokens whose advantage and log-probability covary most: they cost most entropy.
+"""Policy losses that restrain the tokens whose advantage and log-probability covary most.
 
-The covariance (A - mean A)(ln pi - mean ln pi) and the number of restrained tokens are taken over the micro-batch.
-So these two losses, and no others, depend on how the batch was cut; give them large micro-batches.
-Source: Cui et al. 2025 (arXiv:2505.22617).
+The covariance (A - mean A)(ln pi - mean ln pi) and the number of restrained tokens are taken over the
+micro-batch. So these two losses, and no others, depend on how the batch was cut; give them large
+micro-batches. Source: Cui et al. 2025 (arXiv:2505.22617).
 """
 
 import torch
@@ -24,7 +24,7 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clipped loss without some tokens: `share` of all, drawn at random among those within the covariance bounds.
+    """PPO's clipped loss without a random `share` of all tokens, drawn within the covariance bounds.
 
     At least one token is left out if any qualifies. Tokens that the clip has removed already are not drawn.
     """

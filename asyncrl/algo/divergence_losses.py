@@ -1,9 +1,8 @@
 """Policy losses that mask a token by the distance between its probabilities instead of clipping its ratio.
 
-A ratio is large for a rare token that hardly moved and small for a common one that moved a lot. p is the probability
-of the sampled token now, q its probability under the anchor. Masks and ratios are constants; the gradient is that of
--A ln pi.
-Source: Qi et al. 2026 (arXiv:2602.04879), DPPO with binary divergences.
+A ratio is large for a rare token that hardly moved and small for a common one that moved a lot. p is the
+probability of the sampled token now, q its probability under the anchor. Masks and ratios are constants; the
+gradient is that of -A ln pi. Source: Qi et al. 2026 (arXiv:2602.04879), DPPO with binary divergences.
 """
 
 import torch

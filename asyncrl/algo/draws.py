@@ -1,4 +1,4 @@
-"""pass@k, best@k and maj@k of a prompt's n rollouts: exact means over all C(n, k) choices without replacement.
+"""pass@k, best@k and maj@k of a prompt's n rollouts: exact means over all C(n, k) choices.
 
 A bootstrap would estimate the same numbers for draws with replacement, with noise.
 """
@@ -29,10 +29,10 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
-    """Mean, over all choices of k rollouts, of the solved share among the rollouts with the most frequent answer.
+    """Mean, over all choices of k rollouts, of the solved share of those with the most frequent answer.
 
-    Answers that tie share the vote equally. A rollout without an answer abstains; a choice in which all abstain
-    counts as unsolved.
+    Answers that tie share the vote equally. A rollout without an answer abstains; a choice in which all
+    abstain counts as unsolved.
 
     The computation draws each rollout independently with probability k/n and conditions on k rollouts being drawn:
     then all choices are equally likely, votes for different answers are independent, and vote counts add by
@@ -64,8 +64,8 @@ def _winners(rivals: Sequence[tuple[int, float]], drawn: NDArray[np.float64], mo
     """
     k = drawn.shape[1] - 1
     shift = np.subtract.outer(np.arange(k + 1), np.arange(k + 1))
-    # Axes: votes in all, number of answers that have `most` votes. `worth` is the probability times the sum of the
-    # solved shares of these answers.
+    # Axes: votes in all, number of answers that have `most` votes. `worth` is the probability times the sum
+    # of the solved shares of these answers.
     chance = np.zeros((k + 1, k // most + 1))
     chance[0, 0] = 1.0
     worth = np.zeros_like(chance)

@@ -1,4 +1,4 @@
-"""Group filters: each returns the reason to reject a whole group, or None to train on it. Plain floats, no tensors.
+"""Group filters: each returns the reason to reject a whole group, or None. Plain floats, no tensors.
 
 A rejected group is counted under its reason, and the learner refills the batch (dynamic sampling).
 """

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, ShapeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """Rewards of all sequences of a batch of whole groups, plus optional columns that single estimators need."""
+    """Rewards of a batch of whole groups, plus optional columns that single estimators need."""
 
     # float32, shaped reward of each sequence.
     rewards_S: Tensor

@@ -1,10 +1,9 @@
 """KL penalty towards the reference policy, per token [T] in nats, estimated from the sampled token alone.
 
-d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value. On-policy, the gradient of k1
-is zero on average, that of k2 equals the gradient of KL(pi || pi_ref), that of k3 the gradient of the forward
-KL(pi_ref || pi).
-`k1+`, `k3+` and `abs+` keep the value and take the gradient of k2.
-Source: Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09477) for the gradients.
+d = ln pi - ln pi_ref. In the loss the gradient of the estimator matters, not its value. On-policy, the
+gradient of k1 is zero on average, that of k2 equals the gradient of KL(pi || pi_ref), that of k3 the gradient
+of the forward KL(pi_ref || pi). `k1+`, `k3+` and `abs+` keep the value and take the gradient of k2. Source:
+Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09477) for the gradients.
 """
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.tokens import TokenBatch
 
-# k3 grows like the ratio: without a bound a single token would dominate the gradient. Beyond the bound k3 has no
-# gradient; k2 and k3+ have one up to a ratio of e^20.
+# k3 grows like the ratio: without a bound a single token would dominate the gradient. Beyond the bound k3 has
+# no gradient; k2 and k3+ have one up to a ratio of e^20.
 K3_BOUND = 10.0
 
 
@@ -56,11 +55,10 @@ def absolute_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) 
 
 
 def bias_corrected(kl_T: Tensor, batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
-    """w r KL, r = pi / anchor with its gradient: estimates the KL under pi from tokens that another policy sampled.
+    """w r KL, r = pi / anchor with its gradient: the KL under pi from another policy's tokens.
 
-    So the expected gradient, with k1 and with k3, is that of KL(pi || pi_ref).
-    Source: DeepSeek-V3.2 2025 (arXiv:2512.02556), unbiased KL estimate; there the denominator of r is the policy that
-    sampled.
+    So the expected gradient, with k1 and with k3, is that of KL(pi || pi_ref). Source: DeepSeek-V3.2 2025
+    (arXiv:2512.02556), unbiased KL estimate; there the denominator of r is the policy that sampled.
     """
     return batch.weighted(kl_T * log_ratio(logprobs_T, batch.anchor_logprobs_T).exp())
 

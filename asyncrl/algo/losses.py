@@ -1,9 +1,9 @@
 """Policy losses of single tokens: pure functions of tensors, one value per action token.
 
-A is the advantage, w the constant importance weight of the correction (behaviour to proximal, `batch.weights_T`),
-d = ln pi - ln pi_anchor clamped to +-20, r = exp(d). The anchor is the proximal policy, or the behaviour policy if
-there is none. Nothing is averaged here: aggregation divides once, by the counts of the whole optimizer step.
-`clip_low` and `clip_high` are distances from 1.
+A is the advantage, w the constant importance weight of the correction (behaviour to proximal,
+`batch.weights_T`), d = ln pi - ln pi_anchor clamped to +-20, r = exp(d). The anchor is the proximal policy,
+or the behaviour policy if there is none. Nothing is averaged here: aggregation divides once, by the counts of
+the whole optimizer step. `clip_low` and `clip_high` are distances from 1.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,13 @@ def ppo_clip(
     With a proximal policy this is decoupled PPO; clip_high > clip_low is DAPO's clip-higher.
 
     Args:
-        dual_clip: bound on the loss where A < 0. For values above 1 + clip_high the same as TRL's two-sided clip `delta`.
-        level: the ratio is taken of each token, or of its whole response as product (with seq-mean-token-sum this is
-            PPO with the response as action) or as geometric mean (`gspo` has the narrow clip that a mean needs).
-        max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour policy, in
-            mean nats per token (`selection.within_drift`).
+        dual_clip: bound on the loss where A < 0. For values above 1 + clip_high the same as TRL's two-sided
+            clip `delta`.
+        level: the ratio is taken of each token, or of its whole response as product (with seq-mean-token-sum
+            this is PPO with the response as action) or as geometric mean (`gspo` has the narrow clip that a
+            mean needs).
+        max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour
+            policy, in mean nats per token (`selection.within_drift`).
         top_entropy: share of each sequence's tokens that is trained, highest entropy first
             (`selection.highest_entropy`).
         entropy_T: float32 in nats, needed for `top_entropy` below 1.
@@ -72,7 +74,7 @@ def ppo_clip(
 
 
 def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:
-    """-w A ln pi: no ratio, no clip. Also GPG's loss (Chu et al. 2025, arXiv:2504.02546). Source: Williams 1992."""
+    """-w A ln pi. Also GPG's loss (Chu et al. 2025, arXiv:2504.02546). Source: Williams 1992."""
     return TokenLoss(batch.weighted(-batch.advantages_T * logprobs_T))
 
 
@@ -127,7 +129,7 @@ def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
 def clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """[T]: -min(r A, clip(r) A); and the number of tokens that the clip removed from the gradient on either side."""
+    """[T]: -min(r A, clip(r) A); and how many tokens the clip removed from the gradient on either side."""
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     return losses_T, sums(

@@ -1,9 +1,9 @@
-"""Metrics of one optimizer step: first sums that add up over micro-batches and ranks, then the published numbers.
+"""Metrics of one optimizer step: sums over micro-batches and ranks, then the published numbers.
 
-Sums are floats by name; names that end in `/max` or `/min` are reduced that way, all others by addition (`merge`).
-Ratios are raw: a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and the
-log-probabilities behind perplexities and `reference/nll`, are clamped to +-20, so every metric is finite unless a
-behaviour or reference log-probability is NaN.
+Sums are floats by name; names that end in `/max` or `/min` are reduced that way, all others by addition
+(`merge`). Ratios are raw: a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and
+the log-probabilities behind perplexities and `reference/nll`, are clamped to +-20, so every metric is finite
+unless a behaviour or reference log-probability is NaN.
 
     mismatch/*   proximal / behaviour: staleness plus the numerical difference between generator and learner
     policy/*     current / proximal: how far this update has moved
@@ -24,7 +24,8 @@ from asyncrl.algo.tokens import TokenBatch
 
 # A raw ratio beyond this, or below its inverse, is counted as tail.
 TAIL = 2.0
-# Thirds of the longest response allowed. Dropping more of the long responses than of the short ones is a bias.
+# Thirds of the longest response allowed. Dropping more of the long responses than of the short ones is a
+# bias.
 BANDS = ("short", "medium", "long")
 # Metrics whose names end so are means over sequences.
 OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
@@ -76,7 +77,7 @@ def policy_metrics(
 
 
 def group_metrics(rewards: GroupRewards) -> dict[str, float]:
-    """Sums over the groups and sequences of one batch, of the rewards that the advantages were computed from."""
+    """Sums over groups and sequences of one batch, of the rewards behind the advantages."""
     totals_S = rewards.totals_S
     sizes_G = torch.bincount(rewards.group_S, minlength=rewards.num_groups)
     std_S = rewards.group_std_S(totals_S, ddof=1)
@@ -96,7 +97,7 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Reduces micro-batches or ranks: extremes by maximum or minimum, all else by sum. A part may lack a name."""
+    """Reduce micro-batches or ranks: extremes by maximum or minimum, the rest by sum. A part may lack names."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -114,10 +115,10 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def finish(sums: Mapping[str, float]) -> dict[str, float]:
     """Published metrics from fully reduced sums.
 
-    `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal. `group/*`
-    become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over sequences, names that end
-    in a band over the tokens of that band. All other sums, those of losses and corrections included, become means over
-    tokens; extremes stay as they are.
+    `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal.
+    `group/*` become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over
+    sequences, names that end in a band over the tokens of that band. All other sums, those of losses and
+    corrections included, become means over tokens; extremes stay as they are.
     """
     counts = {name: value for name, value in sums.items() if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")}
     published = {name: value for name, value in counts.items() if name != "rewards"}
@@ -155,8 +156,8 @@ def _larger(first: float, second: float) -> float:
 def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[str, Tensor]:
     """Per-token columns, plus two per-sequence columns [S]: perplexity_ratio and chi2_sequence.
 
-    They are the perplexity ratio (numerator policy / denominator policy) and the chi-square divergence of whole
-    responses.
+    They are the perplexity ratio (numerator policy / denominator policy) and the chi-square divergence of
+    whole responses.
     """
     log_ratio_T = log_ratio_T.double()
     ratio_T = log_ratio_T.exp()
@@ -198,7 +199,7 @@ def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int) -> dict[str, Tensor]:
-    """Columns for each length band: its tokens, and those among them that the correction or the loss dropped."""
+    """Columns for each length band: its tokens, and those that the correction or the loss dropped."""
     band_T = length_bands(batch.lengths_S, max_response_tokens)[batch.sequence_T]
     columns = {}
     for index, band in enumerate(BANDS):
@@ -211,7 +212,7 @@ def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_
 
 
 def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
-    """Index into `BANDS` for each length; a band is a third of `max_response_tokens`, its upper end included."""
+    """Index into `BANDS` for each length; a band is a third of `max_response_tokens`, with its upper end."""
     return (lengths * len(BANDS) - 1).div(max_response_tokens, rounding_mode="floor").clamp(0, len(BANDS) - 1)
 
 

@@ -1,6 +1,7 @@
 """Probability ratios that cannot overflow, and the sums that losses report.
 
-`min` and `clamp` after `exp` are not enough: they back-propagate 0 * inf = NaN. So the log-ratio is clamped first.
+`min` and `clamp` after `exp` are not enough: they back-propagate 0 * inf = NaN. So the log-ratio is clamped
+first.
 """
 
 import torch
@@ -18,13 +19,14 @@ PROBABILITY_EPS = 1e-8
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     """[T]: ln(numerator / denominator), clamped to +-20; the denominator is a constant.
 
-    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN, so that a broken model is noticed.
+    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN, so that a broken model is
+    noticed.
     """
     return (numerator_T - denominator_T.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
-    """[T]: pi / anchor of each token, or of its whole sequence as product or geometric mean; ln ratio clamped to +-20.
+    """[T]: pi / anchor of each token, or of its sequence as product or geometric mean; ln clamped to +-20.
 
     The gradient of a sequence's ratio goes through each token's own ln pi.
     """

@@ -1,4 +1,4 @@
-"""Selects the tokens of a micro-batch that a policy loss trains. The others still count in the denominators."""
+"""Selects the tokens that a policy loss trains. The others still count in the denominators."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ SHARE_SLACK = 1e-9
 def select(
     batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | None, *, max_drift: float | None, top_entropy: float
 ) -> Tensor | None:
-    """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are needed and missing."""
+    """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are missing."""
     keep_T = None
     if max_drift is not None:
         keep_T = within_drift(batch, logprobs_T, max_drift)
@@ -38,8 +38,8 @@ def within_drift(batch: TokenBatch, logprobs_T: Tensor, limit: float) -> Tensor:
 def highest_entropy(batch: TokenBatch, entropy_T: Tensor, share: float) -> Tensor:
     """bool [T]: the ceil(share * length) tokens of each sequence with the highest entropy.
 
-    The choice is made within each sequence, not over the micro-batch as in the paper: it must not depend on how the
-    batch was cut. Source: Wang et al. 2025 (arXiv:2506.01939), forking tokens.
+    The choice is made within each sequence, not over the micro-batch as in the paper: it must not depend on
+    how the batch was cut. Source: Wang et al. 2025 (arXiv:2506.01939), forking tokens.
     """
     by_entropy = entropy_T.detach().argsort(descending=True, stable=True)
     order = by_entropy[batch.sequence_T[by_entropy].argsort(stable=True)]

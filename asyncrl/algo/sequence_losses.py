@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is that of a whole sequence, shared by its tokens. Micro-batches never cut a sequence."""
+"""Policy losses whose ratio is that of a whole sequence. Micro-batches never cut a sequence."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from asyncrl.algo.tokens import TokenBatch
 def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> TokenLoss:
     """-w min(s A, clip(s) A), s = exp(mean_t d) of the sequence, its gradient through each token's own ln pi.
 
-    With seq-mean-token-mean this is the paper's sequence form; other aggregations weigh sequences by length. The clip
-    is narrow because the ratio of a mean stays within about a thousandth of 1.
-    Source: Zheng et al. 2025 (arXiv:2507.18071), the GSPO-token form.
+    With seq-mean-token-mean this is the paper's sequence form; other aggregations weigh sequences by length.
+    The clip is narrow because the ratio of a mean stays within about a thousandth of 1. Source: Zheng et al.
+    2025 (arXiv:2507.18071), the GSPO-token form.
     """
     ratio_T = policy_ratio(batch, logprobs_T, "geometric")
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
@@ -24,8 +24,8 @@ def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_
 def geo_mean(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> TokenLoss:
     """-w A_i exp(mean_t m_t): geometric mean of ratios, each clipped in log space to [-clip_low, clip_high].
 
-    m_t is d_t or its clipped value, whichever gives the smaller objective; A_i is the mean advantage of the sequence.
-    Every token has the value of its sequence, so seq-mean-token-mean gives the paper's objective.
+    m_t is d_t or its clipped value, whichever gives the smaller objective; A_i is the mean advantage of the
+    sequence. Every token has the value of its sequence, so seq-mean-token-mean gives the paper's objective.
     Source: Zhao et al. 2025 (arXiv:2507.20673), GMPO.
     """
     d_T = log_ratio(logprobs_T, batch.anchor_logprobs_T)
@@ -47,10 +47,9 @@ def vespo(
 ) -> TokenLoss:
     """-w phi A ln pi, phi = s^k exp(lambda (1 - s)) a constant, s = exp(sum_t d) of the sequence.
 
-    k and lambda are chosen by the sign of A. phi is 1 on-policy and falls to 0 far from it on both sides, without a
-    clip and without a mean over the length. With `proximal: behaviour`, s is the ratio to the policy that sampled, as
-    in the paper.
-    Source: VESPO 2026 (arXiv:2602.10693); defaults as in TRL.
+    k and lambda are chosen by the sign of A. phi is 1 on-policy and falls to 0 far from it on both sides,
+    without a clip and without a mean over the length. With `proximal: behaviour`, s is the ratio to the
+    policy that sampled, as in the paper. Source: VESPO 2026 (arXiv:2602.10693); defaults as in TRL.
     """
     s_T = policy_ratio(batch, logprobs_T.detach(), "sequence")
     is_bad_T = batch.advantages_T < 0

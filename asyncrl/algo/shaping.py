@@ -1,7 +1,7 @@
 """Reward shaping: functions from a rollout's reward to its shaped reward. Plain floats.
 
-The learner calls `shape(reward, response_tokens=..., max_response_tokens=..., finish_reason=...)`; the rollout keeps
-its raw reward.
+The learner calls `shape(reward, response_tokens=..., max_response_tokens=..., finish_reason=...)`; the
+rollout keeps its raw reward.
 """
 
 from asyncrl.algo.ranges import NonNegative, PositiveInt

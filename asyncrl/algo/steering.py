@@ -2,7 +2,7 @@
 
 
 def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, steps: float) -> float:
-    """The next KL coefficient: up when the measured KL is above its target, down when below, by at most 20 % per horizon.
+    """The next KL coefficient: higher if the measured KL is above its target, by at most 20 % per horizon.
 
     Args:
         kl: measured over the last `steps`, in nats per token.
@@ -15,7 +15,7 @@ def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: 
 
 
 def adapt_bonus(coefficient: float, entropy: float, *, target: float, step: float, maximum: float) -> float:
-    """The next coefficient, within 0 .. maximum: `step` more when the measured entropy is below its target, `step` less above.
+    """The next coefficient in 0 .. maximum: + `step` if the entropy is below its target, - `step` if above.
 
     Args:
         entropy: measured, in nats per token; so is `target`.

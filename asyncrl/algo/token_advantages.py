@@ -25,15 +25,16 @@ def gae(
     bootstrap: bool = False,
     whitened: bool = True,
 ) -> Tensor:
-    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the tokens of the batch.
+    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the batch's tokens.
 
     Args:
         length_alpha: replaces `gae_lambda` by 1 - 1 / (length_alpha * length), at least 0, of each response.
         critic_lambda: lambda of the returns that the critic is trained on; null: that of the advantages.
-        bootstrap: after the last token of a response that was cut off, V is that of the last token instead of 0,
-            because the response would have continued (the state after the last token is not evaluated).
+        bootstrap: after the last token of a response that was cut off, V is that of the last token instead of
+            0, because the response would have continued (the state after the last token is not evaluated).
 
-    Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16; Yue et al. 2025 (arXiv:2504.05118), VAPO, for the two lambdas.
+    Source: Schulman et al. 2015 (arXiv:1506.02438) eq. 16; Yue et al. 2025 (arXiv:2504.05118), VAPO, for the
+    two lambdas.
     """
     advantages_T = _gae(rewards, gamma, _lambda(rewards, gae_lambda, length_alpha), bootstrap)
     return (whiten(advantages_T) if whitened else advantages_T).float()
@@ -48,13 +49,13 @@ def value_targets(
     critic_lambda: Share | None = None,
     bootstrap: bool = False,
 ) -> Tensor:
-    """float32 [T]: V + the advantage before whitening, with the critic's lambda: the targets of `gae`'s critic."""
+    """float32 [T]: the targets of `gae`'s critic: V + the advantage before whitening, by the critic's lambda."""
     decay = _lambda(rewards, gae_lambda, length_alpha) if critic_lambda is None else critic_lambda
     return (_gae(rewards, gamma, decay, bootstrap) + rewards.column("values_T").double()).float()
 
 
 def reinforce_plus_plus(rewards: GroupRewards, *, gamma: Share = 1.0) -> Tensor:
-    """Discounted return from each token on, whitened over the tokens of the batch. Source: Hu 2025 (arXiv:2501.03262)."""
+    """Discounted returns, whitened over the tokens of the batch. Source: Hu 2025 (arXiv:2501.03262)."""
     return whiten(discounted_returns_T(rewards_T(rewards), rewards, gamma)).float()
 
 
@@ -68,16 +69,16 @@ def remax(rewards: GroupRewards) -> Tensor:
 
 
 def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True, weight_cap: Positive | None = None) -> Tensor:
-    """R_t - b_t, b = sum_i W_i R_i / sum_i W_i: of each group and position, the baseline with the least variance.
+    """R_t - b_t, b = sum_i W_i R_i / sum_i W_i: per group and position, the baseline of least variance.
 
-    W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a log-probability with
-    respect to its logits.
+    W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a
+    log-probability with respect to its logits.
 
     Args:
-        zero_tail: no baseline where only one sequence of the group is as long: the baseline would be the sequence's
-            own return and the advantage 0.
-        weight_cap: for gradients with importance weights: multiplies each token's part of W by
-            min(pi / mu, weight_cap)^2, the square of the weight that `truncate` gives the token.
+        zero_tail: no baseline where only one sequence of the group is as long: the baseline would be the
+            sequence's own return and the advantage 0.
+        weight_cap: for gradients with importance weights: multiplies each token's part of W by min(pi / mu,
+            weight_cap)^2, the square of the weight that `truncate` gives the token.
 
     Source: Li et al. 2026, "The optimal token baseline", ICML.
     """

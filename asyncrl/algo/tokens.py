@@ -1,6 +1,6 @@
 """The columns that every estimator and loss works on.
 
-Axes in names:  T action tokens, S sequences (rollouts). Tokens are laid out by sequence: all of sequence 0, then of 1.
+Axes in names:  T action tokens, S sequences (rollouts). All tokens of sequence 0 come before those of 1.
 There is no padding and no mask: prompt, tool and user tokens are not among them.
 """
 
@@ -62,7 +62,7 @@ class TokenBatch:
 
     @property
     def anchor_logprobs_T(self) -> Tensor:
-        """[T]: the ratio's denominator, in nats: the proximal column if there is one, else the behaviour column."""
+        """[T]: the ratio's denominator: the proximal column if there is one, else the behaviour column."""
         return self.behaviour_logprobs_T if self.proximal_logprobs_T is None else self.proximal_logprobs_T
 
     @property
@@ -86,7 +86,8 @@ class TokenBatch:
 def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
     """[count]: sum of the values with each segment index; differentiable.
 
-    The sum is taken in float64: in float32, 100,000 values of 0.01 add up with an error of 7e-4, more than GSPO's clip.
+    The sum is taken in float64: in float32, 100,000 values of 0.01 add up with an error of 7e-4, more than
+    GSPO's clip.
     """
     sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(0, segment, values.double())
     return sums.to(values.dtype)

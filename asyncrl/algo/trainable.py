@@ -1,7 +1,8 @@
-"""Decides whether a group can be trained on: planner, trainer, metrics, timeline, samples and evaluation rely on it.
+"""Decides whether a group can be trained on; everything that reads groups relies on it.
 
-A frame that decodes can still hold any numbers: those of other settings (the run was resumed with shorter responses),
-or of a faulty sender. Generators check a group before they hand it over; the learner checks it again.
+A frame that decodes can still hold any numbers: those of other settings (the run was resumed with shorter
+responses), or of a faulty sender. Generators check a group before they hand it over; the learner checks it
+again.
 """
 
 import math
@@ -17,8 +18,8 @@ from asyncrl.types import Group, Rollout
 UNTRAINABLE = "untrainable"
 # Bound on the absolute value: sums of squares over a batch stay finite in float32.
 MOST_REWARD = 1e9
-# A log-probability is at least -MOST_NATS, so that sums over the longest response stay finite in float32, and at most
-# 0 plus the rounding errors of engines.
+# A log-probability is at least -MOST_NATS, so that sums over the longest response stay finite in float32, and
+# at most 0 plus the rounding errors of engines.
 MOST_NATS = 1e5
 ROUNDING_NATS = 1e-2
 MOST_VERSION = 1 << 31

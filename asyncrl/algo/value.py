@@ -1,4 +1,4 @@
-"""The critic's loss per token, aggregated like a policy loss, and the share of the returns' variance it explains."""
+"""The critic's loss per token, aggregated like a policy loss, and its explained variance."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A bound on a whole call to the store: a socket's own timeout is for one read, and a peer that drips bytes never meets it."""
+"""A deadline for a whole call to the store: a socket's timeout bounds only a single read."""
 
 import threading
 import time
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# An answer may take longer than its bound when it is large: a slow network is no fault, a drip is one.
+# A reply that arrives at this rate or faster extends its deadline: large replies may take longer.
 SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class _Call(threading.local):
-    """The call that this thread makes."""
+    """The deadline of the call that this thread is making."""
 
     until_s = float("inf")
 
@@ -22,7 +22,7 @@ _call = _Call()
 
 @contextmanager
 def bounded(until_s: float) -> Iterator[None]:
-    """Reads of this thread end with TimeoutError after `until_s` (monotonic), except of large answers that still arrive."""
+    """Reads of this thread raise TimeoutError after `until_s` (monotonic), unless a large reply is arriving."""
     before_s, _call.until_s = _call.until_s, until_s
     try:
         yield
@@ -31,7 +31,7 @@ def bounded(until_s: float) -> Iterator[None]:
 
 
 class _Socket:
-    """A socket whose reads keep to the bound of the call."""
+    """A socket whose reads obey the deadline of the call."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -40,14 +40,14 @@ class _Socket:
         return getattr(self._plain, name)
 
     def recv_into(self, *arguments: Any) -> int:
-        """As of a socket."""
+        """See `socket.recv_into`."""
         _check()
         count: int = self._plain.recv_into(*arguments)
         _call.until_s += count / SLOWEST_BYTES_PER_S
         return count
 
     def recv(self, *arguments: Any) -> bytes:
-        """As of a socket."""
+        """See `socket.recv`."""
         _check()
         data: bytes = self._plain.recv(*arguments)
         _call.until_s += len(data) / SLOWEST_BYTES_PER_S
@@ -56,12 +56,12 @@ class _Socket:
 
 def _check() -> None:
     if time.monotonic() > _call.until_s:
-        raise TimeoutError("the answer had not ended when the time of the call was over")
+        raise TimeoutError("the reply was not complete at the deadline of the call")
 
 
 @cache
 def bounded_kind(kind: type[Any]) -> type[Any]:
-    """A class of the client's connections, with sockets that keep to the bound of the call."""
+    """A subclass of a connection class of redis-py whose sockets obey the deadline of the call."""
 
     class Bounded(kind):  # type: ignore[misc]
         def _connect(self) -> Any:

@@ -1,28 +1,29 @@
 #!lua name=asyncrl_@DIGEST@
--- The buffer inside the store: memory.py, operation for operation. Every function is atomic and may be called again.
+-- The buffer inside the store: the operations of memory.py. Every function is atomic and may be repeated.
 --
--- Places of an issued id, always exactly one:
+-- An issued id is always in exactly one of these places:
 --   leased     zset  id by id, with  deadlines  zset  id by end of lease, ms of the server's clock, and  holders  hash  id -> holder
 --   reissue    zset  id by id, to be leased again
 --   ready      zset  id by id, the frame is in  frames  hash  id -> frame
---   takes      hash  number -> "previous chain unshortened id id ...", the frames of its ids are kept until the commit
---   done       set   ids above meta.watermark
--- and beside them
---   meta          hash  epoch owner version limit most history closed starving last chain committed watermark; the learner's
---                       alone; most: the highest limit so far
+--   takes      hash  number -> "previous chain unshortened id id ..."; the frames of its ids are kept until the commit
+--   done       set   ids above meta.watermark; all ids up to it are done as well
+-- Other keys of a lane:
+--   meta          hash  epoch owner version limit most history closed starving last chain committed watermark; written by
+--                       the learner only; most: the highest limit so far
 --   totals        hash  issued bytes
---   requests      hash  holder -> "request id id ..." of its last lease, so that a lost reply can be asked for again
+--   requests      hash  holder -> "request id id ..." of its last lease, so that a call with a lost reply can be repeated
 --   attempts      hash  id -> failures so far
---   deaths        hash  id -> holders that died, or lost their lease, since it was issued or stored
+--   deaths        hash  id -> holders that died, or lost their lease, since the id was issued or stored
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
 --   counters      hash  name -> count
 --
--- Validate first, then write: a function that fails half-way is not undone. Only the server's clock is read, and only
--- for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short, because they free it.
--- The server checks the caller's rights at every command in here (users.py): what generators may call writes no place
--- that is the learner's, and what only the learner may call begins with a write of meta.
--- All else a generator may have written with any value: numbers are read as numbers or as 0, what is no id of a ticket under
--- way is dropped where it is met, a key of another type is a gap for the learner, who recovers, and nothing to do for generators.
+-- Functions validate first and then write, because a function that fails half-way is not undone. Only the server's clock
+-- is read, and only for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short: they free it.
+-- The server checks the caller's rights at every command in here (users.py). The generators' functions write nothing that
+-- belongs to the learner, and the learner's functions begin with a write of meta, which generators may not do.
+-- Generators may have written any value anywhere else. So a number is read as a number or as 0, a member that is not the
+-- id of a ticket under way is dropped, and a key of another type is a gap for the learner, which recovers, while
+-- generators find nothing to do.
 
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
                 'attempts', 'deaths', 'dead_letters', 'counters', 'totals'}
@@ -33,12 +34,12 @@ local MOST_NUMBER, MOST_TEXT = 2 ^ 53, 1000000
 local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
 local GIVEN_UP = 'given up: '
 local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
-local ALONE = 2 -- of the deaths that a ticket may cost, so many come of sampling it alone
+local ALONE = 2 -- the last deaths of a ticket before it is given up; it is leased alone for them
 
--- While the library is loaded, the server shows it no redis.call and no string.
+-- While it loads the library, the server provides neither redis.call nor string.
 local function call(...) return redis.call(...) end
 
--- The places whose keys are of another type than they should be.
+-- The places whose keys have a wrong type.
 local function wrong_types(k)
   local wrong = {}
   for _, place in ipairs(ZSETS) do
@@ -50,7 +51,7 @@ local function wrong_types(k)
   return wrong
 end
 
--- `while_wrong` gives the answer while a key is of a wrong type, until the learner has recovered; what was done so far, it mends.
+-- `while_wrong` makes the reply while a key has a wrong type; the learner's recovery corrects what was done so far.
 local function register(name, flags, body, while_wrong)
   local function callback(keys, args)
     local k = {}
@@ -68,7 +69,7 @@ end
 local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
 local function id_text(id) return string.format('%d', id) end
 
--- A number of a generator's: whole and not negative, else 0.
+-- A number that a generator may have written: it if it is whole and not negative, else 0.
 local function whole(text)
   local number = tonumber(text or '') or 0
   return number >= 0 and number <= MOST_NUMBER and math.floor(number) == number and number or 0
@@ -78,7 +79,7 @@ local function total(k, field) return whole(call('HGET', k.totals, field)) end
 local function issued_so_far(k) return math.max(math.min(total(k, 'issued'), meta(k, 'most')), meta(k, 'watermark')) end
 local function lowest(zset) return tonumber(call('ZRANGE', zset, 0, 0)[1]) end
 
--- As HINCRBY, of a value that may be anything. Returns what it is now.
+-- HINCRBY for a field that may hold any text. Returns the new value.
 local function add(hash, field, n)
   local now = math.max(whole(call('HGET', hash, field)) + n, 0)
   if now > MOST_NUMBER then now = n end
@@ -99,19 +100,19 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- The oldest unfinished id, or the next one to be issued.
+-- The oldest unfinished id, or the next id to be issued.
 local function anchor(k)
   return math.min(lowest(k.leased) or math.huge, lowest(k.reissue) or math.huge, issued_so_far(k) + 1)
 end
 
--- One call for many ids; Lua passes a few thousand values at most.
+-- Calls `visit` with many ids at a time; Lua passes at most a few thousand values.
 local function each_batch(ids, visit)
   for first = 1, #ids, 1000 do visit(unpack(ids, first, math.min(first + 999, #ids))) end
 end
 
 local function is_done(k, id) return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1 end
 
--- Whether it is the id of a ticket that may be under way, as this store writes it.
+-- Whether `id` is the id of a ticket that may be under way, written as this library writes ids.
 local function is_id(k, id, issued)
   local number = tonumber(id)
   return number and number > 0 and number <= issued and id_text(number) == id and not is_done(k, id)
@@ -126,8 +127,8 @@ end
 
 local function has_frame(k, id) return call('HEXISTS', k.frames, id) == 1 end
 
--- Sampled and handed over: ready, or in a take. A frame alone says neither: PUT writes it first, and leaves it behind where the
--- store has lost these functions.
+-- Whether the group of `id` is stored: it is ready, or in a take. A frame alone does not prove it: PUT writes the frame
+-- first, and it remains if the store has lost these functions.
 local function is_handed_over(k, id)
   if call('ZSCORE', k.ready, id) then return true end
   for _, n in ipairs(has_frame(k, id) and call('HKEYS', k.takes) or {}) do
@@ -149,7 +150,7 @@ local function issue_again(k, id) -- an id under way
   call('ZADD', k.reissue, id, id)
 end
 
--- Issues again what a holder lost without a word, of `ids`; returns how many. What is no such id is dropped.
+-- Issues again those of `ids` whose holder has died, or lost its lease; returns how many. Other members are dropped.
 local function lost_by_holder(k, ids)
   local lost, issued = 0, issued_so_far(k)
   for _, id in ipairs(ids) do
@@ -174,14 +175,14 @@ local function held(k, holder, ids)
   return found
 end
 
--- Counts a failed attempt and issues the id again; true instead after the last one: the ticket is dead.
+-- Counts a failed attempt. Returns true after the last one: the ticket is dead. Else it issues the id again.
 local function is_last_attempt(k, id, most)
   if add(k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
   count(k, 'dead', 1)
   return true
 end
 
--- The frame of `id` is there.
+-- Makes `id`, whose frame is stored, ready.
 local function make_ready(k, id)
   unlease(k, id)
   call('ZREM', k.reissue, id)
@@ -197,10 +198,10 @@ local function drop_frames(k, ids)
   add(k.totals, 'bytes', -freed)
 end
 
--- What stands in the place of a frame without any attempt left.
+-- Whether a frame is the reason of a ticket that was given up.
 local function given_up(frame) return string.sub(frame, 1, #GIVEN_UP) == GIVEN_UP end
 
--- A dead letter: why, and the beginning of the frame if there was one.
+-- Adds a dead letter: the reason, and the beginning of the frame if there was one.
 local function lay_aside(k, id, reason, frame)
   call('LPUSH', k.dead_letters, id .. ' ' .. reason .. '\n' .. string.sub(frame, 1, DEAD_LETTER_BYTES))
   call('LTRIM', k.dead_letters, 0, DEAD_LETTERS - 1)
@@ -215,8 +216,8 @@ local function assign(k, number, previous, ids, unshortened)
   return chain
 end
 
--- The first two arguments of what only the learner calls are its epoch and its name. A store behind the epoch lost
--- its memory; a store ahead of it, or with another owner, has another learner.
+-- The first two arguments of the learner's functions are its epoch and its name. A store behind that epoch was rolled
+-- back or wiped; a store ahead of it, or with another owner, has another learner.
 local function stranger(k, args)
   local epoch = meta(k, 'epoch')
   if epoch < tonumber(args[1]) then
@@ -227,7 +228,7 @@ local function stranger(k, args)
   end
 end
 
--- Changes nothing, and ends the call of a user who may not write meta, before any effect.
+-- The HSETNX changes nothing; it ends the call of a user without the right to write meta, before any effect.
 local function register_privileged(name, body, while_wrong)
   register(name, {'allow-oom'}, function(k, args)
     call('HSETNX', k.meta, 'epoch', 0)
@@ -245,15 +246,15 @@ local function expire(k)
   count(k, 'lease_expired', lost_by_holder(k, call('ZRANGEBYSCORE', k.deadlines, '-inf', now_ms())))
 end
 
--- Ids of the lease that `request` got before, as far as `holder` still has them.
+-- The ids that an earlier call with this `request` leased and `holder` still has; nil if there was none.
 local function repeated(k, holder, request)
   local ids = ids_in(string.sub(call('HGET', k.requests, holder) or '', 1, MOST_TEXT))
   if table.remove(ids, 1) ~= request then return nil end
   return held(k, holder, ids)
 end
 
--- The ids that as many holders had when they died as a suspect takes, and how many it was. A suspect is sampled alone: so it
--- shows whether it is the culprit, or was only near one.
+-- The suspects: ids with so many deaths that they are leased alone, and their deaths. Leased alone, a suspect shows
+-- whether it kills its holder, or was only held at the same time as one that does.
 local function suspects(k, most)
   local found, counts = {}, call('HGETALL', k.deaths)
   for i = 1, #counts, 2 do
@@ -263,7 +264,8 @@ local function suspects(k, most)
   return found
 end
 
--- What `holder` may lease while there are suspects: nothing beside one, and one when it has nothing. Nil: as always.
+-- What `holder` may lease while there are suspects: nothing more if it has one, a suspect if it has no ticket. Returns
+-- nil if no suspect waits.
 local function alone(k, holder, suspected, limit, most)
   local first, issued = nil, issued_so_far(k)
   for id, deaths in pairs(suspected) do
@@ -279,7 +281,7 @@ local function alone(k, holder, suspected, limit, most)
   return {first}
 end
 
--- Up to `wanted` ids that wait to be issued again and are no suspects; what else is found there is dropped.
+-- Up to `wanted` ids that wait to be issued again, without suspects. Members that are not such ids are dropped.
 local function waiting(k, limit, wanted, suspected)
   local skipped, ids, issued = 0, {}, issued_so_far(k)
   for _ in pairs(suspected) do skipped = skipped + 1 end
@@ -311,7 +313,7 @@ register('lease', {}, function(k, args)
     while #ids < wanted and issued < limit do
       issued = issued + 1
       local id = id_text(issued)
-      -- Whoever lowers that number must not have an id issued twice.
+      -- A generator can lower the number of issued ids; even then no id is issued twice.
       if not (is_done(k, id) or call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id) or is_handed_over(k, id)) then
         ids[#ids + 1] = id
       end
@@ -340,22 +342,23 @@ local function put_outcome(k, id, bytes, max_bytes)
   if tonumber(id) > issued_so_far(k) then return 'unknown' end
   if not (call('ZSCORE', k.leased, id) or call('ZSCORE', k.reissue, id)) then return 'duplicate' end
   if total(k, 'bytes') + bytes <= max_bytes then return 'stored' end
-  -- Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock. So
-  -- would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
+  -- Younger groups may fill the store while the learner waits for the oldest, so refusing the oldest would be a deadlock.
+  -- If no generator has the oldest, refusing any group would be one, because a generator that keeps a group leases nothing.
   expire(k)
   local oldest = anchor(k)
   local is_awaited = tonumber(id) == oldest or call('ZSCORE', k.reissue, oldest)
   return meta(k, 'starving') == 1 and is_awaited and 'stored' or 'full'
 end
 
--- offer id bytes max_bytes -> outcome that put would have
+-- offer id bytes max_bytes -> the outcome that put would have
 register('offer', {}, function(k, args)
   local outcome = put_outcome(k, args[1], tonumber(args[2]), tonumber(args[3]))
   if outcome == 'full' then count(k, 'full', 1) end
   return outcome
 end, function() return 'full' end)
 
--- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction: Lua would hash every byte of it
+-- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction, because as an argument Lua would
+-- hash every byte of the frame
 register('put', {}, function(k, args)
   local id = args[1]
   local outcome = put_outcome(k, id, call('HSTRLEN', k.frames, id), tonumber(args[2]))
@@ -372,7 +375,7 @@ register('give_back', {'allow-oom'}, function(k, args)
   count(k, 'returned', #ids)
 end, function() return 0 end)
 
--- fail holder id tombstone max_attempts -> 1 when that was the last attempt
+-- fail holder id tombstone max_attempts -> 1 if that was the last attempt
 register('fail', {'allow-oom'}, function(k, args)
   local id, most = args[2], tonumber(args[4])
   if call('HGET', k.holders, id) ~= args[1] then
@@ -386,7 +389,7 @@ register('fail', {'allow-oom'}, function(k, args)
   return 1
 end, function() return 0 end)
 
--- Undo the takes from `number` on: their groups are ready again.
+-- Undoes the takes from `number` on; their groups are ready again.
 local function unassign_from(k, number)
   for later = meta(k, 'last'), number, -1 do
     local undone = assignment(k, later)
@@ -396,7 +399,7 @@ local function unassign_from(k, number)
   end
 end
 
--- Gives up the tickets that too many holders died of, so that the learner meets them in order.
+-- Gives up the tickets that too many holders had when they died; the learner gets them in order, as dead groups.
 local function bury(k, most)
   local counts, issued = call('HGETALL', k.deaths), issued_so_far(k)
   for i = 1, #counts, 2 do
@@ -412,7 +415,7 @@ local function bury(k, most)
   end
 end
 
--- The lowest `wanted` ids that are ready, in order; what else is found there is dropped, for a recovery to put in its place.
+-- The lowest `wanted` ids that are ready, in order. Other members are dropped; a recovery puts them into their place.
 local function ready_ids(k, wanted)
   local members, ids, issued = call('ZRANGE', k.ready, 0, wanted - 1, 'WITHSCORES'), {}, issued_so_far(k)
   if #members < 2 * wanted then return ids end
@@ -424,7 +427,7 @@ local function ready_ids(k, wanted)
   return ids
 end
 
--- Whether some of `ids` belong to a take: they are dropped from `ready`. Looks at every id of all takes.
+-- Whether some of `ids` belong to a take; these are dropped from `ready`. Reads every id of all takes.
 local function were_taken(k, ids)
   local is_candidate, found = {}, false
   for _, id in ipairs(ids) do is_candidate[id] = true end
@@ -452,7 +455,7 @@ register_for_learner('take', function(k, args)
   end
   bury(k, tonumber(args[7]))
   local ids = ready_ids(k, wanted)
-  -- A waiting learner asks every few milliseconds: the takes are looked at last, when these ids would be assigned.
+  -- A waiting learner calls every few milliseconds, so the takes are read last, only if these ids would be assigned.
   local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window or were_taken(k, ids)
   call('HSET', k.meta, 'starving', waits and 1 or 0)
   if waits then return {'WAIT'} end
@@ -460,9 +463,8 @@ register_for_learner('take', function(k, args)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
--- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without it, or with the reason in
--- the place of its frame; nothing happens to a frame of another digest: the call is late, and the store has lost the one that
--- it means
+-- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without the id, or with the
+-- reason in place of its frame. A frame of another digest is left alone: the store has lost the frame that is meant.
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -479,7 +481,7 @@ register_for_learner('reject', function(k, args)
   lay_aside(k, rejected, args[7], frame)
   drop_frames(k, {rejected})
   count(k, 'rejected_frames', 1)
-  -- Without the id this would be another take, with another chain than those after it go on from: there is no next attempt.
+  -- Without the id the take would have another chain than the one that later takes continue, so there is no next attempt.
   local most = number == meta(k, 'last') and args[8] or 0
   if not is_last_attempt(k, rejected, most) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
   call('HSET', k.frames, rejected, GIVEN_UP .. args[7])
@@ -515,8 +517,8 @@ register_for_learner('commit', function(k, args)
   return {'OK', groups}
 end)
 
--- Takes that go on from the ledger without a break and whose groups are all there; the others are deleted. Returns the
--- ids of those kept, the last number and its chain.
+-- Keeps the takes that continue the ledger's chain without a gap and whose groups all exist, and deletes the others.
+-- Returns the ids of the kept takes, the last number and its chain.
 local function keep_takes(k, number, chain)
   local kept, after = {}, {}
   while true do
@@ -536,7 +538,7 @@ local function keep_takes(k, number, chain)
   return kept, number, chain
 end
 
--- Deletes the fields of `hash` whose id is done, or was never issued: PUT without these functions leaves such a frame.
+-- Deletes the fields of `hash` whose id is done or was never issued, such as frames that a PUT without functions has left.
 local function forget_obsolete(k, hash, issued)
   local obsolete = {}
   for _, id in ipairs(call('HKEYS', hash)) do
@@ -545,7 +547,7 @@ local function forget_obsolete(k, hash, issued)
   each_batch(obsolete, function(...) call('HDEL', hash, ...) end)
 end
 
--- The leases of ids under way, no longer than `lease_ms`: id -> {holder, end}.
+-- The leases of ids under way, shortened to `lease_ms` from now: id -> {holder, end}.
 local function sound_leases(k, issued, lease_ms)
   local leases, longest_ms, holders = {}, now_ms() + lease_ms, call('HGETALL', k.holders)
   for i = 1, #holders, 2 do
@@ -556,8 +558,8 @@ local function sound_leases(k, issued, lease_ms)
   return leases
 end
 
--- Puts every id above the watermark into its one place and counts the bytes anew; O(ids in flight). Nothing that stands in
--- these places is taken for granted.
+-- Puts every id above the watermark into its one place and counts the bytes again; O(ids in flight). It trusts nothing
+-- that is in these places.
 local function rebuild(k, kept, watermark, issued, lease_ms)
   for _, hash in ipairs{k.frames, k.attempts, k.deaths} do forget_obsolete(k, hash, issued) end
   local leases = sound_leases(k, issued, lease_ms)
@@ -577,7 +579,7 @@ local function rebuild(k, kept, watermark, issued, lease_ms)
   call('HSET', k.totals, 'issued', id_text(issued), 'bytes', id_text(weight(k)))
 end
 
--- Counters that are no numbers begin anew; all others than ours go.
+-- Sets counters that are not numbers to 0, and deletes unknown ones.
 local function sound_counters(k)
   local counted = call('HMGET', k.counters, unpack(COUNTERS))
   call('DEL', k.counters)
@@ -585,8 +587,8 @@ local function sound_counters(k)
 end
 
 -- recover known_epoch owner is_first takes chain version limit watermark "id id ..." history lease_ms -> OK epoch | NEWER epoch
--- A learner's first recovery follows the one that it knows of, and later ones its own: a call that was held up, of a learner
--- that has died since, takes the lane from nobody.
+-- A learner's first recovery must follow the newest epoch, and later ones its own. So a delayed call of a learner that
+-- has died since cannot take the lane from another one.
 register_privileged('recover', function(k, args)
   local epoch, known, watermark = meta(k, 'epoch'), tonumber(args[1]), tonumber(args[8])
   if call('HGET', k.meta, 'owner') ~= args[2] then
@@ -627,7 +629,7 @@ register_privileged('revoke', function(k, args)
   call('HDEL', k.requests, args[1])
   count(k, 'returned', lost)
   return lost
-end, function() return 0 end) -- the leases run out
+end, function() return 0 end) -- the leases expire
 
 -- close epoch owner -> OK
 register_for_learner('close', function(k, args)
@@ -643,7 +645,7 @@ register('audit', {'no-writes'}, function(k)
   for i in ipairs(COUNTERS) do counted[i] = whole(counted[i]) end
   return {issued_so_far(k), call('ZCARD', k.leased), call('ZCARD', k.reissue), call('ZCARD', k.ready), taken,
           meta(k, 'watermark') + call('SCARD', k.done), total(k, 'bytes'), COUNTERS, counted}
-end, function() return {1, 0, 0, 0, 0, 0, 0, {}, {}} end) -- a place that cannot be read: an id that is nowhere
+end, function() return {1, 0, 0, 0, 0, 0, 0, {}, {}} end) -- a place that cannot be read counts as a missing id
 
 -- letters -> "id reason", newest first
 register('letters', {'no-writes'}, function(k)

@@ -1,4 +1,4 @@
-"""Between the store and everything that digests a group: what was taken comes out as a group that is safe, or as a dead one."""
+"""Decodes and checks taken frames: the learner gets groups that can be trained on, or dead groups."""
 
 import logging
 from collections.abc import Callable
@@ -12,33 +12,33 @@ from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
-# What the reason of a group begins with whose ticket failed too often.
+# The kind of groups whose ticket failed too often.
 DEAD = "dead"
-# Bytes of a reason that is read from the store.
+# Most bytes of a reason that are read from the store.
 MOST_REASON = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One lane's."""
+    """The checks of one lane."""
 
-    # A frame of another lane is none of this one, though the number of its ticket may be the same.
+    # Frames of another lane are rejected: their ticket ids may be the same.
     lane: str
     decode: Callable[[bytes], Group]
     limits: GroupLimits
-    # Why a frame is set aside whatever it holds; None for others. Learners died while they trained on it.
+    # Returns why a frame must be set aside unread, because learners died while they trained on it, or None.
     condemned: Callable[[bytes], str | None] = lambda frame: None
 
     def name_of(self, ticket_id: int) -> int:
-        """The id that stands in the frame, and by which everybody else knows the ticket that the buffer calls `ticket_id`."""
+        """The id in the frame, and everywhere outside the buffer, of the buffer's ticket `ticket_id`."""
         return ticket_id
 
     def groups(self, buffer: LearnerBuffer, take: Take) -> list[Group] | None:
-        """The groups of a take; None after a frame that is not ours was sent back.
+        """The groups of a take, or None after a frame that cannot be decoded.
 
-        Its id is issued again while it has attempts left, and the rest stays assigned to the same take: the caller asks for
-        it again. What nobody may digest comes as a dead group without rollouts; its `dead_reason` begins with how it is
-        counted: dead, untrainable, deadly.
+        Such a frame is rejected: its id is issued again while it has attempts left, and the caller takes
+        again, which returns the rest of the take. A group that cannot be trained on is returned as a dead
+        group, whose `dead_reason` begins with its kind: dead, untrainable or deadly.
         """
         groups: list[Group] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
@@ -48,7 +48,7 @@ class Gate:
                 groups.append(self._group(name, frame))
             except WireError as error:
                 where = {"ticket_id": name, "lane": self.lane}
-                log.error("group %d is not a frame of ours and counts as a failed attempt: %s", name, error, extra=where)
+                log.error("the frame of group %d is not valid and counts as a failed attempt: %s", name, error, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")
                 return None
             except _SetAside as verdict:
@@ -59,9 +59,11 @@ class Gate:
         return groups
 
     def _group(self, name: int, frame: bytes) -> Group:
-        """Raises WireError, and _SetAside where no other attempt is to be made."""
+        """The group of a frame. Raises WireError, and _SetAside if its ticket must not be tried again."""
         if frame.startswith(GIVEN_UP):
-            return _dead(name, _known(frame.removeprefix(GIVEN_UP)[:MOST_REASON].decode(errors="replace")))
+            given = frame.removeprefix(GIVEN_UP)[:MOST_REASON].decode(errors="replace")
+            # A generator can write this text, and its kind becomes the name of a metric.
+            return _dead(name, given if kind_of(given) in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {given}")
         if reason := self.condemned(frame):
             raise _SetAside(f"{DEADLY}: {reason}")
         group = self.decode(frame)
@@ -76,12 +78,7 @@ class Gate:
         return group
 
 
-def _known(reason: str) -> str:
-    """Whoever may store frames may write this one, and what it is counted as becomes the name of a metric."""
-    return reason if kind_of(reason) in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {reason}"
-
-
-class _SetAside(Exception):  # not an error: what is not digested, and why
+class _SetAside(Exception):  # not an error; its text is the reason
     pass
 
 

@@ -1,4 +1,4 @@
-"""The learner's own record of what is in the weights. It is saved inside the checkpoint and wins over the store."""
+"""The learner's record of the groups that it has consumed; part of the checkpoint, overrides the store."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,31 +11,31 @@ EMPTY_CHAIN = "0" * 40
 
 
 def next_chain(chain: str, ids: tuple[int, ...]) -> str:
-    """chain[n] = sha1(chain[n-1] + " " + ids): what the store computes too, so histories can be compared."""
+    """chain[n] = sha1(chain[n-1] + " " + ids). The store computes it, too, for comparison."""
     return sha1_of(f"{chain} {' '.join(map(str, ids))}".encode())
 
 
 def sha1_of(data: bytes) -> str:
-    """The one hash that the store offers to its functions; nobody is kept out by it."""
+    """SHA-1 in hex: the only hash that a store's functions have. It is not used for security."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """Every id consumed so far, as a watermark and the ids above it; O(in flight), never O(run)."""
+    """Every id consumed so far, as a watermark and the ids above it. Its size is O(ids in flight)."""
 
-    # All ids up to here are consumed.
+    # All ids up to the watermark are consumed.
     watermark: int = 0
     above: set[int] = field(default_factory=set)
     takes: int = 0
     chain: str = EMPTY_CHAIN
-    # Groups whose effect is in the weights.
+    # Number of groups that the weights were trained on.
     trained: int = 0
-    # Groups consumed but not trained, by reason; each gave its credit back.
+    # Number of groups consumed but not trained, by kind of reason; each raised the credit by one.
     rejected: dict[str, int] = field(default_factory=dict)
 
     def consume(self, ids: tuple[int, ...]) -> None:
-        """Enter the ids of one take and extend the chain. Entering an id twice is refused."""
+        """Enter the ids of one take and extend the chain. Raises CheckpointError for an id consumed before."""
         repeated = [i for i in ids if i <= self.watermark or i in self.above]
         if repeated or len(set(ids)) != len(ids):
             raise CheckpointError(f"take {self.takes + 1} repeats ids {repeated or ids}; the store and the ledger disagree")
@@ -47,17 +47,17 @@ class Ledger:
         self.chain = next_chain(self.chain, ids)
 
     def count_rejected(self, reason: str, groups: int = 1) -> None:
-        """Book consumed groups as not trained."""
+        """Count consumed groups as not trained."""
         self.rejected[reason] = self.rejected.get(reason, 0) + groups
 
     @property
     def consumed(self) -> int:
-        """Ids consumed: watermark plus those above it."""
+        """The number of consumed ids."""
         return self.watermark + len(self.above)
 
     @property
     def total_rejected(self) -> int:
-        """Consumed but not trained, over all reasons."""
+        """The number of groups consumed but not trained."""
         return sum(self.rejected.values())
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The buffer in this process: the shortest complete statement of the protocol, and the reference of the contract test."""
+"""The buffer in one process: the shortest complete statement of the protocol."""
 
 import threading
 import time
@@ -36,22 +36,22 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Assignment:
-    """One take: `previous` and `chain` are the hashes before and after it; `unshortened` the one before the last reject."""
+    """One take, with the hashes before and after it."""
 
     previous: str
     chain: str
     ids: tuple[int, ...]
+    # The hash after the take before its last rejection, because a call to reject may be repeated.
     unshortened: str = ""
 
 
 @dataclass(slots=True)
 class _Store:
-    """The state, and the moves that several operations share. An issued id is in exactly one of the places."""
+    """The state, and changes of it that several operations share. An issued id is in exactly one place."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: int = 0
-    # The handle that recovered last.
-    owner: object = None
+    owner: object = None  # the handle that recovered last
     version: int = 0
     limit: int = 0
     history: History = INITIAL
@@ -75,7 +75,7 @@ class _Store:
 
     @property
     def anchor(self) -> int:
-        """The oldest unfinished id, or the next one to be issued."""
+        """The oldest unfinished id, or the next id to be issued."""
         return min([*self.leases, *self.reissue], default=self.issued + 1)
 
     @property
@@ -100,7 +100,7 @@ class _Store:
         return len(ids)
 
     def lost_by_holder(self, ids: list[int]) -> int:
-        """Issue again what a holder lost without a word. Returns how many."""
+        """Issue again the ids of a holder that has died, or lost its lease. Returns how many."""
         self.deaths.update(ids)
         self.counters["deaths"] += len(ids)
         return self.issue_again(ids)
@@ -109,7 +109,7 @@ class _Store:
         return [i for i in ids if i in self.leases and self.leases[i].holder == holder]
 
     def unassign_from(self, number: int) -> None:
-        """Undo the takes from `number` on: their groups are ready again."""
+        """Undo the takes from `number` on; their groups are ready again."""
         for later in range(self.last, number - 1, -1):
             assignment = self.takes.pop(later)
             self.ready.update(assignment.ids)
@@ -126,7 +126,7 @@ class _Store:
 
 
 class MemoryBuffer:
-    """One handle on a buffer in this process; `peer` gives another, as another process would have."""
+    """One handle on a buffer in this process; `peer` makes another, as another process would have."""
 
     def __init__(self, rules: BufferRules, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules = rules
@@ -143,20 +143,22 @@ class MemoryBuffer:
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """Up to `count` tickets, lowest id first."""
+        """See `GeneratorBuffer`."""
         store = self._store
         with store.lock:
             self._expire()
             ids = [] if store.closed else self._leasable(holder, count)
             store.issued = max(store.issued, *ids, 0)
+            tickets = []
             for ticket_id in ids:
                 store.reissue.discard(ticket_id)
                 store.leases[ticket_id] = _Lease(holder, self._clock() + self._rules.lease_s)
-            tickets = tuple(Ticket(id=i, minimum_version=self._minimum_version(i), history=store.history) for i in ids)
-            return Lease(tickets=tickets, closed=store.closed)
+                minimum = minimum_version(ticket_id, version=store.version, limit=store.limit, groups=self._rules.groups)
+                tickets.append(Ticket(id=ticket_id, minimum_version=minimum, history=store.history))
+            return Lease(tickets=tuple(tickets), closed=store.closed)
 
     def _leasable(self, holder: str, count: int) -> list[int]:
-        """One suspect alone, nothing beside one, nothing while one waits for a free holder; else the lowest and new ones."""
+        """A holder with a suspect gets nothing more, one without tickets a waiting suspect; else the lowest ids."""
         store, held = self._store, self._store.held(holder, self._store.leases)
         suspects = {i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)}
         waiting = [i for i in sorted(store.reissue) if i <= store.limit]
@@ -168,21 +170,18 @@ class MemoryBuffer:
         new = range(store.issued + 1, store.limit + 1)[:count]
         return [*(i for i in waiting if i not in suspects), *new][:count]
 
-    def _minimum_version(self, ticket_id: int) -> int:
-        return minimum_version(ticket_id, version=self._store.version, limit=self._store.limit, groups=self._rules.groups)
-
     def _expire(self) -> None:
         expired = [i for i, lease in self._store.leases.items() if lease.ends_s <= self._clock()]
         self._store.counters["lease_expired"] += self._store.lost_by_holder(expired)
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """Extend the leases that `holder` still has."""
+        """See `GeneratorBuffer`."""
         with self._store.lock:
             for ticket_id in self._store.held(holder, ids):
                 self._store.leases[ticket_id].ends_s = self._clock() + self._rules.lease_s
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Store a group; also from a holder whose lease ran out, when it is the first."""
+        """Store a group, also from a holder whose lease has expired if no other has stored one."""
         with self._store.lock:
             outcome = self._put_outcome(ticket_id, len(frame))
             if outcome is PutOutcome.STORED:
@@ -198,20 +197,21 @@ class MemoryBuffer:
             return PutOutcome.UNKNOWN
         if store.stored_bytes + frame_bytes <= self._rules.max_bytes:
             return PutOutcome.STORED
-        # Younger groups may fill the store while the learner waits for the oldest: refusing that one would be a deadlock.
-        # So would be refusing any while nobody has the oldest: generators that keep groups lease nothing.
+        # Younger groups may fill the store while the learner waits for the oldest, so refusing the oldest
+        # would be a deadlock. If no generator has the oldest, refusing any group would be one, because a
+        # generator that keeps a group leases nothing.
         self._expire()
         is_awaited = ticket_id == store.anchor or store.anchor in store.reissue
         return PutOutcome.STORED if store.starving and is_awaited else PutOutcome.FULL
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """Issue again what `holder` returns unused."""
+        """See `GeneratorBuffer`."""
         store = self._store
         with store.lock:
             store.counters["returned"] += store.issue_again(store.held(holder, ids))
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """Count an attempt; the last one stores the tombstone. Asked again after that, the answer is the same."""
+        """Count an attempt; the last one stores the tombstone. A repeated call returns the same."""
         store = self._store
         with store.lock:
             if not store.held(holder, [ticket_id]):
@@ -225,7 +225,7 @@ class MemoryBuffer:
     # -- the learner
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
-        """Rebuild every place from the ledger, the takes that continue it, and the frames that exist."""
+        """Rebuild every place from the ledger, the takes that continue it, and the existing frames."""
         store = self._store
         with store.lock:
             if store.owner is not self:
@@ -252,7 +252,7 @@ class MemoryBuffer:
             store.closed, store.starving = False, False
 
     def _continued(self, ledger: Ledger) -> dict[int, _Assignment]:
-        """The takes that go on from the ledger without a break and whose groups are all there."""
+        """The takes that continue the ledger's chain without a gap and whose groups all exist."""
         store, chain, kept = self._store, ledger.chain, {}
         number = ledger.takes + 1
         while (assignment := store.takes.get(number)) is not None and assignment.previous == chain:
@@ -263,7 +263,7 @@ class MemoryBuffer:
         return kept
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
-        """Assign the lowest `count` ready ids, if the window allows it."""
+        """Assign the lowest `count` ready ids if the window allows it."""
         store, number = self._store, ledger.takes + 1
         with store.lock:
             self._check_epoch()
@@ -274,7 +274,7 @@ class MemoryBuffer:
                 store.unassign_from(number)  # assigned for a larger batch, before a restart with a smaller one
             if number != store.last + 1 or ledger.chain != store.chain:
                 raise BufferGap(f"take {number} does not follow the store's take {store.last}; recover")
-            self._bury()
+            self._give_up_deadly()
             ids = choose(sorted(store.ready), anchor=store.anchor, count=count, window=window)
             store.starving = ids is None
             if ids is None:
@@ -284,8 +284,8 @@ class MemoryBuffer:
             store.takes[number], store.last, store.chain = assignment, number, assignment.chain
             return Take(number=number, ids=assignment.ids, chain=assignment.chain)
 
-    def _bury(self) -> None:
-        """Give up what too many holders died of."""
+    def _give_up_deadly(self) -> None:
+        """Give up the tickets that too many holders had when they died."""
         store = self._store
         for ticket_id in sorted(store.reissue):
             if (deaths := store.deaths[ticket_id]) >= self._rules.max_deaths:
@@ -295,7 +295,7 @@ class MemoryBuffer:
                 store.counters["dead"] += 1
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The frames of `ids`."""
+        """See `LearnerBuffer`."""
         with self._store.lock:
             missing = [i for i in ids if i not in self._store.frames]
             if missing:
@@ -303,7 +303,7 @@ class MemoryBuffer:
             return [self._store.frames[i] for i in ids]
 
     def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
-        """Shorten the last take by one id and issue that again; else, or after the last attempt, give it up."""
+        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             self._check_epoch()
@@ -319,16 +319,13 @@ class MemoryBuffer:
                 if self._is_last_attempt(ticket_id, most):
                     store.frames[ticket_id] = GIVEN_UP + reason.encode()
                 else:
-                    assignment = self._shortened(assignment, ticket_id)
+                    ids, previous = tuple(i for i in assignment.ids if i != ticket_id), assignment.previous
+                    assignment = _Assignment(previous, next_chain(previous, ids), ids, unshortened=assignment.chain)
                     store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
 
-    def _shortened(self, assignment: _Assignment, ticket_id: int) -> _Assignment:
-        ids = tuple(i for i in assignment.ids if i != ticket_id)
-        return _Assignment(assignment.previous, next_chain(assignment.previous, ids), ids, unshortened=assignment.chain)
-
     def _is_last_attempt(self, ticket_id: int, most: int) -> bool:
-        """Count a failed attempt and issue the id again; True instead after the last one: the ticket is dead."""
+        """Count a failed attempt. True after the last one: the ticket is dead. Else issue the id again."""
         store = self._store
         store.attempts[ticket_id] += 1
         if store.attempts[ticket_id] < most:
@@ -338,7 +335,7 @@ class MemoryBuffer:
         return True
 
     def commit(self, number: int, chain: str) -> int:
-        """Forget the groups of all takes up to `number`."""
+        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             self._check_epoch()
@@ -352,7 +349,7 @@ class MemoryBuffer:
             return len(ids)
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
-        """Raise version and limit."""
+        """See `LearnerBuffer`."""
         with self._store.lock:
             self._check_epoch()
             self._store.starving = self._store.starving or waiting
@@ -360,7 +357,7 @@ class MemoryBuffer:
             self._store.limit = max(self._store.limit, limit)
 
     def revoke(self, holder: str) -> int:
-        """Issue again what `holder` holds."""
+        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             count = store.lost_by_holder(store.held(holder, list(store.leases)))
@@ -368,18 +365,18 @@ class MemoryBuffer:
             return count
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Newest first."""
+        """See `LearnerBuffer`."""
         with self._store.lock:
             return [DeadLetter(id=i, reason=reason) for i, reason, _ in self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]]
 
     def close(self) -> None:
-        """Lease nothing more."""
+        """See `LearnerBuffer`."""
         with self._store.lock:
             self._check_epoch()
             self._store.closed = True
 
     def audit(self) -> Audit:
-        """Count every id once."""
+        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             return Audit(

@@ -1,4 +1,4 @@
-"""A store tried out: one group makes its whole way under a name of its own, and nothing of it stays."""
+"""A test of a store: one group passes through all calls under a name of its own."""
 
 import os
 import secrets
@@ -16,48 +16,45 @@ FRAME_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreProbe:
-    """What the store did."""
+    """The results of the test."""
 
     version: str
-    # For the round of one group of `FRAME_BYTES`.
+    # Duration of all calls for one group of `FRAME_BYTES`.
     seconds: float
-    # The store's clock minus ours.
+    # The store's clock minus this host's clock.
     skew_s: float
 
 
 def probe_store(connection: StoreConnection) -> StoreProbe:
-    """Check version and eviction policy, load the functions, and lease, put, take, fetch and commit one group.
+    """Check version and eviction policy, load the functions; lease, put, take, fetch and commit a group.
 
-    Raises StoreError, also when another group comes back than was stored.
+    Raises StoreError, also if the returned group differs from the stored one.
     """
     connection.check()
+    url = connection.url
     server = connection.call(lambda client: client.info("server"))
     name = server.get("valkey_version") or server["redis_version"]
     before_s = time.time()
     seconds, microseconds = connection.call(lambda client: client.time())
     skew_s = seconds + microseconds / 1e6 - (before_s + time.time()) / 2
     run = f"probe-{secrets.token_hex(8)}"
+    buffer, ledger, frame = RedisBuffer(connection, run, BufferRules(groups=1)), Ledger(), os.urandom(FRAME_BYTES)
     started_s = time.perf_counter()
     try:
-        _round_trip(RedisBuffer(connection, run, BufferRules(groups=1)), connection.url)
+        buffer.recover(ledger, version=0, limit=1)
+        tickets = buffer.lease("probe", 1).tickets
+        if not tickets or buffer.put("probe", tickets[0].id, frame) is not PutOutcome.STORED:
+            raise StoreError(
+                f"store {url} did not take a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: raise its maxmemory"
+            )
+        take = buffer.take(ledger, 1, window=1)
+        if take is None or buffer.frames(take.ids) != [frame]:
+            raise StoreError(f"store {url} gave another group back than was stored; use a Redis >= 7.0 or Valkey server directly")
+        ledger.consume(take.ids)
+        if buffer.commit(ledger.takes, ledger.chain) != 1 or buffer.audit().missing:
+            raise StoreError(f"store {url} lost count of a single group; use a Redis >= 7.0 or Valkey server directly")
         took_s = time.perf_counter() - started_s
     finally:
         tag = hash_tag(run, "train")
         connection.call(lambda client: client.unlink(*keys_of(tag)), tag=tag)
     return StoreProbe(version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s)
-
-
-def _round_trip(buffer: RedisBuffer, url: str) -> None:
-    ledger, frame = Ledger(), os.urandom(FRAME_BYTES)
-    buffer.recover(ledger, version=0, limit=1)
-    tickets = buffer.lease("probe", 1).tickets
-    if not tickets or buffer.put("probe", tickets[0].id, frame) is not PutOutcome.STORED:
-        raise StoreError(
-            f"store {url} did not take a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: raise its maxmemory"
-        )
-    take = buffer.take(ledger, 1, window=1)
-    if take is None or buffer.frames(take.ids) != [frame]:
-        raise StoreError(f"store {url} gave another group back than was stored; use a Redis >= 7.0 or Valkey server directly")
-    ledger.consume(take.ids)
-    if buffer.commit(ledger.takes, ledger.chain) != 1 or buffer.audit().missing:
-        raise StoreError(f"store {url} lost count of a single group; use a Redis >= 7.0 or Valkey server directly")

@@ -22,7 +22,7 @@ from asyncrl.types import Ticket
 log = logging.getLogger(__name__)
 
 _SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
-# Part of every function's name, so that a release can only call its own code, also beside another on one
+# Part of every function's name, so that a release calls only its own code, even if two releases share a
 # server.
 _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
@@ -30,19 +30,19 @@ LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
 PLACES = (
     "meta leased deadlines holders reissue ready frames takes done requests attempts deaths dead_letters counters totals".split()  # noqa: SIM905
 )
-# Larger windows and counts mean the same.
+# Windows and counts above this bound have the same effect.
 MAX_COUNT = 1 << 40
-# A learner that starts asks so often: calls of dead ones that arrive in between recover as well.
+# Attempts of a starting learner to recover: delayed calls of dead learners may recover in between.
 MOST_RIVALS = 10
 
 
 def hash_tag(run: str, lane: str) -> str:
-    """What the keys of a lane begin with, so that one node of a cluster has them all."""
+    """The prefix of a lane's keys; as a hash tag it keeps all of them on one node of a cluster."""
     return f"{{{run}:{lane}}}"
 
 
 def keys_of(tag: str) -> list[str]:
-    """Of the lane with this hash tag, in the order of `PLACES`."""
+    """The keys of the lane with this hash tag, in the order of `PLACES`."""
     return [f"{tag}:{place}" for place in PLACES]
 
 
@@ -63,7 +63,7 @@ class RedisBuffer:
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """Up to `count` tickets, lowest id first; none while the server is out of memory."""
+        """See `GeneratorBuffer`; no ticket while the server is out of memory."""
         try:
             version, limit, closed, ids, history = self._call(
                 "lease", holder, count, self._lease_ms, uuid.uuid4().int, self._rules.max_deaths
@@ -81,13 +81,14 @@ class RedisBuffer:
         return Lease(tickets=tickets, closed=bool(closed))
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """Extend the leases that `holder` still has."""
+        """See `GeneratorBuffer`."""
         self._call("renew", holder, self._lease_ms, _text(ids))
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Store a group; also from a holder whose lease ran out, when it is the first.
+        """Store a group, also from a holder whose lease has expired if no other has stored one.
 
-        Once the store was full, a frame is offered before it is sent: a refused one goes through the server's log as well.
+        After the store was full, a frame is offered before it is sent, because the server logs refused frames
+        as well.
         """
         try:
             if self._was_full and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full":
@@ -100,22 +101,22 @@ class RedisBuffer:
         return outcome
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """Issue again what `holder` returns unused."""
+        """See `GeneratorBuffer`."""
         self._call("give_back", holder, _text(ids))
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """Count an attempt; the last one stores the tombstone, which carries `reason`."""
+        """See `GeneratorBuffer`; the tombstone carries `reason`."""
         return bool(self._call("fail", holder, ticket_id, tombstone, self._rules.max_attempts))
 
     # -- the learner
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
-        """Become the lane's learner and make it agree with `ledger`."""
+        """See `LearnerBuffer`."""
         above = _text(sorted(ledger.above))
         state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
         known, is_first = self._epoch, int(not self._epoch)
         for _ in range(MOST_RIVALS):
-            call = partial(self._fcall_anew, function="recover", arguments=(known, self._owner, is_first, *state, self._lease_ms))
+            call = partial(self._reload_and_call, arguments=(known, self._owner, is_first, *state, self._lease_ms))
             status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":
                 self._epoch = epoch
@@ -124,13 +125,13 @@ class RedisBuffer:
         raise self._fenced(f"this learner recovered as epoch {self._epoch}, the store is at {epoch}")
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
-        """Assign the lowest `count` ready ids, if the window allows it."""
+        """See `LearnerBuffer`."""
         number = ledger.takes + 1
         reply = self._learner("take", number, ledger.chain, min(count, MAX_COUNT), min(window, MAX_COUNT), self._rules.max_deaths)
         return _take(number, reply) if reply else None
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The frames of `ids`."""
+        """See `LearnerBuffer`."""
         if not ids:
             return []
         keys = [str(i) for i in ids]
@@ -141,56 +142,44 @@ class RedisBuffer:
         return [frame for frame in frames if frame is not None]
 
     def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
-        """Shorten the last take by one id and issue that again; else, or after the last attempt, give it up."""
+        """See `LearnerBuffer`."""
         digest, attempts = sha1_of(frame), 0 if final else self._rules.max_attempts
         reply = self._learner("reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts)
         return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:
-        """Forget the groups of all takes up to `number`."""
+        """See `LearnerBuffer`."""
         return int(self._learner("commit", number, chain)[0])
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
-        """Raise version and limit."""
+        """See `LearnerBuffer`."""
         self._learner("version", version, limit, int(waiting))
 
     def revoke(self, holder: str) -> int:
-        """Issue again what `holder` holds."""
+        """See `LearnerBuffer`."""
         return int(self._call("revoke", holder))
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Newest first."""
+        """See `LearnerBuffer`."""
         texts = [letter.decode(errors="replace").partition(" ") for letter in self._call("letters")]
         return [DeadLetter(id=int(ticket_id), reason=reason) for ticket_id, _, reason in texts]
 
     def close(self) -> None:
-        """Lease nothing more."""
+        """See `LearnerBuffer`."""
         self._learner("close")
 
     def audit(self) -> Audit:
-        """Count every id once."""
-        *places, payload_bytes, names, counted = self._call("audit")
-        issued, leased, reissue, ready, taken, done = places
+        """See `LearnerBuffer`."""
+        *counts, names, counted = self._call("audit")
+        places = ("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes")
         counters = {name.decode(): value for name, value in zip(names, counted, strict=True) if value}
-        return Audit(
-            issued=issued,
-            leased=leased,
-            reissue=reissue,
-            ready=ready,
-            taken=taken,
-            done=done,
-            payload_bytes=payload_bytes,
-            counters=counters,
-        )
+        return Audit(**dict(zip(places, counts, strict=True)), counters=counters)
 
     # -- calls
 
     def _learner(self, function: str, *arguments: object) -> list[Any]:
-        return self._checked(function, self._epoch, self._owner, *arguments)
-
-    def _checked(self, function: str, *arguments: object) -> list[Any]:
-        """The reply after its status: b"OK", or b"WAIT" with nothing behind it."""
-        reply: list[Any] = self._call(function, *arguments)
+        """Call a function of the learner; returns the reply without its status, OK or WAIT."""
+        reply: list[Any] = self._call(function, self._epoch, self._owner, *arguments)
         status, *reply = reply
         if status == b"FENCED":
             raise self._fenced(reply[0].decode())
@@ -207,16 +196,16 @@ class RedisBuffer:
     def _fcall(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return self._loaded(client, lambda: self._request(client, function, arguments))
 
-    def _fcall_anew(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
-        """A bit flip in the server's log can change the code that it has under our names, so it gets it again."""
+    def _reload_and_call(self, client: redis.Redis, arguments: tuple[object, ...]) -> Any:
+        """Load the functions again, which a bit flip in the server's log may have changed, and call `recover`."""
         try:
             _load(client)
-        except ResponseError as error:  # such as a lack of memory, which a recovery mends
+        except ResponseError as error:  # for example a lack of memory, which the recovery ends
             log.warning("store %s keeps the functions that it has: %s", self._connection.url, error)
-        return self._fcall(client, function, arguments)
+        return self._fcall(client, "recover", arguments)
 
     def _put(self, client: redis.Redis, ticket_id: int, frame: bytes) -> Any:
-        """One transaction, so that no frame is left that no function has judged."""
+        """Write and check a frame in one transaction, so that no unchecked frame remains."""
         with client.pipeline(transaction=True) as transaction:
 
             def request() -> Any:
@@ -232,31 +221,31 @@ class RedisBuffer:
         except ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            raise BufferGap(f"store {self._connection.url}: somebody made another type of its frames; recover") from error
+            raise BufferGap(f"store {self._connection.url}: the key of its frames has another type; recover") from error
 
     def _request(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
 
     def _loaded(self, client: redis.Redis, request: Callable[[], Any]) -> Any:
-        """The reply to `request`; a new or wiped server is given the functions first."""
+        """The reply to `request`; loads the functions first if the server does not have them."""
         try:
             return request()
         except ResponseError as error:
             if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
                 raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
             if "WRONGTYPE" in str(error):
-                raise StoreFullError(f"store {self._connection.url}: somebody changed its types: {error}") from error
+                raise StoreFullError(f"store {self._connection.url}: a key has another type: {error}") from error
             if "Function not found" not in str(error):
                 raise
         try:
             _load(client)
-        except NoPermissionError as error:  # a generator's user; the learner calls every second
+        except NoPermissionError as error:  # the user of generators must not load; the learner calls every second
             raise BusyLoadingError("the learner has not loaded its functions into this store yet") from error
         return request()
 
 
 class StoreFullError(StoreError):
-    """The server's own memory limit is reached, or a key is of a wrong type: PUT and LEASE wait until that is mended."""
+    """The server is out of memory, or a key has a wrong type: PUT and LEASE wait for its end."""
 
 
 def _load(client: redis.Redis) -> None:

@@ -1,7 +1,8 @@
-"""What the store knows about the run it serves: one record per store, read by generators that have no config.
+"""The record of the run that a store serves: one per store, read by generators that have no config.
 
-The record is sealed: a keyed BLAKE2b over every field, by a key that the learner and its generators have and the store has not.
-The seal is checked before anything in the record is used, so whoever runs the store cannot tell a generator what to do.
+The record has a seal: a keyed BLAKE2b over every field. The learner and its generators have the key, the
+store does not. The seal is checked before the record is used, so that the owner of the store cannot give a
+generator another config.
 """
 
 import hashlib
@@ -24,15 +25,15 @@ _SCAN_COUNT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """The run that a store serves. Never holds a secret: everyone who may read the store may read it."""
+    """The run that a store serves. It has no secrets, because every user of the store can read it."""
 
     name: str
     config_json: str
     config_hash: str
     release: str
-    # Tells keys of frames apart without giving them away.
+    # A public name of the key; see `key_id`.
     key_id: str
-    # Where the learner's control plane listens; empty until it does.
+    # The endpoint of the learner's control plane; empty before it listens.
     control_endpoint: str = ""
 
 
@@ -45,10 +46,11 @@ class RunRecord:
         self._key = key
 
     def claim(self, run: StoredRun, *, fresh: bool) -> None:
-        """Make this store serve `run`. `fresh` first deletes what it kept of a run of that name.
+        """Make this store serve `run`. Raises ForeignRunError.
 
-        A learner that starts without a checkpoint is fresh: groups of an earlier run must not be trained. A resumed
-        run may have another config; the record is then replaced. Raises ForeignRunError.
+        `fresh` deletes the data of an earlier run of that name. A learner that starts without a checkpoint
+        must do so, because it must not train on groups of an earlier run. The record replaces an older one of
+        the run.
         """
         self._connection.check()
         self._hold(run.name)
@@ -57,15 +59,12 @@ class RunRecord:
         self._write(run)
 
     def renew(self, run: StoredRun) -> None:
-        """Once in a while: the whole record again, should the store have been wiped or rolled back. Cheap.
-
-        Raises ForeignRunError.
-        """
+        """Write the record again, because the store may have lost it. Cheap. Raises ForeignRunError."""
         self._hold(run.name)
         self._write(run)
 
     def _hold(self, name: str) -> None:
-        """Raises ForeignRunError where another run has the store."""
+        """Enter the run's name unless the store has one. Raises ForeignRunError if it has another one."""
         holder = self._connection.call(lambda client: _claim_name(client, name), tag=_KEY)
         if holder != name:
             raise ForeignRunError(
@@ -80,8 +79,8 @@ class RunRecord:
     def read(self) -> StoredRun:
         """The run that the store serves, as its learner wrote it.
 
-        Raises StoreError when no learner has claimed the store yet, ForeignRunError when one with other keys has, and
-        StoreRefused when somebody without the keys has changed the record.
+        Raises StoreError if no learner has claimed the store yet, ForeignRunError if a run with other keys
+        has, and StoreRefused if the record was changed without the key.
         """
         record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY), tag=_KEY)
         values = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in record.items()}
@@ -92,11 +91,8 @@ class RunRecord:
             raise StoreError(
                 f"store {self._connection.url} serves no run yet; start the learner first, or check store.url"
             ) from error
-        if not hmac.compare_digest(seal.encode(), _seal(run, self._key).encode()):
-            self._refuse(run)
-        return run
-
-    def _refuse(self, run: StoredRun) -> None:
+        if hmac.compare_digest(seal.encode(), _seal(run, self._key).encode()):
+            return run
         if run.key_id != key_id(self._key):
             raise ForeignRunError(
                 f"run {run.name!r} of store {self._connection.url} has another secret; use the join.key of the learner's run "
@@ -104,18 +100,18 @@ class RunRecord:
             )
         raise StoreRefused(
             f"the record of run {run.name!r} in store {self._connection.url} was not written by the run's learner, so nothing in "
-            "it is used; find out who else writes into this store, and try again: a learner that is up writes its record anew "
+            "it is used; find out what else writes into this store, and try again: a running learner writes its record again "
             "every second"
         )
 
     def holder(self) -> str | None:
-        """The name of the run that has the store, for messages only: nobody vouches for it."""
+        """The name of the run that the store serves, for messages only, because it is not verified."""
         name = self._connection.call(lambda client: client.hget(_KEY, "name"), tag=_KEY)
         return name.decode(errors="replace") if isinstance(name, bytes) else None
 
 
 def key_id(key: bytes) -> str:
-    """A short name of a key, safe to publish: by it a generator knows whether it has the run's."""
+    """A short public name of a key, by which a generator knows whether it has the run's key."""
     return hashlib.sha256(b"asyncrl key id " + key).hexdigest()[:12]
 
 
@@ -126,7 +122,7 @@ def _seal(run: StoredRun, key: bytes) -> str:
 
 def _claim_name(client: redis.Redis, name: str) -> str:
     holder: Any = None
-    while holder is None:  # not more than once, unless the store is wiped at this very moment
+    while holder is None:  # a second time only if the store is wiped in between
         client.hsetnx(_KEY, "name", name)
         holder = client.hget(_KEY, "name")
     return str(holder.decode())
@@ -137,8 +133,8 @@ def _delete_lanes(client: redis.Redis, name: str) -> None:
     for lane in sorted(lanes):
         places = {place: b"%s:%s" % (lane, place.encode()) for place in PLACES}
         epoch: Any = client.hget(places["meta"], "epoch")
-        # At once, with what a generator may have added since: half a lane would be no history of any run. The epoch stays,
-        # so that a learner that is still alive is fenced and does not take this for a store that was wiped.
+        # Atomically, because half a lane is not a valid state. The epoch is kept: it fences a learner that is
+        # still running, which would otherwise take the store for a wiped one and recover.
         with client.pipeline(transaction=True) as transaction:
             transaction.unlink(*places.values())
             if epoch is not None:

@@ -1,11 +1,12 @@
-"""A lane in S > 1 shards. Each is a whole lane under its own hash tag, so another node of a cluster may keep it.
+"""A lane in S > 1 shards, each a complete lane under a hash tag of its own, for the nodes of a cluster.
 
-Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ... and calls them 1, 2, ... The learner takes B / S groups of every step
-from each shard, with a window of W / S and the credit that B / S gives. So each shard is a lane whose proof holds unchanged, in
-its own ids, and no call spans two shards.
+Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ..., and numbers them 1, 2, ... The learner takes B / S
+groups of every step from each shard, with a window of W / S and the credit of B / S. So each shard is a lane
+for which the proof of the staleness bound holds unchanged, and no call spans two shards.
 
-Shards share generators. A generator that cannot hand over a group because its shard is full stops leasing from all shards. To
-avoid this deadlock, while the step waits for one shard, the shards that are already done accept their oldest unfinished group.
+Shards share generators. A generator that cannot hand over a group, because the group's shard is full, stops
+leasing from all shards. This could block the step for ever (simulation found it). So while the step waits for
+one shard, the shards that have given their part accept their oldest unfinished group despite the byte cap.
 """
 
 import time
@@ -23,15 +24,16 @@ from asyncrl.types import Ticket
 
 
 def shard_names(lane: str, shards: int) -> list[str]:
-    """Names of the shards as lanes of the store; one shard is the lane itself.
+    """The names of the shards as lanes of the store; a single shard has the lane's name.
 
-    They differ in their last character: so the slots of four neighbours lie in the four quarters of a cluster's slots.
+    Names differ in their last character only, which puts four consecutive shards into the four quarters of a
+    cluster's slots.
     """
     return [lane] if shards == 1 else [f"{lane}-of-{shards}-{shard}" for shard in range(shards)]
 
 
 def split(ticket_id: int, shards: int) -> tuple[int, int]:
-    """(shard, id there)."""
+    """The shard of a ticket and the ticket's id in that shard."""
     above, shard = divmod(ticket_id - 1, shards)
     return shard, above + 1
 
@@ -42,9 +44,9 @@ def join(shard: int, local_id: int, shards: int) -> int:
 
 
 def ledgers_of(saved: Mapping[str, Any], shards: int) -> tuple[Ledger, ...]:
-    """One ledger for each shard, from what a checkpoint holds; new ones at the beginning of a run, which has saved nothing.
+    """One ledger per shard from a checkpoint; new ones at the beginning of a run.
 
-    Raises ConfigError: with another number of shards the same id would be another ticket.
+    Raises ConfigError for another number of shards, with which an id would be another ticket.
     """
     if not saved:
         return tuple(Ledger() for _ in range(shards))
@@ -70,7 +72,7 @@ class Ledgers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGate(Gate):
-    """The gate of one shard: frames bear the ids that everybody knows."""
+    """The gate of one shard, whose frames have the ids of the lane."""
 
     shard: int
     shards: int
@@ -97,13 +99,13 @@ class ShardedBuffer:
 
     def __init__(self, shards: Sequence[Buffer]) -> None:
         self.shards = tuple(shards)
+        # The shard at which the next lease begins; it rotates, so that no shard is always served last.
         self._next = 0
-        """Where the next lease begins, so that no shard is served last for ever."""
 
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """Up to `count` tickets, from one shard after the other."""
+        """Lease up to `count` tickets, from one shard after the other."""
         tickets: list[Ticket] = []
         leases: list[Lease] = []
         for shard in (*range(self._next, len(self.shards)), *range(self._next)):
@@ -117,33 +119,33 @@ class ShardedBuffer:
         return Lease(tickets=tuple(tickets), closed=any(lease.closed for lease in leases))
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """Extend the leases that `holder` still has."""
+        """See `GeneratorBuffer`."""
         for shard, local_ids in self._by_shard(ids).items():
             self.shards[shard].renew(holder, local_ids)
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Hand over a whole group."""
+        """See `GeneratorBuffer`."""
         shard, local_id = split(ticket_id, len(self.shards))
         return self.shards[shard].put(holder, local_id, frame)
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """Issue again what `holder` returns unused."""
+        """See `GeneratorBuffer`."""
         for shard, local_ids in self._by_shard(ids).items():
             self.shards[shard].give_back(holder, local_ids)
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """Count an attempt; the last one stores the tombstone."""
+        """See `GeneratorBuffer`."""
         shard, local_id = split(ticket_id, len(self.shards))
         return self.shards[shard].fail(holder, local_id, reason, tombstone)
 
     # -- the learner
 
     def revoke(self, holder: str) -> int:
-        """Issue again what a dead generator held. Returns how many."""
+        """See `LearnerBuffer`."""
         return sum(shard.revoke(holder) for shard in self.shards)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Of every shard, under the ids that everybody knows."""
+        """The dead letters of every shard, with the ids of the lane."""
         return [
             DeadLetter(id=join(shard, letter.id, len(self.shards)), reason=letter.reason)
             for shard, buffer in enumerate(self.shards)
@@ -151,12 +153,12 @@ class ShardedBuffer:
         ]
 
     def close(self) -> None:
-        """Tell the generators that the run is over."""
+        """See `LearnerBuffer`."""
         for shard in self.shards:
             shard.close()
 
     def audit(self) -> Audit:
-        """Count every id of every shard."""
+        """The sums over all shards."""
         audits = [shard.audit() for shard in self.shards]
         names = ("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes")
         counters: Counter[str] = Counter()
@@ -174,7 +176,7 @@ class ShardedBuffer:
 
 @dataclass(slots=True)
 class ShardedIntake:
-    """One intake per shard; a step has its groups when every shard has given its part."""
+    """One intake per shard; a step has its groups when every shard has given its part of them."""
 
     intakes: tuple[Intake, ...]
     _parts: list[Collected | None] = field(init=False)
@@ -186,7 +188,7 @@ class ShardedIntake:
 
     @property
     def settled(self) -> Ledgers:
-        """After the last whole step: a part that a shard has given since is taken again after a restart."""
+        """The ledgers after the last complete step; after a restart, later parts are taken again."""
         return self._settled
 
     def recover(self, version: int) -> None:
@@ -200,14 +202,16 @@ class ShardedIntake:
             intake.open(version)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
-        """The groups of the step that trains `version`, or None when they are not there after `wait_s`. Raises RunError."""
+        """The groups of the step of `version`, or None if they are incomplete after `wait_s`. Raises RunError."""
         until_s = time.monotonic() + wait_s
         for shard, intake in enumerate(self.intakes):
             if self._parts[shard] is None:
                 self._parts[shard] = intake.poll(version, wait_s=max(0.0, until_s - time.monotonic()))
         parts = [part for part in self._parts if part is not None]
         if len(parts) < len(self.intakes):
-            self._let_generators_go_on(version)
+            for intake, part in zip(self.intakes, self._parts, strict=True):
+                if part is not None:
+                    intake.open(version, waiting=True)
             return None
         self._parts = [None] * len(self.intakes)
         self._settled = self._ledgers()
@@ -217,12 +221,6 @@ class ShardedIntake:
             takes=sum(part.takes for part in parts),
             taken_at={name: at for part in parts for name, at in part.taken_at.items()},
         )
-
-    def _let_generators_go_on(self, version: int) -> None:
-        """A full shard that has given its part would keep groups with generators, which then lease nothing from the others."""
-        for intake, part in zip(self.intakes, self._parts, strict=True):
-            if part is not None:
-                intake.open(version, waiting=True)
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         """See `Intake`."""

@@ -1,8 +1,8 @@
-"""What the server of a run keeps on disk: whether it loads, and what becomes of data that does not.
+"""The data of a run's server on disk: progress of loading, and handling of data that cannot be loaded.
 
-Nothing rests on these files: the learner's ledger decides what the store still knows. So data that cannot be loaded is
-moved aside, and the server starts empty. Whether the data is to blame is found by trying: when the server does not start
-without it either, the data is put back.
+The run does not depend on these files, because the learner's ledger decides what the store contains. So data
+that cannot be loaded is moved aside, and the server starts empty. If the server does not start without the
+data either, the data is not the cause, and is moved back.
 """
 
 import logging
@@ -19,16 +19,16 @@ from asyncrl.errors import StoreError
 log = logging.getLogger(__name__)
 
 DATA, ASIDE = "appendonlydir", "damaged-"
-# Of what was moved aside: to look at, until the next two.
+# The newest damaged data that is kept for inspection.
 KEPT = 2
-# For a server that lives and says nothing, not even that it loads.
+# Longest wait for a server that does not answer at all.
 SILENT_S = 30.0
-# For one that says that it loads, and has not read a byte since.
+# Longest wait for a server that is loading and reads nothing.
 STUCK_S = 300.0
-TELL_S = 10.0
-# SIGKILL and SIGTERM: somebody, or a kernel without memory.
+LOG_EVERY_S = 10.0
+# SIGKILL and SIGTERM: a user, or the kernel for lack of memory, has ended the server.
 ENDED_BY_OTHERS = (-9, -15)
-# In the log of a server that ended: what a person mends, and what may pass.
+# Errors in the log of a server that ended which do not come from its data.
 NOT_THE_DATA = (
     "No space left",
     "Disk quota exceeded",
@@ -45,20 +45,20 @@ NOT_THE_DATA = (
 
 
 class Loading:
-    """How far a server has come that was just started."""
+    """The progress of a server that is loading its data."""
 
     def __init__(self) -> None:
         self._bytes: int | None = None
         self._moved_at_s = time.monotonic()
-        self._told_at_s = time.monotonic()
+        self._logged_at_s = time.monotonic()
 
     def heard(self, persistence: Mapping[str, Any]) -> None:
-        """What INFO says of it."""
+        """Update the progress from the server's INFO."""
         now_s, loaded = time.monotonic(), int(persistence.get("loading_loaded_bytes", 0))
         if loaded != self._bytes:
             self._bytes, self._moved_at_s = loaded, now_s
-        if now_s - self._told_at_s >= TELL_S:
-            self._told_at_s = now_s
+        if now_s - self._logged_at_s >= LOG_EVERY_S:
+            self._logged_at_s = now_s
             total, percent = int(persistence.get("loading_total_bytes", 0)), persistence.get("loading_loaded_perc", "?")
             log.info(
                 "the store loads its log of %.1f GiB: %s %%, about %s s left",
@@ -68,7 +68,7 @@ class Loading:
             )
 
     def is_stuck(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether the server has made no progress for too long."""
         return time.monotonic() - self._moved_at_s > (SILENT_S if self._bytes is None else STUCK_S)
 
     def __str__(self) -> str:
@@ -76,17 +76,17 @@ class Loading:
 
 
 class StoreData:
-    """The data of one server, as far as it may be done without."""
+    """The data of one server, which can be moved aside."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        # The path of the data during an attempt to start without it.
         self._aside: Path | None = None
-        """Where the data is while a start without it is tried."""
+        # How often this process has given up data.
         self.damaged = 0
-        """How often data was given up by this process."""
 
     def may_be_why(self, status: int, said: str) -> bool:
-        """Whether a server that ended with `status` and these words could not load its data."""
+        """Whether the data can be why a server ended with `status`, given the end of its log."""
         return (
             self._aside is None
             and os.path.lexists(self._directory / DATA)
@@ -95,7 +95,7 @@ class StoreData:
         )
 
     def set_aside(self, said: str) -> None:
-        """Try without the data. Raises StoreError."""
+        """Move the data aside for an attempt to start without it. Raises StoreError."""
         numbers = sorted(self._numbers())
         self._aside = self._directory / f"{ASIDE}{(numbers or [0])[-1] + 1}"
         try:
@@ -107,9 +107,9 @@ class StoreData:
             ) from error
 
     def put_back(self) -> None:
-        """The data was not to blame."""
+        """Move the data back, because the server did not start without it either."""
         if self._aside is not None:
-            shutil.rmtree(self._directory / DATA, ignore_errors=True)  # of a server that never came up
+            shutil.rmtree(self._directory / DATA, ignore_errors=True)  # made by the attempt without the data
             try:
                 self._aside.rename(self._directory / DATA)
             except OSError as error:
@@ -117,7 +117,7 @@ class StoreData:
             self._aside = None
 
     def loaded(self) -> None:
-        """The server answers: what is still aside was to blame."""
+        """Report data that is still aside as damaged, because the server has started without it."""
         if self._aside is None:
             return
         self.damaged += 1
@@ -139,7 +139,7 @@ class StoreData:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Where a server writes what it does; a file without a name when the log cannot be opened."""
+    """The open log of a server; an unnamed temporary file if it cannot be opened."""
     try:
         return path.open("ab+", buffering=0)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Who may do what in the store: a user for the learner, one for the generators, nobody else.
+"""The users of the store and their rights: one user for the learner, one for all generators.
 
-The server checks every single command of a user, also inside functions. So a generator can use the functions that work
-on tickets and frames, and nothing that it calls, in whatever order, writes what only the learner may write: `meta`
-(epoch, version, limit, watermark, ...), the takes, the finished ids, the record of the run. What its functions do it can
-do by itself as well: each place is open to the commands that they use there, and to no other.
+The server checks every command of a user, also inside functions. A generator can use the functions that work
+on tickets and frames. It cannot, by any sequence of calls, write what belongs to the learner: `meta` (epoch,
+version, limit, watermark, ...), the takes, the finished ids, the record of the run. It can also send the
+commands of its functions directly, so its rights on each place of a lane are limited to those commands.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ LEARNER, GENERATOR = "learner", "generator"
 
 _RECORD = "asyncrl:run"
 _ANYBODY = "ping select multi exec time"
-# Places of a lane, and what the functions that generators call do there.
+# Places of a lane -> commands that the generators' functions use there.
 _GENERATOR = {
     "leased": "zadd zrem zrange zscore",
     "deadlines": "zadd zrem zrangebyscore",
     "holders deaths": "hget hset hdel hgetall",
     "reissue": "zadd zrem zrange zscore zrangebyscore",
-    "ready": "zadd zscore",  # what is handed over stays
-    "frames": "hset hsetnx hdel hexists hstrlen",  # what others sampled is not to be read
+    "ready": "zadd zscore",  # no removal of stored groups
+    "frames": "hset hsetnx hdel hexists hstrlen",  # no reading of other generators' frames
     "requests attempts counters totals": "hget hset",
     "meta": "hget",
     "takes": "hget hkeys",
@@ -39,22 +39,22 @@ class StoreUser:
 
     name: str
     password: str = field(repr=False)
-    # Keys and commands, as ACL SETUSER takes them.
+    # Keys and commands, in the form of ACL SETUSER.
     rules: str
 
     @property
     def setting(self) -> str:
-        """After `user` in a server's configuration, or after ACL SETUSER; the password is hashed."""
+        """The arguments of `user` in a server's configuration, and of ACL SETUSER; the password is hashed."""
         return f"{self.name} on #{hashlib.sha256(self.password.encode()).hexdigest()} {self.rules}"
 
 
 def learner_rules(run: str) -> str:
-    """Everything below the run's lanes, and the record; no configuration, no scripts but its own, no wiping."""
+    """Rights on the run's lanes and record; none to configure or wipe the server or to run other scripts."""
     return f"~{{{run}:*}}:* ~{_RECORD} {_commands(_ANYBODY)} {_commands(_LEARNER)}"
 
 
 def generator_rules(run: str) -> str:
-    """Tickets and frames. FCALL asks for all rights on all of a lane's keys: they are granted to that command alone."""
+    """Rights on tickets and frames. Only FCALL gets all rights on all keys of a lane, which it needs."""
     lane = f"~{{{run}:*}}"
     keys_of = {" ".join(f"{lane}:{place}" for place in places.split()): commands for places, commands in _GENERATOR.items()}
     keys_of |= {f"~{_RECORD}": "hgetall", f"{lane}:*": "fcall"}
@@ -62,13 +62,13 @@ def generator_rules(run: str) -> str:
 
 
 def with_user(url: str, user: str) -> str:
-    """`url` for another user."""
+    """`url` with another user."""
     parts = urlsplit(url)
     return parts._replace(netloc=f"{user}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
 def user_of(url: str) -> str:
-    """The user in `url`; empty when there is none."""
+    """The user in `url`; empty if there is none."""
     return urlsplit(url).username or ""
 
 

@@ -1,4 +1,4 @@
-"""Watches the conservation law of a lane while the run goes on: issued = leased + reissue + ready + taken + done."""
+"""Checks the conservation law of a lane during the run: issued = leased + reissue + ready + taken + done."""
 
 import logging
 import time
@@ -9,14 +9,14 @@ from asyncrl.buffer.base import Audit
 
 log = logging.getLogger(__name__)
 
-JUDGE_EVERY_S = 10.0
-_BACKOFF = Backoff(2 * JUDGE_EVERY_S, 600.0)
+CHECK_EVERY_S = 10.0
+_BACKOFF = Backoff(2 * CHECK_EVERY_S, 600.0)
 
 
 class AuditWatch:
-    """Counts whenever it is asked, and judges every 10 s.
+    """Counts at every call, and checks the counts every 10 s.
 
-    A mismatch counts when two judgements in a row find one: a recovery mends what somebody broke by hand a moment before.
+    Only a mismatch in two checks in a row counts, because a recovery may be under way.
     """
 
     def __init__(self, lane: str, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,15 +24,15 @@ class AuditWatch:
         self._lane = lane
         self._count = count
         self._clock = clock
-        self._judged_at_s = -JUDGE_EVERY_S
+        self._checked_at_s = -CHECK_EVERY_S
         self._was_missing = False
         self.recoveries = 0
         self._next_recovery_s = 0.0
+        # The number of ids that are in no place (> 0) or in two places (< 0).
         self.mismatch = 0
-        """Ids that are nowhere (> 0) or in two places (< 0), as long as it lasts."""
 
     def is_recovery_due(self) -> bool:
-        """Whether the learner shall make the store agree with its ledger now: while ids are missing, ever more seldom."""
+        """Whether the learner must recover the lane now: while there is a mismatch, at growing intervals."""
         if not self.mismatch:
             return False
         now_s = self._clock()
@@ -44,20 +44,20 @@ class AuditWatch:
         return True
 
     def audit(self) -> Audit:
-        """Where every issued id is now. Raises what the buffer raises."""
+        """The audit of the buffer, whose errors are passed on."""
         audit = self._count()
-        if self._clock() - self._judged_at_s >= JUDGE_EVERY_S:
-            self._judged_at_s = self._clock()
-            self._judge(audit)
+        if self._clock() - self._checked_at_s >= CHECK_EVERY_S:
+            self._checked_at_s = self._clock()
+            self._check(audit)
         return audit
 
-    def _judge(self, audit: Audit) -> None:
+    def _check(self, audit: Audit) -> None:
         found = audit.missing if self._was_missing else 0
         self._was_missing = audit.missing != 0
         if found and not self.mismatch:
             log.error(
                 "%s: %d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d. The learner makes the "
-                "store agree with its ledger by itself. Somebody has changed the store by hand, or asyncrl is at fault: then "
+                "store agree with its ledger by itself. If the store was not changed by hand, this is a defect of asyncrl: "
                 "keep the run directory and report it",
                 *(self._lane, abs(found), "nowhere" if found > 0 else "in two places"),
                 *(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done),

@@ -1,8 +1,9 @@
 """The control plane: which generators are members, which weights they have, and orders to change them.
 
-A generator says hello, is welcomed or refused, then sends a heartbeat every `heartbeat_s`. The learner answers with
-orders: adopt a version, stop. Messages carry no weights, and no clocks of two hosts are compared. On the learner's
-side one thread owns the membership and the senders; on the generator's side there is one asyncio task.
+A generator says hello, is welcomed or refused, then sends a heartbeat every `heartbeat_s`. The learner
+answers with orders: adopt a version, stop. Messages carry no weights, and no clocks of two hosts are
+compared. On the learner's side one thread owns the membership and the senders; on the generator's side there
+is one asyncio task.
 """
 
 import re
@@ -165,7 +166,7 @@ class GeneratorControl(Protocol):
         ...
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """Wait for the next order. A lost learner is no error: the generator reconnects until it gets a Stop."""
+        """Wait for the next order. A lost learner is no error: the generator reconnects until a Stop."""
         ...
 
     async def report(self, report: UpdateReport) -> None:

@@ -2,8 +2,9 @@
 
     joining --welcome--> member --no answer to heartbeats, or unknown to the learner--> joining again
 
-A refusal of the first hello is an error; a later refusal (another learner took over the endpoint) ends the generator
-with a `Stop`. If the learner is lost, the generator goes on with the weights it has, and keeps calling.
+A refusal of the first hello is an error; a later refusal (another learner took over the endpoint) ends the
+generator with a `Stop`. If the learner is lost, the generator goes on with the weights it has, and keeps
+calling.
 """
 
 import asyncio
@@ -57,8 +58,8 @@ class ControlClient:
             join_s: bound on the wait for the first answer.
             wire_key: key of the messages' checksums.
             keys: keys of the encrypted connection.
-            find_learner: returns where the learner listens now, or "". Called while the learner is silent, because a
-                restarted learner may have another address.
+            find_learner: returns where the learner listens now, or "". Called while the learner is silent,
+                because a restarted learner may have another address.
         """
         self._endpoint = endpoint
         self._heartbeat_s = heartbeat_s
@@ -109,8 +110,8 @@ class ControlClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the learner is away
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # The learner recognises the connection by its identity. It is secret, so that no other process can send
-        # messages in the name of this generator.
+        # The learner recognises the connection by its identity. It is secret, so that no other process can
+        # send messages in the name of this generator.
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
         self._socket.connect(self._endpoint)
 
@@ -126,7 +127,7 @@ class ControlClient:
         return order
 
     async def report(self, report: UpdateReport) -> None:
-        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner sends the version again."""
+        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner will repeat it."""
         report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
         deadline_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
@@ -136,7 +137,7 @@ class ControlClient:
             await asyncio.sleep(_RETRY_S)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """See `GeneratorControl`. Metrics that are not finite are left out: the learner would reject the message."""
+        """See `GeneratorControl`. Metrics that are not finite are left out: the learner would reject them."""
         finite = {name: value for name, value in heartbeat.metrics.items() if math.isfinite(value)}
         self._beat = replace(heartbeat, metrics=finite)
 
@@ -181,7 +182,8 @@ class ControlClient:
             if not await self._socket.poll(remaining_s * 1000):
                 return
             try:
-                # Not blocking: the message that `poll` saw may be gone, together with the learner that sent it.
+                # Not blocking: the message that `poll` saw may be gone, together with the learner that sent
+                # it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
             except zmq.Again:
                 continue

@@ -1,4 +1,4 @@
-"""CURVE on the control plane: messages between hosts are encrypted, and only holders of the run's keys can connect.
+"""CURVE on the control plane: encryption between hosts; only holders of the run's keys can connect.
 
 Keys are 32 bytes; the public half of a pair is computed from its secret half.
 """
@@ -36,7 +36,7 @@ def public_key(secret: bytes) -> bytes:
 
 
 def require_keys(socket: "zmq.Socket[bytes]", keys: LearnerKeys) -> ThreadAuthenticator:
-    """Accept only the run's generators. Call it before binding; stop the authenticator before the context ends."""
+    """Accept only the run's generators. Call before binding; stop the authenticator before the context."""
     authenticator = ThreadAuthenticator(socket.context)
     authenticator.configure_curve_callback(_DOMAIN, _AllowList(keys.generators))
     authenticator.start()

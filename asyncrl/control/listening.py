@@ -1,4 +1,4 @@
-"""Where the learner's control plane listens: a private socket file, or one address of this host behind CURVE."""
+"""The learner's listening socket: a private socket file, or one address of this host behind CURVE."""
 
 import os
 import resource
@@ -13,7 +13,8 @@ from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
 from asyncrl.errors import ControlError
 
 _MAX_SOCKET_PATH_BYTES = 107
-# Idle connections of strangers take a descriptor each until the handshake times out; the learner needs some as well.
+# Idle connections of strangers take a descriptor each until the handshake times out; the learner needs some
+# as well.
 _WANTED_DESCRIPTORS = 1 << 16
 
 

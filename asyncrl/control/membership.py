@@ -1,4 +1,4 @@
-"""The members of the run: a state machine over messages and their times of arrival, which the caller passes in.
+"""The members of the run: a state machine over messages and their times, which the caller passes in.
 
     hello --> refused                   another release, another config, or a live generator has the name
       |-----> deferred                  the name is taken; wait whether its owner sends anything
@@ -6,8 +6,9 @@
                  '-----> died           silent for `timeout_s`, or replaced by its own restarted process
 
 A restarted generator has a new incarnation: it becomes a new member, and the old one counts as dead. It is no
-duplicate if the old owner stays silent for `challenge_s` after the first hello of the new one. The first third of
-that time does not count: after a pause of the learner, old messages of the dead owner are read among the new hellos.
+duplicate if the old owner stays silent for `challenge_s` after the first hello of the new one. The first
+third of that time does not count: after a pause of the learner, old messages of the dead owner are read among
+the new hellos.
 """
 
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ class Membership:
     def __init__(
         self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "", rows: str = ""
     ) -> None:
-        """`timeout_s`: silence after which a member counts as dead; `challenge_s`: the same while its name is disputed."""
+        """`timeout_s`: silence that counts as death; `challenge_s`: the same while the name is disputed."""
         self._host_digest = host_digest
         self._rows = rows
         self._release = release

@@ -57,7 +57,7 @@ class Rejections:
 
 
 def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:
-    """The options of both ends: no queue for a dead peer, no message above `max_bytes`, a close that never blocks."""
+    """Options of both ends: no queue for a dead peer, no message above `max_bytes`, no blocking close."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)

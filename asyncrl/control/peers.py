@@ -1,8 +1,8 @@
 """Which connection belongs to which member, and how many messages each may send.
 
-A connection is known by the identity that its generator drew at random and sends to the learner alone. The names of
-members are not secret (leases carry them), so a name alone proves nothing: messages in the name of a member are
-accepted only over the connection on which it joined.
+A connection is known by the identity that its generator drew at random and sends to the learner alone. The
+names of members are not secret (leases carry them), so a name alone proves nothing: messages in the name of a
+member are accepted only over the connection on which it joined.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Peers:
         self._strangers = Budget(STRANGERS_RATE_S, STRANGERS_BURST, STRANGERS_BURST)
 
     def admit(self, peer: bytes, now_s: float) -> bool:
-        """Whether to read one more message of this connection. Strangers do not use up the budgets of members."""
+        """Whether to read another message of this connection. Strangers do not use the budgets of members."""
         return self._budgets.get(peer, self._strangers).spend(now_s)
 
     def bind(self, peer: bytes, holder: str, now_s: float) -> None:

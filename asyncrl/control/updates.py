@@ -6,8 +6,9 @@
                  '-------------------------------------------------------'
 
 A generator that was busy goes straight to the newest version. Generators never wait for each other. After two
-failures in a row, every other attempt uses files, which need no transfer group, if all processes are on one host; a
-success restores the transport. A sender that dies while it has nothing to send is replaced after a back-off, too.
+failures in a row, every other attempt uses files, which need no transfer group, if all processes are on one
+host; a success restores the transport. A sender that dies while it has nothing to send is replaced after a
+back-off, too.
 """
 
 from collections.abc import Sequence
@@ -118,18 +119,19 @@ class UpdateSchedule:
         return self._members[holder].version
 
     def has_sender(self, holder: str) -> bool:
-        """False from the death of the member's sender until its `RestartSender`; its messages are to be ignored."""
+        """False from the death of the member's sender until its `RestartSender`; ignore its messages."""
         return self._members[holder].has_sender
 
     def common_transport(self, offered: Sequence[str]) -> str | None:
-        """The preferred transport, else gloo, else files on one host; None if the generator offers none of them."""
+        """The preferred transport, else gloo, else files on one host; None if none of them is offered."""
         usable = (self.transport, "gloo", *(("disk",) if self.one_host else ()))
         return next((transport for transport in usable if transport in offered), None)
 
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
         """Add a member. `transports` must include a common transport.
 
-        Version 0 is the initial model. Any other version counts as unknown: an earlier learner may have made it.
+        Version 0 is the initial model. Any other version counts as unknown: an earlier learner may have made
+        it.
         """
         transport = self.common_transport(transports)
         assert transport is not None, f"{holder} offers {transports}"

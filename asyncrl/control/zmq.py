@@ -1,4 +1,4 @@
-"""The learner's side of the control plane: one thread that owns the membership, the senders and the update schedule.
+"""The learner's side of the control plane: one thread that owns membership, senders and update schedule.
 
 In the learner process, rank 0:
 
@@ -10,8 +10,9 @@ In the learner process, rank 0:
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
 
-One update: the sender prepares -> the generator gets the order, and the sender starts -> both meet in their two-party
-group -> the generator reports. After any failure the sender is killed and replaced after a back-off; see `updates`.
+One update: the sender prepares -> the generator gets the order, and the sender starts -> both meet in their
+two-party group -> the generator reports. After any failure the sender is killed and replaced after a
+back-off; see `updates`.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ _MESSAGES_PER_ROUND = 1000
 _SENDER_START_S = 60.0
 _STOP_S = 10.0
 _FLUSH_MS = 1000
-# Most newcomers that have been welcomed and have sent nothing since. A member gets its sender, which is a process,
-# with its second message.
+# Most newcomers that have been welcomed and have sent nothing since. A member gets its sender, which is a
+# process, with its second message.
 MAX_GREETED = 64
 
 
@@ -74,11 +75,11 @@ class ControlHub:
         """Bind the endpoint and start the thread. Raises ControlError if `endpoint` cannot be used.
 
         Args:
-            endpoint: ipc://PATH, or tcp://ADDRESS:PORT with the address of one interface of this host, which the
-                publisher gets as well; tcp:// needs `keys`.
+            endpoint: ipc://PATH, or tcp://ADDRESS:PORT with the address of one interface of this host, which
+                the publisher gets as well; tcp:// needs `keys`.
             release, config_hash, host_digest, rows: a generator whose `Hello` has others is refused.
-            on_dead: called, in a thread of its own, with the holder name of a generator that died or was replaced. Its
-                failure is logged, because the leases that it revokes expire anyway.
+            on_dead: called, in a thread of its own, with the holder name of a generator that died or was
+                replaced. Its failure is logged, because the leases that it revokes expire anyway.
             on_report: called in the hub's thread with generator id and report of every update.
         """
         self._publisher, self._wire_key = publisher, wire_key
@@ -176,8 +177,8 @@ class ControlHub:
 
     def _round(self) -> None:
         self._wait()
-        # While this process was paused, heartbeats may not have reached ZeroMQ's queue: the pause is not counted as
-        # silence of the generators.
+        # While this process was paused, heartbeats may not have reached ZeroMQ's queue: the pause is not
+        # counted as silence of the generators.
         self._attention.look()
         self._read_messages()
         now_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Rows from files: JSONL, a JSON array, parquet, or a Hugging Face dataset.
 
-Every row is a mapping from column to value. A file that cannot be read completely is an error that names the line,
-because a dataset that silently lost rows would have another sample plan.
+Every row is a mapping from column to value. A file that cannot be read completely is an error that names the
+line, because a dataset that silently lost rows would have another sample plan.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Rows(Sequence[Row]):
     """The rows of one dataset, in order."""
 
     def __init__(self, rows: Sequence[Row], source: str, lines: Sequence[int] | None = None) -> None:
-        """`source` names the origin of the rows in messages; `lines` are their line numbers if they have any."""
+        """`source` is the origin of the rows in messages; `lines` are their line numbers, if any."""
         if not rows:
             raise DataError(f"{source} holds no rows; at least one is needed")
         self._rows = rows
@@ -36,7 +36,7 @@ class Rows(Sequence[Row]):
 
     @property
     def fingerprint(self) -> str:
-        """The number of rows and a digest of their content in this order; it does not depend on the file's path.
+        """The number of rows and a digest of their content in this order, independent of the file's path.
 
         A value that JSON does not have (an image, a date) enters by its type only.
         """
@@ -98,18 +98,14 @@ class DataFiles:
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
-    """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset (directory or hub name)."""
+    """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset."""
     path = Path(source)
-    if path.is_file():
-        return _read_file(path)
-    if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
-        raise DataError(
-            f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a dataset's name"
-        )
-    return Rows(_load_hub(source, split), f"{source} [{split}]")
-
-
-def _read_file(path: Path) -> Rows:
+    if not path.is_file():
+        if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
+            raise DataError(
+                f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a dataset's name"
+            )
+        return Rows(_load_hub(source, split), f"{source} [{split}]")
     try:
         match path.suffix:
             case ".jsonl":
@@ -119,7 +115,7 @@ def _read_file(path: Path) -> Rows:
             case ".parquet":
                 return Rows(_read_parquet(path), str(path))
     except OSError as error:
-        raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a file that can") from error
+        raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a readable file") from error
     raise DataError(f"dataset {path} has the suffix `{path.suffix}`; supported are {', '.join(FORMATS)}")
 
 

@@ -1,8 +1,8 @@
 """Prompts: from a dataset row to token ids, and back from ids to text.
 
-Special tokens are added once: a chat template writes its own, so its text is tokenised without any; plain text gets
-those of the tokenizer (a BOS if the model needs one) unless the text already begins with it. All prompts are
-tokenised at the start, so that one that is too long or empty stops the run before it begins.
+Special tokens are added once: a chat template writes its own, so its text is tokenised without any; plain
+text gets those of the tokenizer (a BOS if the model needs one) unless the text already begins with it. All
+prompts are tokenised at the start, so that one that is too long or empty stops the run before it begins.
 """
 
 import logging
@@ -39,7 +39,8 @@ class _Renderer:
         bos = self.tokenizer.bos_token
         add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
-        # Some tokenizers append an end token to every text; a prompt that ends with it would get an empty response.
+        # Some tokenizers append an end token to every text; a prompt that ends with it would get an empty
+        # response.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return Prompt(token_ids=tuple(ids), text=text, row=row)

@@ -1,4 +1,4 @@
-"""Reads the text or the messages of a prompt from a row, without a tokenizer: rows are checked before models load."""
+"""Reads the text or the messages of a prompt from a row, without a tokenizer."""
 
 import re
 from collections.abc import Mapping

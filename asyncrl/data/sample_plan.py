@@ -1,9 +1,10 @@
 """The sample plan: the row of every ticket. Pure arithmetic with the same result in every process.
 
-Tickets 1, 2, 3, ... run through the dataset epoch after epoch; a shuffled epoch is a keyed pseudo-random permutation
-of the rows. The permutation is computed, not stored: a Feistel network on the smallest square power of two that
-is at least the number of rows, followed along its cycle until the result is inside the dataset. Its round function is
-BLAKE2b, so the plan depends on no library's random numbers. It must never change, because runs are resumed with it.
+Tickets 1, 2, 3, ... run through the dataset epoch after epoch; a shuffled epoch is a keyed pseudo-random
+permutation of the rows. The permutation is computed, not stored: a Feistel network on the smallest square
+power of two that is at least the number of rows, followed along its cycle until the result is inside the
+dataset. Its round function is BLAKE2b, so the plan depends on no library's random numbers. It must never
+change, because runs are resumed with it.
 """
 
 import hashlib
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 from asyncrl.errors import DataError
 
-# Four rounds suffice for large domains (Luby and Rackoff 1988); with a few rows a test detects a bias below eight.
+# Four rounds suffice for large domains (Luby and Rackoff 1988); with a few rows a test detects a bias below
+# eight.
 ROUNDS = 8
 
 
@@ -46,7 +48,8 @@ class SamplePlan:
         epoch, position = divmod(ticket_id - 1, self.size)
         if self._shuffle:
             key = f"{self._seed}:{epoch}".encode()
-            # The cycle through a position inside the dataset leads back inside; the domain is < 4 times the dataset.
+            # The cycle through a position inside the dataset leads back inside; the domain is < 4 times the
+            # dataset.
             while (position := self._feistel(key, position)) >= self.size:
                 pass
         return PlanEntry(epoch, position)

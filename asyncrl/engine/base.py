@@ -11,7 +11,8 @@ from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
-# Environment variable of an engine's child processes: the process id of the generator, which they must not outlive.
+# Environment variable of an engine's child processes: the process id of the generator, which they must not
+# outlive.
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
 
 
@@ -45,8 +46,8 @@ class Engine(Protocol):
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
         """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
 
-        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError if the engine is
-        dead.
+        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError if the
+        engine is dead.
         """
         ...
 
@@ -55,7 +56,7 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self) -> None:
-        """Pause sampling, keep the requests, and prepare to receive weights. The weights are dirty from now on."""
+        """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty from now on."""
         ...
 
     async def receive(self, order: UpdateOrder) -> None:
@@ -70,11 +71,11 @@ class Engine(Protocol):
         ...
 
     async def abort_requests(self) -> None:
-        """Abort every running request; the callers get EngineError. Used after weights have failed the probe."""
+        """Abort every running request; callers get EngineError. Used after weights have failed the probe."""
         ...
 
     async def progress(self) -> None:
-        """Return as soon as the engine samples a token, or, while nothing may run, when its processes answer."""
+        """Return when the engine samples a token, or, while nothing may run, when its processes answer."""
         ...
 
     def stats(self) -> EngineStats:

@@ -1,8 +1,9 @@
 """A real small engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
 
-The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one such row
-for each last token. The weights of version v are either given (an order with `details={"tensors": {"logits": [...]}}`)
-or computed from v, so that tests can compute every log-probability. In a vector policy, token 0 ends a response.
+The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one
+such row for each last token. The weights of version v are either given (an order with `details={"tensors":
+{"logits": [...]}}`) or computed from v, so that tests can compute every log-probability. In a vector policy,
+token 0 ends a response.
 """
 
 import asyncio
@@ -35,12 +36,12 @@ def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArra
 
 
 class FakeEngine:
-    """The `Engine` interface in one process; the same seed and the same order of calls give the same rollouts."""
+    """The `Engine` interface in one process; deterministic for a seed and an order of calls."""
 
     def __init__(
         self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0, logits: Sequence[Sequence[float]] | None = None
     ) -> None:
-        """`token_s`: seconds per token; requests run concurrently, as in a batch. `logits`: the table of version 0."""
+        """`token_s`: seconds per token; requests run concurrently. `logits`: the table of version 0."""
         self._vocabulary = vocabulary
         self._token_s = token_s
         self._random = np.random.default_rng(seed)

@@ -52,10 +52,10 @@ class Sampler:
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
-        """The scored group of one ticket; with `greedy` also the reward of a greedy response, which is not kept.
+        """The scored group of one ticket; with `greedy` also the reward of a greedy response.
 
-        Raises RewardError and EngineError. Raises ResultError for rollouts that cannot be trained on, before they are
-        decoded.
+        Raises RewardError and EngineError. Raises ResultError for rollouts that cannot be trained on, before
+        they are decoded.
         """
         started_s, size = time.monotonic(), limits.rollouts
         with self.busy.sampling():

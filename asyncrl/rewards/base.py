@@ -4,9 +4,10 @@ A reward function is any callable
 
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None]
 
-It gets those columns of the dataset row that it names (or all with `**columns`), and may be `async`. It returns a
-finite number, or a pair of the number and the answer it found in the response (None if there is none), by which votes
-are counted. If it raises, hangs or returns anything else, the ticket has failed; that is never a score of 0.
+It gets those columns of the dataset row that it names (or all with `**columns`), and may be `async`. It
+returns a finite number, or a pair of the number and the answer it found in the response (None if there is
+none), by which votes are counted. If it raises, hangs or returns anything else, the ticket has failed; that
+is never a score of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Scorer(Protocol):
     """Scores the responses of a group."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input. Raises RewardError: a function raised, timed out, or returned no finite number."""
+        """One score per input. Raises RewardError: a function raised, timed out, or gave no finite number."""
         ...
 
     async def close(self) -> None: ...

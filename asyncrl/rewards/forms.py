@@ -1,11 +1,11 @@
-"""The forms that a reward function may have, recognised by its parameters' names: asyncrl's, TRL's and verl's.
+"""The forms that a reward function may have, by the names of its parameters: asyncrl's, TRL's, verl's.
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score` and perhaps `pred`
 
-A function of any form is called for one response at a time: TRL's lists have one item. If the prompts of the data are
-chat messages, TRL's functions get messages, as in TRL.
+A function of any form is called for one response at a time: TRL's lists have one item. If the prompts of the
+data are chat messages, TRL's functions get messages, as in TRL.
 """
 
 import inspect
@@ -81,7 +81,7 @@ class TRLForm(Form):
 
 
 class VerlForm(Form):
-    """verl's form: the reference answer is column `ground_truth`, or `ground_truth` in column `reward_model`."""
+    """verl's form: the answer is column `ground_truth`, or `ground_truth` in column `reward_model`."""
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         missing = Form.lacking(self, row)

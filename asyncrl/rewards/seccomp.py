@@ -1,7 +1,7 @@
 """A seccomp filter against system calls that no reward needs and that sandbox escapes have used.
 
-A namespace limits what a process sees, but not which system calls it may make. The refused calls fail with EPERM; a
-call in the numbering of another architecture (32 bit, x32) kills the process.
+A namespace limits what a process sees, but not which system calls it may make. The refused calls fail with
+EPERM; a call in the numbering of another architecture (32 bit, x32) kills the process.
 """
 
 import os
@@ -61,7 +61,7 @@ def program(machine: str = "") -> bytes:
 
 
 def open_program() -> int:
-    """A descriptor from which the filter can be read once. The caller closes it; child processes may inherit it."""
+    """A descriptor from which the filter can be read once; children may inherit it. The caller closes it."""
     descriptor = os.memfd_create("asyncrl-seccomp", os.MFD_CLOEXEC)
     os.write(descriptor, program())
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -1,6 +1,6 @@
 """The interface of a trainer: log-probabilities, optimizer steps, weights, checkpoints.
 
-Axes in names:  N tokens of a packed micro-batch (prompts and responses), T its action tokens, S its sequences.
+Axes in names:  N tokens of a packed micro-batch, T its action tokens, S its sequences.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """The result of a loss function for one micro-batch: sums, to be added up over micro-batches and ranks."""
+    """The result of a loss function for one micro-batch: sums, which add up over micro-batches and ranks."""
 
     # [], differentiable, already divided by the counts of the whole optimizer step.
     loss: Tensor
@@ -46,13 +46,15 @@ class LossSums:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable. The micro-batch is never empty.
+# (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable. The micro-batch is never
+# empty.
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
 
 # (micro-batch, values_T) -> sums; values_T float32, differentiable. The micro-batch is never empty.
 CriticLossFunction = Callable[[MicroBatch, Tensor], LossSums]
 
-# Columns of `Trainer.measure`: of the policy, its sum of squared probabilities, of the reference, of the critic.
+# Columns of `Trainer.measure`: of the policy, its sum of squared probabilities, of the reference, of the
+# critic.
 COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T", "values_T"})
 
 
@@ -78,18 +80,20 @@ class Trainer(Protocol):
     def ranks(self) -> int: ...
 
     def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
-        """The requested `COLUMNS` of each micro-batch, under the current weights: float32 [T], without gradient.
+        """The requested `COLUMNS` of each micro-batch under the current weights: float32 [T], no gradient.
 
-        `values_T[t]` is the critic's estimate of the return from token t onward, given only the tokens before t. Every
-        rank passes the same number of micro-batches. Raises RuntimeError if this trainer lacks the model of a column.
+        `values_T[t]` is the critic's estimate of the return from token t onward, given only the tokens before
+        t. Every rank passes the same number of micro-batches. Raises RuntimeError if this trainer lacks the
+        model of a column.
         """
         ...
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step on the gradient summed over micro-batches and ranks.
 
-        Every rank passes the same number of micro-batches; the loss of an empty one is 0. A step without micro-batches,
-        or with a non-finite loss or gradient, changes nothing on any rank and has the metric `skipped_steps` 1.
+        Every rank passes the same number of micro-batches; the loss of an empty one is 0. A step without
+        micro-batches, or with a non-finite loss or gradient, changes nothing on any rank and has the metric
+        `skipped_steps` 1.
         """
         ...
 
@@ -118,10 +122,10 @@ class Trainer(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export of the policy in `hf/`.
+        """Write models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export in `hf/`.
 
-        `directory` must exist. Returns when the files of every rank are written; the caller makes them durable.
-        Raises CheckpointError on every rank if one of them could not write.
+        `directory` must exist. Returns when the files of every rank are written; the caller makes them
+        durable. Raises CheckpointError on every rank if one of them could not write.
         """
         ...
 

@@ -3,8 +3,8 @@
     learner --publish (a copy)--> slots in shared memory --sender process, one per generator--> generator
 
 The learner never waits for a generator: `publish` copies the parameters into a slot that no sender reads, and
-returns. Each sender has a two-party group with its generator; if a transfer misses its deadline, only that sender is
-killed and replaced. A generator always gets the newest version; versions in between are skipped.
+returns. Each sender has a two-party group with its generator; if a transfer misses its deadline, only that
+sender is killed and replaced. A generator always gets the newest version; versions in between are skipped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,16 +23,17 @@ _LARGEST_MEASUREMENT = 1e9
 
 
 def choose_transport(wanted: str, *, device: str) -> str:
-    """The transport meant by `wanted`: for `auto`, nccl on "cuda" and gloo elsewhere; otherwise `wanted` itself."""
+    """The transport of `wanted`: for `auto`, nccl on "cuda" and gloo elsewhere; else `wanted` itself."""
     if wanted == "auto":
         return "nccl" if device == "cuda" else "gloo"
     return wanted
 
 
 def receivable(transport: str) -> tuple[str, ...]:
-    """The transports of an engine that was started for `transport`, best first: a generator's `Hello.transports`.
+    """Transports of an engine started for `transport`, best first: a generator's `Hello.transports`.
 
-    vLLM is started with one receiver. Each receiver supports gloo and disk too, but nccl and ipc exclude each other.
+    vLLM is started with one receiver. Each receiver supports gloo and disk too, but nccl and ipc exclude each
+    other.
     """
     return (transport, *(other for other in _EVERYWHERE if other != transport))
 
@@ -48,7 +49,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """An order to a generator to receive one version. Only plain values, because it crosses the control plane."""
+    """An order to receive one version. Only plain values, because it crosses the control plane."""
 
     version: int
     # gloo, nccl, ipc or disk; memory, if gloo has already brought the weights into the generator's memory.
@@ -84,7 +85,7 @@ class UpdateReport:
     lineage: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless every measurement is finite, not negative and below a bound that no run reaches."""
+        """Raise ValueError unless every measurement is finite, not negative and below a large bound."""
         measured = {"probe_max": self.probe_max, "paused_s": self.paused_s, "transfer_s": self.transfer_s}
         for name, value in measured.items():
             if not 0.0 <= value <= _LARGEST_MEASUREMENT:
@@ -108,8 +109,8 @@ class Failed:
 class Sender(Protocol):
     """One sender process, as the control plane uses it. No method waits.
 
-    One update: call `prepare` -> it replies with the UpdateOrder -> send the order to the generator -> call `transfer`
-    -> it replies Sent. After a Failed, or when a deadline has passed, call `restart`.
+    One update: call `prepare` -> it replies with the UpdateOrder -> send the order to the generator -> call
+    `transfer` -> it replies Sent. After a Failed, or when a deadline has passed, call `restart`.
     """
 
     def fileno(self) -> int:
@@ -146,8 +147,8 @@ class Staging(Protocol):
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         """Receive and verify the weights if the transport allows it while requests run.
 
-        Returns the order for the engine: the same one, or one to load from host memory, valid until the next call.
-        Blocks at most until the order's deadline. Raises TransferError; the engine is unchanged then.
+        Returns the order for the engine: the same one, or one to load from host memory, valid until the next
+        call. Blocks at most until the order's deadline. Raises TransferError; the engine is unchanged then.
         """
         ...
 
@@ -172,7 +173,7 @@ class Publisher(Protocol):
         ...
 
     def open_sender(self, workers: int) -> Sender:
-        """Start a sender process for a generator with `workers` workers (its tensor parallelism). Raises OSError."""
+        """Start a sender process for a generator of `workers` workers (tensor parallelism). Raises OSError."""
         ...
 
     def close(self) -> None:

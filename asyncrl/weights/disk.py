@@ -2,8 +2,8 @@
 
     <root>/v<version>/model-00001-of-00002.safetensors ...    one file per bucket, Hugging Face names
 
-Several senders may write the same version concurrently. Files that one of them finished before it was killed are not
-written again. The directory gets its final name only when all files are complete.
+Several senders may write the same version concurrently. Files that one of them finished before it was killed
+are not written again. The directory gets its final name only when all files are complete.
 """
 
 import os
@@ -19,7 +19,7 @@ KEPT_VERSIONS = 2
 
 
 def write_version(root: Path, version: int, buffer: Tensor, layout: Layout) -> Path:
-    """Write `buffer`, unless it is there already, and return its directory. Deletes all but the two newest versions."""
+    """Write `buffer` unless it is there, and return its directory. Deletes all but the newest two versions."""
     final, partial = root / f"v{version}", root / f"partial-v{version}"
     if not final.is_dir():
         partial.mkdir(parents=True, exist_ok=True)

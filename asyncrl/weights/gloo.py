@@ -1,7 +1,7 @@
-"""Weights over Gloo: two-party groups outside torch's default group, opened by name, with a deadline on every step.
+"""Weights over Gloo: two-party groups outside torch's default group, with a deadline on every step.
 
-Rank 0 of a group is the learner's sender, rank 1 one generator, so a failure affects no other generator. The group is
-used until a transfer fails; the next order then brings a rendezvous with a new name.
+Rank 0 of a group is the learner's sender, rank 1 one generator, so a failure affects no other generator. The
+group is used until a transfer fails; the next order then brings a rendezvous with a new name.
 
 The rendezvous is a dictionary of plain values, part of the update order:
 
@@ -58,7 +58,8 @@ def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener
     Args:
         rendezvous: see the module's docstring.
         rank: 0 is the sender, 1 the receiver.
-        listener: for rank 0 of a rendezvous by host and port: the bound, listening socket, which the group takes over.
+        listener: for rank 0 of a rendezvous by host and port: the bound, listening socket, which the group
+            takes over.
 
     Raises:
         TransferError: the other member did not come in time, or the rendezvous is malformed.
@@ -81,7 +82,7 @@ def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener
 
 
 def send(group: Group, buffer: Tensor, layout: Layout) -> None:
-    """Send all buckets of `buffer` (uint8, `layout.total_bytes` long) from rank 0; returns when they have left.
+    """Send all buckets of `buffer` (uint8, [layout.total_bytes]) from rank 0; returns when they have left.
 
     Raises:
         TransferError: the peer is gone or the deadline has passed.
@@ -90,10 +91,11 @@ def send(group: Group, buffer: Tensor, layout: Layout) -> None:
 
 
 def receive(group: Group, buffer: Tensor, layout: Layout, checksums: Sequence[int]) -> None:
-    """Receive all buckets into `buffer` (uint8, `layout.total_bytes` long) as rank 1; returns when all are verified.
+    """Receive all buckets into `buffer` (uint8, [layout.total_bytes]) as rank 1, and verify them.
 
     Raises:
-        TransferError: a checksum differs, the peer is gone, or the deadline has passed; `buffer` is incomplete then.
+        TransferError: a checksum differs, the peer is gone, or the deadline has passed; `buffer` is
+            incomplete then.
     """
     _move(group, buffer, layout, lambda bucket: verify(buffer, layout, checksums, bucket))
 
@@ -119,12 +121,16 @@ def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket]
         while pending:
             moved(_finished(group, pending.pop(0)))
     finally:
-        _drain(pending)
+        # After a failure, wait for what is still under way, at most until the deadline: if the process ended,
+        # or freed the buffers, during an operation, Gloo's threads would terminate it.
+        for operation in pending:
+            with contextlib.suppress(RuntimeError):
+                operation.work.wait()
     group.spoilt = False
 
 
 def _open_store(rendezvous: Rendezvous, timeout: timedelta, listener: socket.socket | None) -> tuple[Store, str]:
-    """The store in which the members exchange addresses, and the address to which this side's Gloo sockets bind."""
+    """The store in which the members exchange addresses, and the address for this side's Gloo sockets."""
     if "directory" in rendezvous:
         path = Path(rendezvous["directory"]) / str(rendezvous["name"])
         store: Store = FileStore(str(path), _MEMBERS)
@@ -146,16 +152,6 @@ def _finished(group: Group, operation: _Operation) -> Bucket:
     except RuntimeError as error:
         raise _failed(group, error) from error
     return operation.bucket
-
-
-def _drain(pending: list[_Operation]) -> None:
-    """Wait for the operations still under way after a failure, at most until the deadline.
-
-    If the process ended, or freed the buffers, during an operation, Gloo's threads would terminate it.
-    """
-    for operation in pending:
-        with contextlib.suppress(RuntimeError):
-            operation.work.wait()
 
 
 def _failed(group: Group, error: BaseException) -> TransferError:

@@ -1,8 +1,8 @@
 """Sending by CUDA IPC to vLLM's own `ipc` engine: learner and generator share a GPU.
 
-The sender keeps one copy of the weights on the GPU and exports a handle per tensor. Handles cross the wire as plain
-values; the receiver restores them with `lift_update` before it passes them to vLLM. The copy is not changed until the
-next version is prepared, which the learner requests only after the generator's report.
+The sender keeps one copy of the weights on the GPU and exports a handle per tensor. Handles cross the wire as
+plain values; the receiver restores them with `lift_update` before it passes them to vLLM. The copy is not
+changed until the next version is prepared, which the learner requests only after the generator's report.
 """
 
 from collections.abc import Mapping

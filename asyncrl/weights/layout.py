@@ -1,8 +1,8 @@
 """The position of every parameter in one flat buffer: pure arithmetic on names, dtypes and shapes.
 
-A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be viewed.
-The unit of transfer is a bucket: the byte range of some consecutive whole tensors. The plan follows from the specs
-and the bucket size alone, so only these two cross the wire.
+A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be
+viewed. The unit of transfer is a bucket: the byte range of some consecutive whole tensors. The plan follows
+from the specs and the bucket size alone, so only these two cross the wire.
 """
 
 import math
@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Bucket(NamedTuple):
-    """Tensors `first` .. `end` - 1, in bytes `start_byte` .. `end_byte` - 1 of the buffer (padding included)."""
+    """Tensors `first` .. `end` - 1, bytes `start_byte` .. `end_byte` - 1 of the buffer, with padding."""
 
     first: int
     end: int
@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def plan(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Self:
-        """The layout of these tensors. Raises TransferError on a repeated name, an unknown dtype, a negative size."""
+        """The layout of these tensors. Raises TransferError: repeated name, unknown dtype, negative size."""
         offsets, seen = [0], set()
         for spec in specs:
             if spec.name in seen:
@@ -106,7 +106,7 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
 
 
 def checksum(buffer: Tensor, layout: Layout, index: int) -> int:
-    """XXH3-64 of the bytes of one tensor. Ten times as fast as a CRC-32, so that verifying costs less than sending."""
+    """XXH3-64 of the bytes of one tensor: ten times as fast as a CRC-32, and faster than sending."""
     offset = layout.offsets[index]
     return xxhash.xxh3_64_intdigest(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
 

@@ -1,7 +1,7 @@
 """Sending over NCCL to vLLM's own `nccl` engine: slot -> this process's GPU -> packed broadcast.
 
-The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must enter the
-group together. The learner bounds the wait: it kills this process when the deadline has passed.
+The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
+enter the group together. The learner bounds the wait: it kills this process when the deadline has passed.
 """
 
 import base64
@@ -18,7 +18,7 @@ _BUFFERS = 2
 
 @dataclass(slots=True)
 class NcclTransport:
-    """One communicator, used until it fails. The order's details are `init` (new groups only) and `update`."""
+    """One communicator, used until it fails. An order's details are `init` (new groups only) and `update`."""
 
     setup: SenderSetup
     _unique_id: bytes = b""

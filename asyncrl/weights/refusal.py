@@ -1,15 +1,15 @@
-"""The error of a failed probe: with the new weights, the generator computes other log-probabilities than the learner."""
+"""The error of a failed probe: the generator computes other log-probabilities than the learner."""
 
 from asyncrl.errors import TransferError
 
-# Largest difference on the probe that rounding explains, in nats, by dtype. The largest measured, over several models
-# on a CPU, were 0.47 and 5e-5.
+# Largest difference on the probe that rounding explains, in nats, by dtype. The largest measured, over
+# several models on a CPU, were 0.47 and 5e-5.
 ROUNDING_NATS = {"bfloat16": 0.6, "float32": 1e-3}
 LARGEST_DIFFERENCE = 1e6
 
 
 class ProbeRefused(TransferError):
-    """The weights have arrived, but the engine computes other log-probabilities with them than the learner."""
+    """The weights have arrived, but the engine computes other log-probabilities than the learner."""
 
     def __init__(self, difference: float, *, limit: float, dtype: str) -> None:
         """`difference` is in nats; one that is not finite is recorded as 1e6."""

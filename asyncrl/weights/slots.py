@@ -1,7 +1,7 @@
-"""Shared memory for whole versions of the weights: anonymous files that end with the last process that has them open.
+"""Shared memory for whole versions of the weights: anonymous files, gone with their last process.
 
-Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind. `Slots`, in the
-learner, chooses slots; its caller holds a lock.
+Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind. `Slots`, in
+the learner, chooses slots; its caller holds a lock.
 """
 
 import mmap

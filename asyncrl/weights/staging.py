@@ -2,8 +2,9 @@
 
     sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it, resume
 
-So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use unchanged.
-The memory holds one copy of the weights for all workers of this host, and is kept for the next version.
+So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
+unchanged. The memory holds one copy of the weights for all workers of this host, and is kept for the next
+version.
 """
 
 import time
@@ -21,7 +22,7 @@ class GlooStaging:
     """Implements `weights.base.Staging`; orders of other transports are returned as they are."""
 
     def __init__(self, files: Path) -> None:
-        """`files`: the directory that paths in orders must be below, because orders come from another host."""
+        """`files`: the directory that paths in orders must be below, as orders come from another host."""
         self._files = files.resolve()
         self._group: gloo.Group | None = None
         self._slot: Slot | None = None

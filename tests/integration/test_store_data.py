@@ -199,7 +199,7 @@ def test_a_store_that_loads_is_waited_for_by_everybody(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emptied(store / "appendonlydir" / LOG)  # while it reads this one, it answers after every thousand commands only
-    monkeypatch.setattr(store_data, "TELL_S", 0.2)
+    monkeypatch.setattr(store_data, "LOG_EVERY_S", 0.2)
     caplog.set_level("INFO")
     server = SlowStore(StoreConfig(), store, server="bundled", needs_data=False)
     began_s = time.monotonic()

@@ -7,7 +7,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.buffer.watch import JUDGE_EVERY_S, AuditWatch
+from asyncrl.buffer.watch import CHECK_EVERY_S, AuditWatch
 from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.wire.group_frames import decode_group
 from tests.support.buffer_contract import RULES, fill
@@ -44,7 +44,7 @@ def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuff
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
     buffer._store.ready.discard(2)  # broken by hand: the id is nowhere
     found = looks(watch, clock, 40)
-    assert found.index(1) < 2 * JUDGE_EVERY_S and found[-1] == 1
+    assert found.index(1) < 2 * CHECK_EVERY_S and found[-1] == 1
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "training: 1 issued ids are nowhere" in caplog.text and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
     buffer.recover(Ledger(), version=0, limit=8)

@@ -36,8 +36,9 @@ _POLL_S = 0.2
 class VLLMEngine:
     """The `Engine` interface on vLLM.
 
-    The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks that older
-    weights have computed. A running request keeps its own KV cache through an update, unless `generator.recompute_kv`.
+    The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks
+    that older weights have computed. A running request keeps its own KV cache through an update, unless
+    `generator.recompute_kv`.
     """
 
     def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
@@ -74,7 +75,8 @@ class VLLMEngine:
 
         try:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
-            # No local variable for the AsyncLLM: vLLM keeps a reference to this frame, which would keep it alive.
+            # No local variable for the AsyncLLM: vLLM keeps a reference to this frame, which would keep it
+            # alive.
             engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
@@ -239,11 +241,16 @@ class VLLMEngine:
         )
 
     async def close(self) -> None:
-        """Stop the engine's processes, after a few seconds by SIGKILL; running requests end with EngineError."""
+        """Stop the engine's processes, if need be by SIGKILL; running requests end with EngineError."""
         for task in list(self._running):
             task.cancel()
         llm, self._llm = self._llm, None  # its finalizer would fail after vLLM's modules are gone
-        processes = _engine_processes(llm)
+        processes = []  # the engine's core and its workers
+        manager = llm.engine_core.resources.engine_manager
+        for core in manager.processes if manager is not None else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(core.pid)
+                processes += [*process.children(recursive=True), process]
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # otherwise it would report the end of the engine as a crash
         await asyncio.to_thread(llm.shutdown, _CLOSE_S)
@@ -263,17 +270,6 @@ class VLLMEngine:
             ) from error
         except EngineDeadError as error:
             raise _dead() from error
-
-
-def _engine_processes(llm: Any) -> list[psutil.Process]:
-    """The processes of the engine's core and its workers."""
-    found = []
-    manager = llm.engine_core.resources.engine_manager
-    for core in manager.processes if manager is not None else ():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(core.pid)
-            found += [*process.children(recursive=True), process]
-    return found
 
 
 def _dead() -> EngineError:

@@ -28,13 +28,18 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
         response_ids=response_ids,
         action_mask=np.ones(len(response_ids), dtype=np.bool_),
         behaviour_logprobs=token_logprobs(completion.logprobs, completion.token_ids),
-        version_spans=tuple(_version_span(span) for span in spans if span.end > span.start),
+        version_spans=tuple(
+            VersionSpan(version, span.end - span.start, lineage)
+            for span in spans
+            if span.end > span.start
+            for version, lineage in [map(int, span.version.split())]
+        ),
         finish_reason=completion.finish_reason,
     )
 
 
 def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """[T]: log-probabilities of tokens from `vllm.logprobs.FlatLogprobs`; NaN for a prompt's first token, which has none."""
+    """[T]: log-probabilities from `vllm.logprobs.FlatLogprobs`; NaN for a prompt's first token."""
     if flat is None or len(flat.start_indices) != len(token_ids):
         found = 0 if flat is None else len(flat.start_indices)
         raise ResultError(f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens; one each is needed")
@@ -52,8 +57,3 @@ def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
 def label(weights: Weights) -> str:
     """The name of these weights in vLLM, which returns it with every token that they sample."""
     return f"{weights.version} {weights.lineage}"
-
-
-def _version_span(span: Any) -> VersionSpan:
-    version, lineage = map(int, span.version.split())
-    return VersionSpan(version, span.end - span.start, lineage)

@@ -4,9 +4,9 @@
 
 The details, by transport:
 
-    memory  slot, layout: weights in this host's shared memory, received over Gloo and verified by the generator
+    memory  slot, layout: weights in shared memory, received over Gloo and verified by the generator
     disk    directory: safetensors files with Hugging Face names
-    nccl    init (a new `nccl_unique_id_b64`, offset and size; only for a new group), update (names, dtypes, shapes)
+    nccl    init (new `nccl_unique_id_b64`, offset, size; for a new group), update (names, dtypes, shapes)
     ipc     init, update: vLLM's own payloads, with the handles as plain values
 
 After a failed update the next one can be received, but the weights are a mixture: the engine must not sample.
@@ -40,7 +40,8 @@ from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
 
-# vLLM would warn, at every update, of every layer without weights of its own. `reloading` finds missing parameters.
+# vLLM would warn, at every update, of every layer without weights of its own. `reloading` finds missing
+# parameters.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
@@ -97,7 +98,7 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
     """Receives from host memory and disk in any of vLLM's engines; `update_weights` does the whole reload."""
 
     def start_weight_update(self) -> None:
-        """Does nothing: `update_weights` opens and closes the reload, so that a failed transfer leaves none open."""
+        """Does nothing: `update_weights` opens and closes the reload, also after a failure."""
 
     def finish_weight_update(self) -> None:
         """Does nothing; see `start_weight_update`."""

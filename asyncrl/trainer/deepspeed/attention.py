@@ -1,8 +1,8 @@
 """Attention over packed sequences that never builds an N x N mask.
 
-Transformers looks up a function that makes the mask by the attention's name, and makes none for a name that it does not
-know. So the function registered here gets all sequences end to end, without a mask, and the offset of each sequence as
-an argument that the model's forward passes on.
+Transformers looks up a function that makes the mask by the attention's name, and makes none for a name that
+it does not know. So the function registered here gets all sequences end to end, without a mask, and the
+offset of each sequence as an argument that the model's forward passes on.
 
 Axes in names:  H heads, N packed tokens, D head size.
 """
@@ -65,7 +65,7 @@ AttentionInterface.register(SEGMENTS, segment_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """The name of flash attention if its varlen kernels are installed for `device` and `dtype`, else `SEGMENTS`."""
+    """Flash attention's name if its varlen kernels are installed for `device` and `dtype`, else `SEGMENTS`."""
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
             return "flash_attention_3"

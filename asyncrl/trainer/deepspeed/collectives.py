@@ -36,7 +36,7 @@ class Ranks:
     """The process group of the learner."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """Wait for all ranks. Raises RunError if one is missing after `timeout_s`, or if the port is taken."""
+        """Wait for all ranks. Raises RunError if one is missing after `timeout_s` or the port is taken."""
         self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
         timeout = timedelta(seconds=rendezvous.timeout_s)
         # DeepSpeed makes further groups, which use torch's default timeout of 10 minutes.
@@ -93,7 +93,7 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 
 def _keep_to_interface(address: str) -> None:
-    """Let Gloo use the interface of the route to `address`, rather than that of this host's name, which may be public."""
+    """Let Gloo use the interface of the route to `address`; by default it uses that of the host's name."""
     (family, kind, _, _, master), *_ = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as route:
         route.connect(master)  # sends nothing

@@ -1,4 +1,4 @@
-"""A Hugging Face model as a critic: it estimates the return from each token onward, given the tokens before it.
+"""A Hugging Face model as a critic: the expected return from each token on, given the tokens before it.
 
 Axes in names:  N packed tokens, T action tokens, D hidden size.
 """
@@ -16,10 +16,11 @@ from asyncrl.trainer.deepspeed.policy import hidden_states
 class ValueHead(nn.Linear):
     """A linear layer from the hidden state to one number.
 
-    Its weights are normal with standard deviation 1 / (D + 1), its bias is 0. A norm layer gives the hidden state a length
-    near sqrt(D), so the first values are of the order 1 / sqrt(D). They are far smaller than rewards, which therefore
-    determine the first advantages, but not zero, with which the backbone would get no gradient.
-    Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143), which has the same standard deviation.
+    Its weights are normal with standard deviation 1 / (D + 1), its bias is 0. A norm layer gives the hidden
+    state a length near sqrt(D), so the first values are of the order 1 / sqrt(D). They are far smaller than
+    rewards, which therefore determine the first advantages, but not zero, with which the backbone would get
+    no gradient. Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143), which has the same
+    standard deviation.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -29,7 +30,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        """values_T in float32: a bfloat16 sum would be 0.4 % off, as much as the advantages of a trained critic."""
+        """values_T in float32: bfloat16 would be 0.4 % off, as much as the advantages of a trained critic."""
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         return linear(hidden_TD.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
 
@@ -44,6 +45,6 @@ class ValueModule(nn.Module):
         self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
 
     def forward(self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor) -> Tensor:
-        """values_T, float32, of the states at the packed positions `source_T`, which are before each action token."""
+        """values_T, float32, at the packed positions `source_T`, each before its action token."""
         values_T: Tensor = self.head(hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)[source_T])
         return values_T

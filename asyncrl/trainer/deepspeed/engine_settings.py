@@ -44,7 +44,7 @@ def join_deepspeed(local_rank: int) -> None:
 
 
 def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of one trained model. Gradients are accumulated in float32 for every dtype."""
+    """DeepSpeed's configuration of one trained model. Gradients are always accumulated in float32."""
     return inference_settings(dtype=dtype, stage=stage) | {
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": optimizer.max_grad_norm,

@@ -42,7 +42,8 @@ def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: boo
             f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
             "give a Hugging Face directory with config.json and safetensors, or a hub name"
         ) from error
-    # With dropout, the same weights would give different log-probabilities, and a ratio that is not 1 on-policy.
+    # With dropout, the same weights would give different log-probabilities, and a ratio that is not 1
+    # on-policy.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,8 +1,8 @@
 """The memory that one rank of the learner needs, computed from parameter counts before anything is loaded.
 
-N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with any ZeRO
-stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the accumulated
-gradients, 3 also the weights.
+N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with
+any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the
+accumulated gradients, 3 also the weights.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ModelShape:
 
 
 def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
-    """The configured ZeRO stage, but 1 instead of 0 in bfloat16: only ZeRO keeps AdamW's float32 master weights."""
+    """The ZeRO stage, but 1 instead of 0 in bfloat16: only ZeRO keeps AdamW's float32 master weights."""
     return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
 
 
@@ -60,9 +60,9 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
     """Bytes of one packed micro-batch at its full token budget, with the logits of one chunk.
 
-    An estimate within a factor of two. A layer keeps about 4 hidden states (both norms in and out), queries, keys,
-    values and the attention's output, and 4 states of the gated MLP. With checkpointing it keeps its input, and one layer
-    is recomputed at a time.
+    An estimate within a factor of two. A layer keeps about 4 hidden states (both norms in and out), queries,
+    keys, values and the attention's output, and 4 states of the gated MLP. With checkpointing it keeps its
+    input, and one layer is recomputed at a time.
     """
     size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
     layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
@@ -77,7 +77,7 @@ def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
-    """Bytes on disk: weights, master copy if there is one, moments, and a Hugging Face export of the policy."""
+    """Bytes on disk: weights, master copy if there is one, moments, Hugging Face export of the policy."""
     master = FP32 if model.dtype == "bfloat16" else 0
     trained = weights_bytes(shape, model) + shape.parameters * (master + MOMENTS_BYTES)
     return trained * (2 if critic else 1) + weights_bytes(shape, model)

@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model as a policy: it returns log-probabilities of action tokens, never all logits.
+"""A Hugging Face causal language model as a policy: log-probabilities of action tokens.
 
-Axes in names:  N packed tokens, T action tokens, C one chunk of them, D hidden size, V vocabulary, R rows of results.
+Axes in names:  N packed tokens, T action tokens, C a chunk of T, D hidden size, V vocabulary, R results.
 The logits of at most one chunk exist at any time, forward and backward: [C, V], never [N, V].
 """
 
@@ -19,9 +19,9 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], and the entropy of p = softmax(z).
+    """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], entropy of p = softmax(z).
 
-    z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, which has no gradient.
+    z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, without gradient.
     Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
     dL/dz = g (onehot(target) - p) - e p (ln p + H).
     """
@@ -73,9 +73,10 @@ class TokenLogprobs(torch.autograd.Function):
 class LogprobHead(nn.Module):
     """An output layer that returns log-probabilities of given tokens instead of logits.
 
-    It shares the weight of the model's own output layer (and of the embedding, if tied). It runs once per micro-batch,
-    for any number of chunks, and returns one tensor. The reason is ZeRO 3: ranks gather sharded weights when a module
-    runs and when a gradient reaches one of its outputs, and all ranks must do so in the same order.
+    It shares the weight of the model's own output layer (and of the embedding, if tied). It runs once per
+    micro-batch, for any number of chunks, and returns one tensor. The reason is ZeRO 3: ranks gather sharded
+    weights when a module runs and when a gradient reaches one of its outputs, and all ranks must do so in the
+    same order.
     """
 
     def __init__(self, output_layer: nn.Module) -> None:
@@ -119,8 +120,8 @@ class PolicyModule(nn.Module):
     ) -> Tensor:
         """columns_RT, float32, predicted at the packed positions `source_T`.
 
-        The rows are the log-probability of `target_T`, the entropy, and, with `with_squares`, the sum of all squared
-        probabilities.
+        The rows are the log-probability of `target_T`, the entropy, and, with `with_squares`, the sum of all
+        squared probabilities.
         """
         hidden_ND = hidden_states(self.model.base_model, input_ids_N, position_ids_N, sequence_starts)
         columns_RT: Tensor = self.head(hidden_ND[source_T], target_T, temperature, chunk, with_squares)
@@ -128,7 +129,7 @@ class PolicyModule(nn.Module):
 
 
 def hidden_states(backbone: Any, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int]) -> Tensor:
-    """hidden_ND: the last hidden state of every token of a packed batch, from a model without output layer."""
+    """hidden_ND: the last hidden state of every packed token, from a model without output layer."""
     outputs = backbone(
         input_ids=input_ids_N[None],
         position_ids=position_ids_N[None],

@@ -18,7 +18,7 @@ FILE = "model.safetensors"
 
 
 class Reference:
-    """A second copy of the policy's model, sharded as the policy is. Every rank calls every method, in the same order."""
+    """A second copy of the policy's model, sharded like it. Every rank calls every method in the same order."""
 
     def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
         """`policy` must be a separate copy of the model; it is frozen."""
@@ -72,9 +72,10 @@ def _shard(parameter: Any) -> Tensor:
 def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> None:
     """mine = decay * mine + (1 - decay) * theirs, in place.
 
-    With rounding to the nearest bfloat16, a share below 0.4 % would vanish in every update and the average would never
-    move. So bfloat16 is rounded up or down at random, with probabilities that make the mean exact: bfloat16 is the upper
-    half of a float32, and a random number added to the lower half carries into the upper half with that probability.
+    With rounding to the nearest bfloat16, a share below 0.4 % would vanish in every update and the average
+    would never move. So bfloat16 is rounded up or down at random, with probabilities that make the mean exact.
+    bfloat16 is the upper half of a float32: a random number added to the lower half carries into the upper
+    half with the right probability.
     """
     if mine.dtype != torch.bfloat16:
         mine.lerp_(theirs, 1 - decay)

@@ -1,7 +1,8 @@
-"""One model with its DeepSpeed engine: forward passes over micro-batches, and optimizer steps on a sum of gradients.
+"""One model with its DeepSpeed engine: forward passes, and optimizer steps on a sum of gradients.
 
-The gradient of a step is the plain sum over micro-batches and ranks. DeepSpeed's mean over ranks is undone and its
-division by accumulation steps switched off, so that the gradient does not depend on how a batch was cut.
+The gradient of a step is the plain sum over micro-batches and ranks. DeepSpeed's mean over ranks is undone
+and its division by accumulation steps switched off, so that the gradient does not depend on how a batch was
+cut.
 """
 
 import json
@@ -84,7 +85,8 @@ class TrainedModel:
         # Without action tokens the sum is empty, and every parameter gets a zero gradient.
         empty = microbatch.target_T.numel() == 0
         sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)
-        # A non-finite loss may have a finite gradient. Made NaN, it reaches the norm, which is the same on all ranks.
+        # A non-finite loss may have a finite gradient. Made NaN, it reaches the norm, which is the same on
+        # all ranks.
         poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
         self.engine.backward(sums.loss * (self._ranks.count * poison), scale_wrt_gas=False)
         return sums.metrics
@@ -117,9 +119,10 @@ def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
 
 
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of a model, gathered from all ranks if it is sharded, and valid until the next one is requested.
+    """Each parameter of a model, gathered if it is sharded, and valid until the next one is requested.
 
-    Every rank must exhaust the iterator. With `write`, rank 0's changes of a gathered parameter go back to all shards.
+    Every rank must exhaust the iterator. With `write`, rank 0's changes of a gathered parameter go back to
+    all shards.
     """
     for name, parameter in model.named_parameters():
         sharded = hasattr(parameter, "ds_tensor")

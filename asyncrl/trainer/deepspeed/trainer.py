@@ -106,7 +106,7 @@ class DeepSpeedTrainer:
         _built(self._reference, "reference").update(self._policy.engine.module, decay)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer`. A tensor is valid until the next one is requested; every rank must exhaust the iterator."""
+        """See `Trainer`. A tensor is valid until the next one; every rank must exhaust the iterator."""
         for name, parameter in whole_parameters(self._policy.engine.module.model):
             yield name, parameter.detach()
 
@@ -138,7 +138,7 @@ class DeepSpeedTrainer:
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
-        """See `Trainer`. Unpickles DeepSpeed's files: verify them first. Raises ConfigError for another layout."""
+        """See `Trainer`. Unpickles DeepSpeed's files, so verify them. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
         # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = self._layout | {"moved_reference": found.get("moved_reference")}
