@@ -43,11 +43,11 @@ from asyncrl.progress import beat
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
-# No greeting beyond the password: a server with least rights refuses it, and none may send the client elsewhere.
+# The client sends only the password: a user with few rights may not send more, and no server may redirect the client.
 PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
-# A batch of frames is megabytes; the client's own 32 KiB would mean a system call for each.
+# A batch of frames has megabytes; the client's default reads 32 KiB per system call.
 READ_BYTES = 1 << 20
-# A log of hundreds of GiB on a slow disk; a store that takes longer is told as one that does not answer.
+# Enough to load a log of hundreds of GiB from a slow disk. After it, the store counts as one that does not answer.
 LOADING_S = 3600.0
 BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
@@ -120,7 +120,7 @@ class StoreConnection:
         return client
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
-        """With this connection, or to a cluster with one for each node that serves keys."""
+        """Call `do` with this connection or, in a cluster, with a connection to each node that serves keys."""
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         if server.get("redis_mode") != "cluster":
             do(self)
@@ -145,7 +145,7 @@ class StoreConnection:
         self._by_tag[tag] = self._by_address[address]
 
     def _ask_another(self, tag: str, asked: redis.Redis) -> None:
-        """After a node of a cluster is gone: the others know who has its keys by then."""
+        """A node of a cluster failed: ask the next known node, which redirects the call when it knows who serves the keys."""
         if tag and self._by_address:
             known = [self.client, *self._by_address.values()]
             self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]

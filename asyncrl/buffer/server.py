@@ -33,12 +33,12 @@ Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
 STOP_S, LOOK_S, POLL_S = 10.0, 1.0, 0.02
 Look = Literal["dead", "silent", "loading", "ready"]
-# Lets nobody in. It keeps its rights because the server reads its own log as this user: without them it would skip all
-# that functions wrote.
+# Nobody can log in as this user. It keeps its rights because the server replays its own log as this user: without them it
+# would skip everything that functions wrote.
 NOBODY = "user default off ~* &* +@all"
-# Linux takes 107.
+# The limit of Linux is 107.
 SOCKET_PATH_BYTES = 100
-# The server's own limit over store.max_gib: the buffer's cap works first, this one guards the machine.
+# The server's memory limit, relative to store.max_gib. The buffer's cap is reached first; this one protects the machine.
 MEMORY_MARGIN = 1.5
 
 _BOUND_TO_PARENT = """

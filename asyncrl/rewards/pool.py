@@ -1,10 +1,10 @@
-"""Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run goes on.
+"""Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
 
-Each worker works on one response at a time. The clock of a call starts when the worker says that it has begun, so
-waiting for a free worker costs nobody their time. A worker that is late, dies, or is left in the middle of a call is
-killed with its process group and started anew at the next call; its replies can never be taken for another call's.
-Until a worker has said that it has begun, no user code has seen the response: what goes wrong before is the worker's fault,
-and the call is made again with a fresh one.
+Each worker scores one response at a time. The time limit of a call starts when the worker reports that it has begun, so
+waiting for a free worker does not count. A worker that is late, dies, or is interrupted within a call is killed with its
+process group, and the next call starts another one; so no reply can be mistaken for that of another call. Before a worker
+reports that it has begun, no user code has seen the response. If it fails before that, the call is repeated with another
+worker.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from asyncrl.workers import LENGTH, ending, pack
 
 log = logging.getLogger(__name__)
 
-# For a worker to start, import the reward functions, and to begin a call.
+# Limit for a worker to start and import the reward functions, and again to begin a call.
 START_S = 60.0
-# Workers that are asked to begin one call, or to load the functions.
+# Number of workers that may fail to begin one call, or to load the functions.
 BEGINNINGS = 3
 AGAIN_S = 1.0
-# For killed workers to end when the pool closes.
+# Limit for killed workers to end when the pool closes.
 END_S = 5.0
 MAX_REPLY_BYTES = 64 * 1024
-# Of what user code prints: the end is kept for the error message, the rest is read, counted and thrown away.
+# The end of what user code prints is kept for the error message. The rest is read, counted and discarded.
 OUTPUT_TAIL_BYTES = 4096
 
 
 class _Lost(RewardError):
-    """The worker died or hung, for which the functions need not be to blame."""
+    """The worker died or hung. The reward functions are not necessarily the cause."""
 
 
 class RewardPool:
@@ -111,7 +111,7 @@ class _Worker:
         """Of the output of this process and of killed ones that are still ending."""
 
     async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
-        """All parts of one response, and the answer in it. A worker that does not end well and in step is killed."""
+        """All reward parts of one response, and its answer. A worker that fails or gets out of step is killed."""
         in_step = False
         try:
             await self._begin(_packed(_request(one)))
@@ -133,11 +133,11 @@ class _Worker:
                 self.kill()
 
     async def load(self) -> None:
-        """`start`, again with a fresh process where this one dies or hangs. What it says of the functions is believed at once."""
+        """`start`, repeated with another process if this one dies or hangs. An error that it reports is not repeated."""
         await self._insist(self.start, (_Lost, OSError), "load the functions")
 
     async def _begin(self, request: bytes) -> None:
-        """Hand over a call, to a fresh process where this one does not begin."""
+        """Send a call; if the process does not begin it, send it to another one."""
 
         async def begin() -> None:
             await self.start()
@@ -199,7 +199,7 @@ class _Worker:
             )
 
     def kill(self) -> None:
-        """Kill the process with its group, at once. The next call starts a new one."""
+        """Kill the process with its group. The next call starts another one."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -1,9 +1,9 @@
-"""Reward workers within bubblewrap (`bwrap`), for rewards that run what the model wrote.
+"""Reward workers in bubblewrap (`bwrap`), for rewards that run programs which the model wrote.
 
-A worker there has namespaces of its own (users, processes, network, IPC, host name), no capabilities, a filter of system
-calls (`seccomp`), and of the file system what is listed here, to be read: the system's programs, this Python with its packages,
-the working directory and the directories of reward files; without the run root, other runs, and what is private by its name.
-`/tmp` and `/dev/shm` are its own. It ends with its parent, and everything that it started ends with it.
+A worker in the sandbox has its own namespaces (users, processes, network, IPC, host name), no capabilities, and a filter of
+system calls (`seccomp`). It can read the system's programs, this Python with its packages, the working directory and the
+directories of reward files, but not the run root, other runs, or files with private names. It has its own `/tmp` and
+`/dev/shm`. It ends with its parent, and everything that it started ends with it.
 """
 
 import os
@@ -21,15 +21,16 @@ from asyncrl.config.schema import RewardConfig
 from asyncrl.rewards import seccomp
 from asyncrl.rewards.worker import SCRATCH
 
-# Each of /tmp and /dev/shm.
+# Size of /tmp, and of /dev/shm.
 SCRATCH_BYTES = 256 * 2**20
-# RLIMIT_*, soft and hard. NPROC is not enforced for root; it counts the sandbox's own processes since this kernel:
+# RLIMIT_*, soft and hard. The kernel does not enforce NPROC for root.
 LIMITS = {"NOFILE": 1024, "NPROC": 256, "CORE": 0}
+# The first kernel whose NPROC counts the processes of the sandbox alone.
 NPROC_KERNEL = (5, 14)
-# Of a worker, as it sees it: it is the first process of its namespace, so that no other one there holds its pipes.
+# What a worker in the sandbox sees as its parent: it is process 1 of its namespace, so no other process there has its pipes.
 PARENT_PID = 0
 PROBE_S = 20.0
-# Directories below the working directory, and below those of reward files, in which private names are looked for.
+# Private names are searched so many directories below the working directory and the directories of reward files.
 DEPTH = 3
 
 _NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --as-pid-1 --die-with-parent --new-session"
@@ -46,7 +47,7 @@ _ALLOW = (
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """What workers see."""
+    """The part of the file system that workers see."""
 
     functions: Sequence[str]
     """Reward functions as in the config."""
@@ -105,13 +106,13 @@ class Sandbox:
         return None
 
     def _shown(self) -> list[Path]:
-        """Parents first, so that what is private in one can be shown again: a virtual environment `.venv`."""
+        """Parents come first, so that a private directory such as `.venv` can be shown again after it was hidden."""
         packages = [Path(asyncrl.__file__).parent, Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
         wanted = [path.absolute() for path in (*self._own(), *packages)]
         return sorted({path for one in wanted if one.exists() for path in (one, one.resolve())} - set(map(Path, SCRATCH)))
 
     def _private(self, place: Path) -> Iterator[Path]:
-        """What is not shown of a place: private names and other runs, also some directories down where users keep files."""
+        """The parts of a place that stay hidden: private names, and other runs. Searched `DEPTH` deep where users keep files."""
         depth = DEPTH if place in {path for own in self._own() for path in (own, own.resolve())} else 0
         for path, directories, files in os.walk(place):
             here, below = Path(path), len(Path(path).parts) - len(place.parts)

@@ -30,7 +30,7 @@ from asyncrl.rewards.functions import bind, load_function
 from asyncrl.workers import pack, receive
 
 MAX_REASON_CHARACTERS = 2000
-# Ours in a sandbox, and nowhere else.
+# Process id of a worker in a sandbox, and of no other worker.
 SANDBOXED_PID = 1
 SCRATCH = ("/tmp", "/dev/shm")
 
@@ -82,7 +82,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
-    """Set limits, soft and hard, unless they are lower already; in a sandbox keep what rewards start away from our pipes."""
+    """Set soft and hard limits, unless they are lower already. In a sandbox, close our pipes to what rewards start."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
@@ -93,7 +93,7 @@ def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
 
 
 def _tidied() -> dict[str, bool]:
-    """In a sandbox: nothing that a call started outlives it, and whether it left so much that a new sandbox is better."""
+    """In a sandbox: end everything that a call started, and report whether the next call needs a new sandbox."""
     if os.getpid() != SANDBOXED_PID:  # a child that user code forked came back to us
         return {}
     _end_everybody()
@@ -101,7 +101,7 @@ def _tidied() -> dict[str, bool]:
 
 
 def _end_everybody() -> None:
-    """Kill whatever a reward started and left, however it hid. Only in a sandbox: -1 is every process that we can see."""
+    """Kill every process that a reward left running. Only in a sandbox: -1 means every process that we can see."""
     try:
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -111,7 +111,7 @@ def _end_everybody() -> None:
 
 
 def _is_spent() -> bool:
-    """Whether calls left so much behind that a new sandbox is better: half of the room for files, or of the descriptors."""
+    """Whether earlier calls have used up half of the space for files, or half of the descriptors."""
     usages = [shutil.disk_usage(place) for place in SCRATCH]
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return any(usage.used > usage.total / 2 for usage in usages) or 2 * len(os.listdir("/proc/self/fd")) > descriptors

@@ -1,10 +1,10 @@
 """The sender processes, one per generator, and the fork server that they come from.
 
-`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server: it imports what a sender needs, then forks one
-for every channel (a socket) that the learner passes to it. So a sender is there within milliseconds, and a thousand of
-them share the memory of one.
+`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server. It imports what a sender needs, then forks a
+sender for every channel (a socket) that the learner passes to it. So a sender starts within milliseconds, and a thousand
+senders share the memory of one.
 
-A sender owns the transfer group, so that whatever happens in there ends with this process and not with the learner.
+A sender owns the transfer group, so a failure in the group can end the sender but not the learner.
 It obeys its channel, whose messages are those of `asyncrl.workers`:
 
     learner -> sender   {setup}                                              once
@@ -13,7 +13,7 @@ It obeys its channel, whose messages are those of `asyncrl.workers`:
     sender -> learner   {op: forked, job: null} with a descriptor of the process (pidfd), by which it can be killed   once
                         {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
 
-Senders die with the fork server, and that one with the learner, however it dies.
+Senders die with the fork server, and the fork server dies with the learner.
 """
 
 import contextlib
