@@ -19,6 +19,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
+from asyncrl.cli.foreground import run_here
 from asyncrl.commands import up
 from asyncrl.config.load import load_config
 from asyncrl.config.resume import fixed_values
@@ -160,7 +161,7 @@ def main() -> int:
     up.generator_maker = lambda config, directory, url, keys: lambda index, count: spec(f"g{index}", ["-c", idle], directory)
     up.LEAVE_S = 0.1
     try:
-        return up.run_here(load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True)
+        return run_here(load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True)
     except AsyncRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2

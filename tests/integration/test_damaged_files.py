@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.commands import up
+from asyncrl.cli import foreground
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointsRefused
 from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
@@ -145,7 +145,7 @@ def test_what_a_run_cannot_do_without_is_named_with_the_way_out(root: Path, name
         assert status == 2
     else:
         with pytest.raises(AsyncRLError) as refusal:
-            up.run_here(
+            foreground.run_here(
                 load_config(config_in(root, root, max_restarts=2), [f"learner.steps={AFTER}"]),
                 fresh=False,
                 generators=True,
@@ -217,7 +217,7 @@ def test_directories_that_are_gone_are_missed(root: Path, caplog: pytest.LogCapt
     with pytest.raises(CheckpointsRefused, match=r"step-000003: it was saved here, and is gone"):
         store_of(root).load(Weights())
     with pytest.raises(AsyncRLError, match=r"step-000003: it was saved here, and is gone"):
-        up.run_here(load_config(config_in(root, root, max_restarts=2)), fresh=False, generators=True, plain=True)
+        foreground.run_here(load_config(config_in(root, root, max_restarts=2)), fresh=False, generators=True, plain=True)
 
 
 def test_a_run_without_a_checkpoint_that_verifies_ends_with_every_reason_and_goes_on_when_one_is_restored(root: Path) -> None:

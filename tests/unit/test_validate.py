@@ -196,7 +196,7 @@ def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
         ("def a(prompt, response, solution):\n  return 0", "own.py:a", "wants column `solution`, which data/train.jsonl lacks"),
         ("def a(prompt, response, *, soluton):\n  return 0", "own.py:a", "it has question, answer"),
         ("def a(prompt, response, answr):\n  return 0", "own.py:a", "did you mean `answer`?"),
-        ("def a(prompt response): return 0", "own.py:a", "own.py:1 is no Python"),
+        ("def a(prompt response): return 0", "own.py:a", "own.py:1 is not valid Python"),
         ("a = 3", "own.py:b", "found no `b` in own.py; it has no functions"),
         ("", "missing_package.rewards:a", "found no module `missing_package`; install it"),
     ],
