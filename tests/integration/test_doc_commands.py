@@ -68,6 +68,7 @@ NOT_TYPED = {
     "python -m asyncrl.quickstart.smollm2": "a package with a model: tests/integration/test_warmup.py goes without it",
     "python docs/examples/plain.py": "writes into build/ of a clone: tests/unit/test_tutorial.py runs it elsewhere",
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
+    "python examples/one_process.py": "a file of the clone: tests/unit/test_whole_loop.py runs it",
     "ruff": "a part of `make test`",
     "sbatch": "Slurm: tests/integration/test_slurm_script.py has one of three lines",
     "sed": "tests/unit/test_deploy.py, as `cp`",
