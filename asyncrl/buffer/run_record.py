@@ -41,7 +41,7 @@ class RunRecord:
     """The record, over a connection that other parts may share."""
 
     def __init__(self, connection: StoreConnection, key: bytes) -> None:
-        """`key` seals the record: `launch.keys.JoinKeys.record`."""
+        """`key` seals the record: `run.keys.JoinKeys.record`."""
         self._connection = connection
         self._key = key
 

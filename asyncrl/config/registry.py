@@ -7,6 +7,7 @@ checked when it is loaded.
 """
 
 import ast
+import builtins
 import difflib
 import functools
 import inspect
@@ -115,7 +116,7 @@ def parameters(kind: str, name: str) -> type[BaseModel]:
     module, _, function = TABLES[kind][name].partition(":")
     (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
     fields: dict[str, Any] = {
-        argument.arg: (_value(argument.annotation), _value(default) if default else ...)
+        argument.arg: (_annotation(argument.annotation), ast.literal_eval(default) if default else ...)
         for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         if argument.arg not in (*SUPPLIED.get(kind, ()), *ON_REQUEST)
     }
@@ -127,10 +128,20 @@ def _body(module: str) -> list[ast.stmt]:
     return ast.parse((Path(algo.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")).body
 
 
-def _value(node: ast.expr | None) -> Any:
-    """Evaluate an annotation or default of our own signatures. An annotation may use only the names in `ranges`."""
-    assert node is not None, "a parameter that a config may set is annotated"
-    return eval(ast.unparse(node), dict(vars(ranges)))
+def _annotation(node: ast.expr | None) -> Any:
+    """The type that an annotation of our own signatures names. It may use only `ranges`, builtins, `|` and `[...]`."""
+    match node:
+        case ast.Name(id=name):
+            return vars(ranges)[name] if name in vars(ranges) else getattr(builtins, name)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _annotation(left) | _annotation(right)
+        case ast.Subscript(value=generic, slice=index):
+            return _annotation(generic)[_annotation(index)]
+        case ast.Tuple(elts=parts):
+            return tuple(map(_annotation, parts))
+        case ast.Constant(value=value):
+            return value
+    raise TypeError("a parameter that a config may set has an annotation that `algo/ranges.py` allows")
 
 
 def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -45,13 +45,14 @@ def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_pa
     monkeypatch.chdir(tmp_path / "elsewhere")
     seen = []
 
-    async def generate(config, hello, store, directory, context):
+    async def generate(config, hello, store, keys, directory, context):
         seen.append(directory)
 
     monkeypatch.setattr(generator, "_generate", generate)
     monkeypatch.setattr(generator, "run_role", lambda role: role())
     monkeypatch.setattr(generator, "setup_logging", lambda *_, **__: None)
     monkeypatch.setattr(generator, "join_store", lambda *_: None)
+    monkeypatch.setattr(generator, "join_keys", lambda environment: None)
     monkeypatch.setattr("sys.argv", ["generator", "--id", "g0", "--store", "unix:///s", "--config", str(run / "config.yaml")])
     generator.main()
     good = order("disk", directory=str(run / "weights" / "v1"))

@@ -40,7 +40,7 @@ def test_no_protocol_module_reads_the_wall_clock():
 
 
 def test_it_would_be_found():
-    assert list(wall_clock_reads(PACKAGE / "launch" / "head.py")) != []
+    assert list(wall_clock_reads(PACKAGE / "launch" / "status_page.py")) != []
 
 
 def test_the_store_reads_its_clock_for_leases_alone():
