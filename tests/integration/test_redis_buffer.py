@@ -388,7 +388,7 @@ reward: {{functions: [{{function: exact_match}}]}}
     buffer = train_lane(config, connection)
 
     def recover():
-        for shard in buffer.shards:
+        for shard in getattr(buffer, "shards", [buffer]):
             shard.recover(Ledger(), version=0, limit=8 // shards)
 
     recover()

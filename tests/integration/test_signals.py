@@ -30,10 +30,18 @@ BEGIN = "import asyncrl.cli.main as ours, sys; print('begun', flush=True); sys.a
 COMMANDS = [
     "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30", "validate task.yaml",
-    "plan task.yaml", "doctor", "reward test task.yaml", "warmup quick", "eval model task.yaml", "version",
+    "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick", "eval model task.yaml", "version",
 ]  # fmt: skip
 """A run is added where one is needed."""
-ENDLESS = ("status --watch", "samples --follow", "generator --wait 30", "doctor", "warmup quick", "reward test task.yaml")
+ENDLESS = (
+    "status --watch",
+    "samples --follow",
+    "generator --wait 30",
+    "doctor",
+    "quickstart",
+    "warmup quick",
+    "reward test task.yaml",
+)
 """Commands that are not done by the time of the signal."""
 READ = ["samples runs/old", "status runs/old", "analyze runs/old", "compare runs/old runs/other"]
 LATEST_S = 1.0
