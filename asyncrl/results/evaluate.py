@@ -30,6 +30,7 @@ from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
 from asyncrl.supervisor import USER_ERROR
+from asyncrl.workers import ending
 
 
 def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> dict[str, float]:
@@ -65,9 +66,7 @@ def _status_of(argv: Sequence[str]) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if status < 0:
-        raise RunError(
-            f"the process that evaluates was killed by {signal.Signals(-status).name}; look for want of memory (dmesg)"
-        )
+        raise RunError(f"the process that evaluates was {ending(status)}; look for want of memory (dmesg)")
     return status
 
 

@@ -39,9 +39,9 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.types import Group, Prompt
-from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group
+from tests.support.nowhere import Nowhere
 
 from .helpers import CoreEngine, OrdersOnly, doom
 from .hosts import move_to
@@ -136,17 +136,6 @@ class Rewards:
         return [Score(total=float(len(one.response) % 5), parts={"toy": float(len(one.response) % 5)}) for one in inputs]
 
     async def close(self) -> None: ...
-
-
-class Nowhere:
-    """A tracker and a staging without work."""
-
-    def log(self, *_: Any, **__: Any) -> None: ...
-    def samples(self, *_: Any) -> None: ...
-    def close(self) -> None: ...
-
-    def stage(self, order: UpdateOrder) -> UpdateOrder:
-        return order
 
 
 def generator(place: Place, name: str, seed: int) -> None:

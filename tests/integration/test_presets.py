@@ -15,8 +15,6 @@ import torch
 import yaml
 
 from asyncrl.batch.hooks import Hooks
-from asyncrl.batch.plan import PlanSettings
-from asyncrl.batch.resolve import columns_of, make_recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load_config
@@ -25,11 +23,13 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.launch.learner_process import recipe_of
 from asyncrl.launch.wiring import train_limits
 from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group
@@ -159,36 +159,20 @@ class Recorded:
 
 def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
     """One step per batch with the real trainer, as the learner's process would."""
-    columns = columns_of(config.algorithm, config.batch)
+    rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0)
+    recipe = recipe_of(config, rendezvous, device)
     trainer = DeepSpeedTrainer(
         config.model,
         config.learner,
         temperature=config.sampling.temperature,
-        device=choose_device(config.learner, local_rank=0),
-        reference="reference_logprobs_T" in columns,
-        critic=config.critic if "values_T" in columns else None,
+        device=device,
+        rendezvous=rendezvous,
+        reference="reference_logprobs_T" in recipe.planner.columns,
+        critic=config.critic if recipe.critic else None,
     )
     try:
-        settings = PlanSettings(
-            max_lag=config.staleness.max_lag,
-            mask_stale=config.staleness.policy == "mask",
-            mask_truncated=config.algorithm.mask_truncated,
-            minibatches=config.batch.minibatches,
-            tokens_per_microbatch=config.learner.tokens_per_microbatch,
-            rank=0,
-            ranks=1,
-            device=trainer.device,
-        )
-        algorithm = make_recipe(
-            config.algorithm,
-            config.batch,
-            config.critic,
-            settings,
-            max_response_tokens=config.sampling.max_response_tokens,
-            reward_parts=[function.part for function in config.reward.functions],
-        )
         run = Recorded(trainer=trainer, batches=batches)
-        run_learner(trainer, run, algorithm, Hooks(), version=0, steps=len(batches))
+        run_learner(trainer, run, recipe, Hooks(), version=0, steps=len(batches))
     finally:
         trainer.close()
     return run

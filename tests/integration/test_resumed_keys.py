@@ -42,6 +42,7 @@ from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.group_frames import decode_group
 from reliability.chaos.helpers import order_of
+from tests.support.nowhere import Nowhere
 
 pytestmark = pytest.mark.integration
 
@@ -125,17 +126,6 @@ class Rewards:
         return [Score(total=sum(one.weight * part[one.part] for one in self.functions), parts=part) for part in parts]
 
     async def close(self) -> None: ...
-
-
-class Nowhere:
-    """A tracker and a staging without work."""
-
-    def log(self, *_: Any, **__: Any) -> None: ...
-    def samples(self, *_: Any) -> None: ...
-    def close(self) -> None: ...
-
-    def stage(self, order: UpdateOrder) -> UpdateOrder:
-        return order
 
 
 class Prompts:

@@ -29,6 +29,7 @@ from asyncrl.telemetry.logs import setup_logging
 from asyncrl.types import Group, Prompt, Rollout
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
+from tests.support.nowhere import Nowhere
 
 B, G = 2, 3
 PROBE = (1, 2, 3, 4)
@@ -72,12 +73,6 @@ class Rewards:
 
     async def close(self) -> None:
         pass
-
-
-class Nowhere:
-    def log(self, *args: Any, **more: Any) -> None: ...
-    def samples(self, *args: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 class Staging:

@@ -13,17 +13,7 @@ from asyncrl.algo.shaping import soft_overlong
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner, PlanSettings
 from asyncrl.types import Group, Rollout, VersionSpan
-
-SETTINGS = PlanSettings(
-    max_lag=2,
-    mask_stale=True,
-    mask_truncated=False,
-    minibatches=1,
-    tokens_per_microbatch=24,
-    rank=0,
-    ranks=1,
-    device=torch.device("cpu"),
-)
+from tests.support.fake_learner import SETTINGS
 
 
 def make_plan(groups, version: int, *, advantage, shaping: Sequence = (), settings: PlanSettings) -> Plan:
