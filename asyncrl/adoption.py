@@ -4,7 +4,7 @@ The engine's weights are in one of three states:
 
     verified   they passed the probe (or are the initial model): tickets may start
     updating   from the pause to the probe's verdict: requests go on, groups that end wait for the verdict
-    dirty      a transfer or the probe failed (`version` is negative): nothing is sampled until good weights arrive
+    dirty      a transfer or the probe failed (`version` is negative): nothing is sampled until others arrive
 
 consumes  orders   from  control.next_order   the newest order wins
 produces  reports  to    control.report       applied, or the reason why not
@@ -72,9 +72,13 @@ class Adoption:
         """Wait for weights of `history`, at least version `minimum`; False when `within_s` have passed."""
         try:
             async with asyncio.timeout(within_s), self._adopted:
-                await self._adopted.wait_for(lambda: self.version >= minimum and self._engine.weights in history)
+                await self._adopted.wait_for(
+                    lambda: self.version >= minimum and self._engine.weights in history
+                )
         except TimeoutError:
-            log.warning("version %d has not arrived within %.0f s; its tickets are given back", minimum, within_s)
+            log.warning(
+                "version %d has not arrived within %.0f s; its tickets are given back", minimum, within_s
+            )
             return False
         return True
 
@@ -123,7 +127,9 @@ class Adoption:
         async with self._adopted:
             self._adopted.notify_all()
         paused_s = self._engine.stats().paused_s - paused_before_s
-        return report(applied=True, probe_max=probe_max, paused_s=paused_s, transfer_s=time.monotonic() - started_s)
+        return report(
+            applied=True, probe_max=probe_max, paused_s=paused_s, transfer_s=time.monotonic() - started_s
+        )
 
     async def _probe(self, order: UpdateOrder) -> float:
         """Score the probe that the learner scored too: the largest difference of a log-probability, in nats.

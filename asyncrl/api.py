@@ -6,7 +6,8 @@
     run.wait()
     print(run.metrics()[200]["reward/mean"])
 
-A run lives in processes of its own. It goes on when the Python process ends, and `asyncrl.open` finds it again.
+A run lives in processes of its own. It goes on when the Python process ends, and `asyncrl.open` finds it
+again.
 """
 
 import os
@@ -35,7 +36,8 @@ from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
-# A YAML file, its content as a dictionary, or a checked config. In a dictionary a reward may be the function itself.
+# A YAML file, its content as a dictionary, or a checked config. In a dictionary a reward may be the function
+# itself.
 ConfigSource = Path | str | Mapping[str, Any] | Config
 _OUTPUT_CHARACTERS = 2000  # characters of a failed run's output that its error quotes
 _POLL_S = 0.2
@@ -72,8 +74,8 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Result:
         """Wait until the run is over.
 
-        Raises TimeoutError after `timeout_s`, while the run goes on. Raises RunError, with the end of its output, if the run
-        has failed.
+        Raises TimeoutError after `timeout_s`, while the run goes on. Raises RunError, with the end of its
+        output, if the run has failed.
         """
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while self.is_up:
@@ -100,7 +102,8 @@ class Run:
         return read_status(self._directory.status)
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """All learner metrics by step. `pandas.DataFrame.from_dict(run.metrics(), orient="index")` makes a table of them."""
+        """All learner metrics by step. `pandas.DataFrame.from_dict(run.metrics(), orient="index")` makes a
+        table of them."""
         return dict(read_history(self._directory)[0].rows)
 
     def samples(
@@ -112,7 +115,9 @@ class Run:
         order: Literal["newest", "best", "worst"] = "newest",
     ) -> list[SampleRecord]:
         """Recorded rollouts, with rewards, advantages and policy versions."""
-        return Wanted(count=count, step=step, kind=kind, order=order).choose(read_samples(self._directory.samples))
+        return Wanted(count=count, step=step, kind=kind, order=order).choose(
+            read_samples(self._directory.samples)
+        )
 
     def evaluate(self, *overrides: str) -> dict[str, float]:
         """Held-out metrics of the newest checkpoint. Starts an engine in its own process. Raises RunError."""
@@ -121,7 +126,8 @@ class Run:
         return evaluate_model(str(self.directory), None, overrides)
 
     def export(self, to: Path | str) -> Path:
-        """Copy the newest checkpoint to `to` as a Hugging Face model directory with a model card. Raises RunError."""
+        """Copy the newest checkpoint to `to` as a Hugging Face model directory with a model card. Raises
+        RunError."""
         export_model(self._directory, Path(to))
         return Path(to)
 
@@ -156,7 +162,8 @@ def start(config: ConfigSource, *overrides: str, fresh: bool = False) -> Run:
 
 
 def open(run: Path | str | None = None) -> Run:
-    """An existing run, by its directory or name; by default the newest one. Raises RunError if there is none."""
+    """An existing run, by its directory or name; by default the newest one. Raises RunError if there is
+    none."""
     return Run(find_run(Path(run) if run is not None else None))
 
 
@@ -170,7 +177,12 @@ class _Process:
         with self._output.open("wb") as output:
             command = [sys.executable, "-m", "asyncrl.cli.main", "up", str(path), "--plain", *options]
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=os.environ
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ,
             )
 
     @property
@@ -221,7 +233,7 @@ def _name_of(function: Callable[..., Any]) -> str:
     file = getattr(module, "__file__", None)
     if not name or "<" in name or "." in name or module is None or file is None:
         raise ConfigError(
-            f"{function!r} is known in this Python process only, and a run lives in others; write it into a file and name it "
-            '"path.py:function", or import it from a module'
+            f"{function!r} is known in this Python process only, and a run lives in others; write it into "
+            'a file and name it "path.py:function", or import it from a module'
         )
     return f"{Path(file).absolute()}:{name}" if module.__name__ == "__main__" else f"{module.__name__}:{name}"

@@ -1,4 +1,5 @@
-"""How long to wait before something that failed is tried again. Pure: the caller counts failures and owns the clock."""
+"""How long to wait before something that failed is tried again. Pure: the caller counts failures and owns the
+clock."""
 
 from dataclasses import dataclass
 

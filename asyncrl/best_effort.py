@@ -1,4 +1,5 @@
-"""Calls that may fail without ending a run, such as output for people on a full disk, or work that is soon repeated."""
+"""Calls that may fail without ending a run, such as output for people on a full disk, or work that is soon
+repeated."""
 
 import logging
 from collections import Counter
@@ -19,7 +20,8 @@ class Attempt:
 
 
 class BestEffort:
-    """Catches failures. Each kind of failure is logged once, all are counted, and the next call tries again."""
+    """Catches failures. Each kind of failure is logged once, all are counted, and the next call tries
+    again."""
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()  # number of failures by the name of the call
@@ -27,7 +29,8 @@ class BestEffort:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[Attempt]:
-        """Run the body and log what it raises: `with may_fail("the view"): ...`. `what` names the call in the log."""
+        """Run the body and log what it raises: `with may_fail("the view"): ...`. `what` names the call in the
+        log."""
         attempt = Attempt()
         try:
             yield attempt
@@ -38,7 +41,9 @@ class BestEffort:
             if self._failing.get(what) != kind:
                 self._failing[what] = kind
                 trace = None if isinstance(error, (OSError, AsyncRLError)) else error
-                log.error("%s failed and will be tried again; the run goes on: %s", what, error, exc_info=trace)
+                log.error(
+                    "%s failed and will be tried again; the run goes on: %s", what, error, exc_info=trace
+                )
             return
         attempt.succeeded = True
         if self._failing.pop(what, None):

@@ -1,9 +1,10 @@
 """Held-out evaluation during training: the generators answer, through a second lane of the buffer.
 
-Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its ids are
-r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or counted twice. The meaning of an id depends on `every`, N,
-`steps`, the prompts, and how they are answered and scored. So each combination has its own lane (`lane_name`). A run that is
-resumed with another combination begins with the next round that its version has not passed (`resume_ledger`).
+Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its
+ids are r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or counted twice. The meaning of an id
+depends on `every`, N, `steps`, the prompts, and how they are answered and scored. So each combination has its
+own lane (`lane_name`). A run that is resumed with another combination begins with the next round that its
+version has not passed (`resume_ledger`).
 """
 
 import logging
@@ -47,7 +48,9 @@ def lane_name(*, prompts: int, every: int, steps: int, asked: str) -> str:
     return f"eval-{prompts}-{every}-{steps}-{asked}"
 
 
-def resume_ledger(state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str) -> Ledger:
+def resume_ledger(
+    state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str
+) -> Ledger:
     """The ledger with which evaluation continues from `Evaluation.state`; an empty state is the beginning.
 
     If the rules have changed, the ledger is new, and all rounds that `version` has passed are over in it.
@@ -74,7 +77,8 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and the newest version that answered."""
+    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and the newest version that
+    answered."""
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
@@ -91,20 +95,27 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
                 if k == samples or k.bit_count() == 1
             },
             **_majorities(scored),
-            "eval/length_mean": float(np.mean([len(r.response_ids) for group in scored for r in group.rollouts])),
+            "eval/length_mean": float(
+                np.mean([len(r.response_ids) for group in scored for r in group.rollouts])
+            ),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
     return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
 
 
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
-    """(answers, whether each is solved: reward >= 1) of each group; empty if no reward function extracts an answer."""
-    votes = [([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts]) for group in groups]
+    """(answers, whether each is solved: reward >= 1) of each group; empty if no reward function extracts an
+    answer."""
+    votes = [
+        ([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts])
+        for group in groups
+    ]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
 
 
 def _majorities(groups: Sequence[Group]) -> dict[str, float]:
-    """maj@k, if reward functions extract an answer. k begins at 3, because a majority of two votes is a coin toss."""
+    """maj@k, if reward functions extract an answer. k begins at 3, because a majority of two votes is a coin
+    toss."""
     if not (votes := votes_of(groups)):
         return {}
     samples = len(votes[0][0])
@@ -130,7 +141,8 @@ class Evaluation:
     steps: int
     asked: str  # as in `lane_name`
     history: History = INITIAL  # history of the weights that may answer
-    _opened: int = field(default=0, init=False)  # number of rounds that may be answered, from the run's first one on
+    # Number of rounds that may be answered, from the run's first one on.
+    _opened: int = field(default=0, init=False)
     # Groups of the current round that were taken already: fewer than N after a frame was refused.
     _round: list[Group] = field(default_factory=list, init=False)
     # The ledger after the last whole round: after a crash, the groups of an incomplete round are taken again.
@@ -165,7 +177,8 @@ class Evaluation:
 
     @contextmanager
     def _healing(self) -> Iterator[None]:
-        """Bring a store that was wiped or rolled back up to date from the ledger; the caller tries again later."""
+        """Bring a store that was wiped or rolled back up to date from the ledger; the caller tries again
+        later."""
         try:
             yield
         except BufferGap as gap:
@@ -196,7 +209,8 @@ class Evaluation:
         return results
 
     def _take(self) -> bool:
-        """Take the missing groups of the current round; after a frame was refused, a round needs several takes."""
+        """Take the missing groups of the current round; after a frame was refused, a round needs several
+        takes."""
         take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:

@@ -14,12 +14,13 @@ log = logging.getLogger(__name__)
 # Advice for errors of the operating system, by their number.
 CURES: Mapping[int, str] = {
     errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
-    errno.EDQUOT: "your quota is used up: free some space, or give a place elsewhere (for a run: run.root=DIRECTORY)",
+    errno.EDQUOT: "your quota is used up: free space, or use another disk (for a run: run.root=DIRECTORY)",
     errno.EROFS: "give a place that can be written (for a run: run.root=DIRECTORY)",
     errno.EACCES: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
     errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EEXIST: "something else has that name: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: "
+    "run.root=DIRECTORY)",
+    errno.EEXIST: "that name is taken: move it, or give another place (for a run: run.root=DIRECTORY)",
     errno.EISDIR: "a directory stands where a file is needed: move it, or give a file",
     errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -31,7 +32,8 @@ _reported: set[tuple[str, str]] = set()
 
 
 def with_cure(error: OSError, place: object) -> str:
-    """The error as a message: where, what was found, what to do. `place` is used if the error names no file."""
+    """The error as a message: where, what was found, what to do. `place` is used if the error names no
+    file."""
     cure = CURES.get(error.errno or 0, "give another place (for a run: run.root=DIRECTORY)")
     return f"{error.filename or place}: {error.strerror or error}; {cure}"
 
@@ -39,8 +41,8 @@ def with_cure(error: OSError, place: object) -> str:
 def replace_text(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
     """Write a file atomically: readers see either the old content or the new.
 
-    With `durable` this holds after a loss of power too; without, the file may then be empty. With `private` only the owner
-    can ever read it.
+    With `durable` this holds after a loss of power too; without, the file may then be empty. With `private`
+    only the owner can ever read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -60,7 +62,8 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
 
 
 def make_directory(path: Path, *, private: bool = False) -> None:
-    """Make a directory and its parents durably: without that, a loss of power could remove synced files in it."""
+    """Make a directory and its parents durably: without that, a loss of power could remove synced files in
+    it."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()] or [path]
     path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     for directory in made:
@@ -84,7 +87,8 @@ def sync_below(directory: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that a run rewrites often; None if it is missing or cannot be read, which is logged once."""
+    """The JSON object in a file that a run rewrites often; None if it is missing or cannot be read, which is
+    logged once."""
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:

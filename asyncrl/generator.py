@@ -97,7 +97,12 @@ class Generator:
         self._control = control
         self._settings = settings
         self._weights = Adoption(
-            engine, staging, control, probe_limit=settings.probe_limit, dtype=settings.dtype, on_version=on_version
+            engine,
+            staging,
+            control,
+            probe_limit=settings.probe_limit,
+            dtype=settings.dtype,
+            on_version=on_version,
         )
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in lanes}  # ticket id -> sequences
         self._heartbeats = Heartbeats(
@@ -140,7 +145,7 @@ class Generator:
         await self._weights.listen()
         raise _RunIsOver
 
-    # --- tickets ---------------------------------------------------------------------------------------------------
+    # --- tickets ----------------------------------------------------------------------------------
 
     async def _lease_forever(self) -> None:
         pause_s = SHORTEST_PAUSE_S
@@ -158,8 +163,8 @@ class Generator:
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
-        # A learner that went back to a checkpoint issues tickets of another history. Its order for the weights is
-        # on the way here, and generators that have those weights may sample the tickets now.
+        # A learner that went back to a checkpoint issues tickets of another history. Its order for the
+        # weights is on the way here, and generators that have those weights may sample the tickets now.
         foreign = [ticket.id for ticket in lease.tickets if self._weights.newest not in ticket.history]
         if foreign:
             await asyncio.to_thread(lane.buffer.give_back, self._holder, foreign)
@@ -182,7 +187,7 @@ class Generator:
                 if held := list(self._held[lane.name]):
                     await asyncio.to_thread(lane.buffer.renew, self._holder, held)
 
-    # --- one group -------------------------------------------------------------------------------------------------
+    # --- one group --------------------------------------------------------------------------------
 
     async def _produce(self, lane: Lane, ticket: Ticket) -> None:
         """Hand over, give back, or fail. When cancelled, the ticket is still held: leaving gives it back."""
@@ -220,17 +225,24 @@ class Generator:
         except WireError as error:
             raise ResultError(str(error)) from error
         warn_at_s = time.monotonic() + 30.0
-        while (outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)) is PutOutcome.FULL:
+        while (
+            outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)
+        ) is PutOutcome.FULL:
             if time.monotonic() > warn_at_s:
                 warn_at_s += 30.0
                 where = {"ticket_id": group.ticket_id, "lane": lane.name}
-                log.warning("the store is full; group %d is kept and offered until there is room", group.ticket_id, extra=where)
+                log.warning(
+                    "the store is full; group %d is kept and offered until there is room",
+                    group.ticket_id,
+                    extra=where,
+                )
             await asyncio.sleep(0.2)
         self._held[lane.name].pop(group.ticket_id)
         self._heartbeats.groups += outcome is PutOutcome.STORED
 
     async def _give_back(self, lane: Lane, ticket: Ticket) -> None:
-        # No longer held before the call: the store may issue it to this generator again before its reply arrives.
+        # No longer held before the call: the store may issue it to this generator again before its reply
+        # arrives.
         self._held[lane.name].pop(ticket.id)
         await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id])
 
@@ -238,8 +250,15 @@ class Generator:
         self._heartbeats.failed += 1
         where = {"ticket_id": ticket.id, "lane": lane.name}
         log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason, extra=where)
-        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=max(self._weights.version, 0), lane=lane.name)
+        dead = Group.dead(
+            ticket.id, reason, generator_id=self._id, version=max(self._weights.version, 0), lane=lane.name
+        )
         tombstone = encode_group(dead, self._settings.wire_key)
         self._held[lane.name].pop(ticket.id)  # before the call, as in `_give_back`
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):
-            log.error("ticket %d of lane %s failed for the last time, and is dead", ticket.id, lane.name, extra=where)
+            log.error(
+                "ticket %d of lane %s failed for the last time, and is dead",
+                ticket.id,
+                lane.name,
+                extra=where,
+            )

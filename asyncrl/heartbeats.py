@@ -1,4 +1,5 @@
-"""What a generator reports of itself: progress to its supervisor, heartbeats to the learner, metrics to trackers."""
+"""What a generator reports of itself: progress to its supervisor, heartbeats to the learner, metrics to
+trackers."""
 
 import asyncio
 import time
@@ -34,7 +35,8 @@ class Heartbeats:
     _started_s: float = field(default_factory=time.monotonic)
 
     async def show_progress(self) -> None:
-        """Tell the supervisor that both the event loop and the engine get on: one without the other does not count."""
+        """Tell the supervisor that both the event loop and the engine get on: one without the other does not
+        count."""
         while True:
             await self.engine.progress()
             beat()

@@ -57,7 +57,9 @@ class Step:
     """What hooks returned, under their published names; in `after_step` only what came before."""
 
 
-def run_learner(trainer: Trainer, run: Run, recipe: Recipe, hooks: Hooks, *, version: int, steps: int) -> None:
+def run_learner(
+    trainer: Trainer, run: Run, recipe: Recipe, hooks: Hooks, *, version: int, steps: int
+) -> None:
     """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
     planner = recipe.planner
     begin("publish")

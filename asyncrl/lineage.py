@@ -1,7 +1,9 @@
-"""Which weights are which after a learner was lost: a version says how many steps made them, a lineage who made those steps.
+"""Which weights are which after a learner was lost: a version says how many steps made them, a lineage who
+made those steps.
 
-A learner that goes back to checkpoint 7 makes a second version 8, with other weights than the first. So every start of
-the learner is a lineage of its own, and a history says which versions of which lineages led to the weights of today:
+A learner that goes back to checkpoint 7 makes a second version 8, with other weights than the first. So every
+start of the learner is a lineage of its own, and a history says which versions of which lineages led to the
+weights of today:
 
     lineage 5 made 1..9, its checkpoint is 7      History(lineage=5)
     a new learner, lineage 6, goes on from 7      History(lineage=6, before=(Weights(7, lineage=5),))
@@ -22,7 +24,8 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The lineages that led to the weights being trained: a learner's own, and those of earlier learners that it continues."""
+    """The lineages that led to the weights being trained: a learner's own, and those of earlier learners that
+    it continues."""
 
     lineage: int = 0
     """Lineage of the versions that this learner makes."""
@@ -36,10 +39,13 @@ class History:
 
     def weights(self, version: int) -> Weights:
         """The name of a version: under the earlier lineage that made it, or else under this one."""
-        return Weights(version, next((last.lineage for last in self.before if version <= last.version), self.lineage))
+        return Weights(
+            version, next((last.lineage for last in self.before if version <= last.version), self.lineage)
+        )
 
     def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
-        """The history of a learner that goes on from `version`; lineages too old to be trained on are left out."""
+        """The history of a learner that goes on from `version`; lineages too old to be trained on are left
+        out."""
         recent = (last for last in self.before if version - longest_lag <= last.version < version)
         return History(lineage, (*recent, self.weights(version)))
 

@@ -1,4 +1,5 @@
-"""Loading what a user wrote: `path.py:name` or `package.module:name`, in every place of a config that takes one."""
+"""Loading what a user wrote: `path.py:name` or `package.module:name`, in every place of a config that takes
+one."""
 
 import importlib
 import importlib.util
@@ -15,8 +16,8 @@ from typing import Any
 def load(target: str) -> Callable[..., Any]:
     """The function or class that `target` names.
 
-    A file is run once per process, however many of its functions are named and whether others import it by its
-    name. Its directory joins the import path, so that it finds its neighbours, as with `python path.py`.
+    A file is run once per process, however many of its functions are named and whether others import it by
+    its name. Its directory joins the import path, so that it finds its neighbours, as with `python path.py`.
 
     Raises:
         ImportError: it cannot be found or raised something itself. The text says what, and where.
@@ -29,7 +30,9 @@ def load(target: str) -> Callable[..., Any]:
         module = _from_file(Path(os.path.abspath(place))) if is_file else importlib.import_module(place)
         found = getattr(module, name, None)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}; it must be installed or lie under the working directory {Path.cwd()}") from error
+        raise ImportError(
+            f"{error}; it must be installed or lie under the working directory {Path.cwd()}"
+        ) from error
     except Exception as error:
         raise ImportError(f"raised {described(error)}") from error
     if not callable(found):

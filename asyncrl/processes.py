@@ -44,7 +44,8 @@ def die_with_spawner() -> None:
 
 
 def close_to_others() -> None:
-    """Have the kernel refuse our memory and descriptors (ptrace, /proc/PID/mem, /proc/PID/fd) to processes of our own user."""
+    """Have the kernel refuse our memory and descriptors (ptrace, /proc/PID/mem, /proc/PID/fd) to processes of
+    our own user."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
 
@@ -71,7 +72,8 @@ def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 
 def stop_processes(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> list[int]:
-    """Terminate all, wait at most `grace_s` for all together, then kill. Returns the ids of those that the kernel holds on to."""
+    """Terminate all, wait at most `grace_s` for all together, then kill. Returns the ids of those that the
+    kernel holds on to."""
     if grace_s:
         for process in processes:
             process.terminate()
@@ -90,9 +92,11 @@ def _wait(processes: Iterable["subprocess.Popen[bytes]"], wait_s: float) -> None
 
 
 def find_holder(path: Path) -> "psutil.Process | None":
-    """The process that holds the lock in the file at `path`, as far as one can be seen: of this host, container and user.
+    """The process that holds the lock in the file at `path`, as far as one can be seen: of this host,
+    container and user.
 
-    The kernel says so: it does not matter what the file holds, whether it was deleted meanwhile, or what clocks do.
+    The kernel says so: it does not matter what the file holds, whether it was deleted meanwhile, or what
+    clocks do.
     """
     place = path.parent.resolve() / path.name
     names = {str(place), f"{place} (deleted)"}

@@ -1,10 +1,11 @@
 """Heartbeats of processes, in memory that they share with their supervisor.
 
-A process can exist and still hang. So the thread that does the work reports here what it begins and that it makes progress.
-Shared memory, unlike a file or a message, can never block the process: not on a full disk, a full pipe or a stopped
-supervisor.
+A process can exist and still hang. So the thread that does the work reports here what it begins and that it
+makes progress. Shared memory, unlike a file or a message, can never block the process: not on a full disk, a
+full pipe or a stopped supervisor.
 
-    supervisor   board = Board(["rank 0", "rank 1"]); Popen(..., env | board.variable(0), pass_fds=[board.descriptor])
+    supervisor   board = Board(["rank 0", "rank 1"])
+                 Popen(..., env | board.variable(0), pass_fds=[board.descriptor])
                  Watch(board, limits).look(now_s)        why a process counts as hung, or None
     process      attach(), then begin("train"), beat(), beat(), begin("checkpoint", Pace.SLOW), ...
 """
@@ -40,7 +41,9 @@ class Limits:
 
     def of(self, pace: Pace) -> float:
         """The limit for one pace."""
-        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: min(_QUICK_S, self.hang_s)}[pace]
+        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: min(_QUICK_S, self.hang_s)}[
+            pace
+        ]
 
 
 UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))
@@ -74,7 +77,9 @@ class Board:
         for place, name in enumerate(self.names):
             count, pace, doing = _SIGN.unpack_from(self._memory, place * _SIGN.size)
             text = doing.rstrip(b"\0").decode(errors="replace")
-            found[name] = Sign(count, Pace(min(pace, max(Pace))), text) if count else Sign(0, Pace.SLOW, "start")
+            found[name] = (
+                Sign(count, Pace(min(pace, max(Pace))), text) if count else Sign(0, Pace.SLOW, "start")
+            )
         return found
 
     def close(self) -> None:
@@ -84,7 +89,8 @@ class Board:
 
 
 def variable(descriptor: int, place: int) -> dict[str, str]:
-    """The environment variable for a place of the board `descriptor`, for a process that passes its own board on."""
+    """The environment variable for a place of the board `descriptor`, for a process that passes its own board
+    on."""
     return {VARIABLE: f"{descriptor}:{place}"}
 
 
@@ -98,7 +104,8 @@ class Watch:
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def look(self, now_s: float) -> str | None:
-        """Why a process counts as hung, or None. While one process is in a slow part, the others may be waiting for it."""
+        """Why a process counts as hung, or None. While one process is in a slow part, the others may be
+        waiting for it."""
         signs = self.board.signs()
         someone_is_slow = any(sign.pace is Pace.SLOW for sign in signs.values())
         for name, sign in signs.items():
@@ -111,14 +118,17 @@ class Watch:
         if max(shares.values()) <= 1.0:
             return None
         # Processes that wait for the hung one fall silent at the same time, so the message names all of them.
-        first, *others = sorted((name for name in signs if shares[name] > 0.5), key=lambda name: -silent_s[name])
+        first, *others = sorted(
+            (name for name in signs if shares[name] > 0.5), key=lambda name: -silent_s[name]
+        )
         also = "".join(f"; {name}: {silent_s[name]:.0f} s in `{signs[name].doing}`" for name in others)
         return f"{first} made no progress for {silent_s[first]:.0f} s in `{signs[first].doing}`{also}"
 
 
 @dataclass(slots=True)
 class Attention:
-    """A clock that stops while its owner is stopped: processes are not blamed for silence during that time."""
+    """A clock that stops while its owner is stopped: processes are not blamed for silence during that
+    time."""
 
     clock: Callable[[], float] = time.monotonic
     now_s: float = 0.0
@@ -134,7 +144,7 @@ class Attention:
         return self.now_s
 
 
-# --- the process's side: one place for each process, as it has one process id --------------------------------------
+# --- the process's side: one place for each process, as it has one process id ---------------------
 
 
 class _Place:

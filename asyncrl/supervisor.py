@@ -5,8 +5,8 @@
                    v                     ^--- silent for too long (see asyncrl/progress.py): killed
                 given up                     the whole run stops with a message
 
-A process that exits with `USER_ERROR` is not restarted, because it would find the same mistake again. Processes may be
-added and drained while the run goes on.
+A process that exits with `USER_ERROR` is not restarted, because it would find the same mistake again.
+Processes may be added and drained while the run goes on.
 """
 
 import contextlib
@@ -30,7 +30,9 @@ from asyncrl.telemetry.deaths import Deaths, last_message
 log = logging.getLogger(__name__)
 
 USER_ERROR = 2  # exit status of a process that found a user's mistake: never restarted
-FAULT_FOUND = 3  # exit status of a process that found a fault which may recur; given up after `SAME_FAULTS` in a row
+FAULT_FOUND = (
+    3  # exit status of a process that found a fault which may recur; given up after `SAME_FAULTS` in a row
+)
 SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
 _BACKOFF = Backoff(0.5, 15.0)
@@ -48,10 +50,14 @@ class ProcessSpec:
     env: Mapping[str, str]
     log_path: Path
     ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
-    is_extra: bool = False  # added while the run went on: if it fails too often it is removed and the run goes on
+    is_extra: bool = (
+        False  # added while the run went on: if it fails too often it is removed and the run goes on
+    )
     standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
     grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
-    workers: Sequence[str] = ()  # names of the places 0, 1, ... of its board, if several of its processes report progress
+    workers: Sequence[
+        str
+    ] = ()  # names of the places 0, 1, ... of its board, if several of its processes report progress
 
 
 @dataclass(slots=True)
@@ -174,7 +180,9 @@ class Supervisor:
         grace_s = max((child.spec.grace_s for child in self._children.values()), default=0.0)
         families = [child.family for child in self._children.values() if child.family is not None]
         for pid in stop_processes([family.process for family in families], grace_s=grace_s):
-            log.error("process %d cannot be killed: the kernel holds it; look at its disk and its driver", pid)
+            log.error(
+                "process %d cannot be killed: the kernel holds it; look at its disk and its driver", pid
+            )
         for family in families:
             family.bury()
         for child in self._children.values():
@@ -186,7 +194,9 @@ class Supervisor:
     def is_over(self) -> bool:
         """Whether the learner has finished, or all processes have."""
         children = self._children.values()
-        return any(child.finished and child.spec.ends_run for child in children) or all(child.finished for child in children)
+        return any(child.finished and child.spec.ends_run for child in children) or all(
+            child.finished for child in children
+        )
 
     @property
     def _has_leader(self) -> bool:
@@ -213,8 +223,9 @@ class Supervisor:
         elif self._attention.now_s - child.hung_at_s > _KILL_S:
             self._give_up(
                 child,
-                f"{child.spec.name} hangs ({child.hung}) and cannot be killed: the kernel holds process {family.process.pid}; "
-                "look at its disk and its driver (dmesg), and start the run again when it is gone",
+                f"{child.spec.name} hangs ({child.hung}) and cannot be killed: the kernel holds process "
+                f"{family.process.pid}; look at its disk and its driver (dmesg), and start the run again "
+                "when it is gone",
             )
 
     def _see_off(self, child: _Child, kill_at_s: float) -> None:
@@ -240,10 +251,17 @@ class Supervisor:
 
     def _start(self, child: _Child) -> None:
         try:
-            child.family = self._called(child) or self._launch(child.spec, child.spec.argv, subprocess.DEVNULL)
+            child.family = self._called(child) or self._launch(
+                child.spec, child.spec.argv, subprocess.DEVNULL
+            )
         except OSError as error:  # no memory or process id: this is temporary and does not count as a death
             child.start_at_s = time.monotonic() + _BACKOFF.longest_s
-            log.error("%s cannot be started and is tried again in %.0f s: %s", child.spec.name, _BACKOFF.longest_s, error)
+            log.error(
+                "%s cannot be started and is tried again in %.0f s: %s",
+                child.spec.name,
+                _BACKOFF.longest_s,
+                error,
+            )
             return
         child.hung = None
         child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
@@ -261,7 +279,8 @@ class Supervisor:
                 bufsize=0,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # its own session, so that a terminal's Ctrl-C reaches only us and we can kill all its children
+                # its own session, so that a terminal's Ctrl-C reaches only us and we can kill all its
+                # children
                 start_new_session=True,
                 pass_fds=[board.descriptor],
             )
@@ -281,7 +300,9 @@ class Supervisor:
             try:
                 child.standby = self._launch(child.spec, argv, subprocess.PIPE)
             except OSError as error:
-                log.warning("a standby of %s cannot be started and is tried again: %s", child.spec.name, error)
+                log.warning(
+                    "a standby of %s cannot be started and is tried again: %s", child.spec.name, error
+                )
                 return
             log.info("a standby of %s started as process %d", child.spec.name, child.standby.process.pid)
 
@@ -321,7 +342,9 @@ class Supervisor:
             log.info("%s finished", child.spec.name)
         elif status == 0:  # it was dismissed, perhaps by a learner that is restarted itself
             child.start_at_s = time.monotonic() + _LEFT_S
-            log.info("%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S)
+            log.info(
+                "%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S
+            )
         elif status == USER_ERROR:
             said = last_message(child.deaths.printed())
             self._give_up(child, said or f"{child.spec.name} refused to start; see {child.spec.log_path}")
@@ -339,21 +362,31 @@ class Supervisor:
         if status == FAULT_FOUND and min(child.deaths.in_a_row, deaths) >= SAME_FAULTS:
             self._give_up(
                 child,
-                f"{name} died {child.deaths.in_a_row} times in a row of the same fault, and would again: {said}; "
-                f"correct that, then the same command resumes the run. {child.spec.log_path} has the rest",
+                f"{name} died {child.deaths.in_a_row} times in a row of the same fault, and would again: "
+                f"{said}; correct that, then the same command resumes the run. {child.spec.log_path} has "
+                "the rest",
             )
             return
         if deaths > self._max_restarts:
             self._give_up(
                 child,
-                f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts allows "
-                f"{self._max_restarts}. Its last lines in {child.spec.log_path}:\n{last_words(child.spec.log_path)}",
+                f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts "
+                f"allows {self._max_restarts}. Its last lines in "
+                f"{child.spec.log_path}:\n{last_words(child.spec.log_path)}",
             )
             return
         delay_s = _BACKOFF.pause_s(deaths)
         child.start_at_s = now_s + delay_s
         last = f"; it last said: {said}" if said else ""
-        log.warning("%s died (%s)%s; restart %d of %d in %.1f s", name, cause, last, deaths, self._max_restarts, delay_s)
+        log.warning(
+            "%s died (%s)%s; restart %d of %d in %.1f s",
+            name,
+            cause,
+            last,
+            deaths,
+            self._max_restarts,
+            delay_s,
+        )
 
 
 def last_words(path: Path, lines: int = 15) -> str:

@@ -86,7 +86,9 @@ class Rollout:
             "version_spans": sum(span.tokens for span in self.version_spans),
         }
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"rollout columns differ in length: {lengths}; one entry per response token is needed")
+            raise ValueError(
+                f"rollout columns differ in length: {lengths}; one entry per response token is needed"
+            )
 
     @property
     def versions(self) -> NDArray[np.int64]:
@@ -131,7 +133,9 @@ class Group:
     dead_reason: str | None = None
 
     @classmethod
-    def dead(cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train") -> Self:
+    def dead(
+        cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train"
+    ) -> Self:
         """A group without rollouts, which takes the place of one whose ticket failed too often."""
         return cls(
             ticket_id=ticket_id,

@@ -1,7 +1,7 @@
 """No pickle comes from a wire, and this process sees to it: who can make it unpickle can make it do anything.
 
-Checkpoints are pickles too, and are loaded after their manifest has been verified; libraries unpickle what their own
-children tell them. So what is refused is told by where the unpickling happens.
+Checkpoints are pickles too, and are loaded after their manifest has been verified; libraries unpickle what
+their own children tell them. So what is refused is told by where the unpickling happens.
 """
 
 import sys
@@ -33,7 +33,10 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     origin = _origin(sys._getframe(1))
     if any(origin == wire or origin.startswith(f"{wire}.") for wire in WIRES):
-        raise WireError(f"{origin} met a pickle that asks for {'.'.join(map(str, arguments))}; nothing on a wire may be one")
+        raise WireError(
+            f"{origin} met a pickle that asks for {'.'.join(map(str, arguments))}; nothing on a wire may be "
+            "one"
+        )
 
 
 def _origin(frame: FrameType | None) -> str:

@@ -1,7 +1,8 @@
 """Programs that run in a process of their own: how they are started, spoken to and ended.
 
-A message is its length (4 bytes, little-endian) and then its bytes, which are MessagePack unless said otherwise. The other side
-of a channel is never trusted to answer: every wait has a deadline, and a program that misses it is killed.
+A message is its length (4 bytes, little-endian) and then its bytes, which are MessagePack unless said
+otherwise. The other side of a channel is never trusted to answer: every wait has a deadline, and a program
+that misses it is killed.
 """
 
 import os
@@ -27,12 +28,14 @@ def framed(data: bytes) -> bytes:
 
 
 def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
-    """One MessagePack message; `default` converts values that MessagePack does not know. Raises ValueError, TypeError."""
+    """One MessagePack message; `default` converts values that MessagePack does not know. Raises ValueError,
+    TypeError."""
     return framed(msgpack.packb(message, default=default))
 
 
 def receive(stream: BinaryIO, *, expect: Callable[[int], None] = lambda length: None) -> bytes:
-    """The next message. `expect` is called with its length before it is read. Raises EOFError when the other side is gone."""
+    """The next message. `expect` is called with its length before it is read. Raises EOFError when the other
+    side is gone."""
     header = stream.read(LENGTH.size)
     if len(header) == LENGTH.size:
         (length,) = LENGTH.unpack(header)
@@ -60,7 +63,8 @@ def ending(status: int) -> str:
 
 
 class Worker:
-    """`python -m module <socket fd> <our pid>`, which gets one thread and no secrets and ends when `channel` is closed."""
+    """`python -m module <socket fd> <our pid>`, which gets one thread and no secrets and ends when `channel`
+    is closed."""
 
     def __init__(self, module: str) -> None:
         """Raises OSError where this host cannot start it."""
@@ -93,7 +97,8 @@ class Worker:
         return receive(self._replies)
 
     def end(self, *, grace_s: float = 0.0) -> int:
-        """Close the channel, wait `grace_s`, then kill. Returns the exit status, -SIGKILL for one that the kernel holds on to."""
+        """Close the channel, wait `grace_s`, then kill. Returns the exit status, -SIGKILL for one that the
+        kernel holds on to."""
         self._close()
         try:
             return self._process.wait(timeout=grace_s)

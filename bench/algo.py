@@ -1,9 +1,10 @@
-"""Time of every estimator, loss, correction, aggregation and KL beside one elementwise exp over the same tokens.
+"""Time of every estimator, loss, correction, aggregation and KL beside one elementwise exp over the same
+tokens.
 
     python -m bench.algo [--sequences 512] [--length 4096] [--repeats 3] [--out bench/results/algo.json]
 
-One thread, float32. Losses and KL are timed with their backward pass. The ratio to one exp pass is what carries over to
-other machines.
+One thread, float32. Losses and KL are timed with their backward pass. The ratio to one exp pass is what
+carries over to other machines.
 """
 
 import argparse
@@ -91,13 +92,17 @@ def workloads(sequences: int, length: int) -> dict[str, Callable[[], Any]]:
                 "advantage": lambda f=function: f(rewards),
                 "correction": lambda f=function: f(batch),
                 "policy_loss": lambda f=function: backward(lambda logprobs_T: f(batch, logprobs_T).losses_T),
-                "kl": lambda f=function: backward(lambda logprobs_T: f(logprobs_T, batch.reference_logprobs_T)),
+                "kl": lambda f=function: backward(
+                    lambda logprobs_T: f(logprobs_T, batch.reference_logprobs_T)
+                ),
                 "aggregation": lambda f=function: backward(lambda losses_T: f(losses_T, batch, counts)),
             }
             found[f"{kind}/{name}"] = calls[kind]
     found["policy_loss/ppo_clip top_entropy"] = lambda: backward(
         lambda logprobs_T: (
-            registry.resolve("policy_loss", "ppo_clip", {"top_entropy": 0.2})(batch, logprobs_T, entropy_T=entropy_T).losses_T
+            registry.resolve("policy_loss", "ppo_clip", {"top_entropy": 0.2})(
+                batch, logprobs_T, entropy_T=entropy_T
+            ).losses_T
         )
     )
     found["metrics/policy_metrics"] = lambda: policy_metrics(batch, current_T, entropy_T)
@@ -105,21 +110,30 @@ def workloads(sequences: int, length: int) -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench/results/algo.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = {name: median_s(call, options.repeats) for name, call in workloads(options.sequences, options.length).items()}
+    seconds = {
+        name: median_s(call, options.repeats)
+        for name, call in workloads(options.sequences, options.length).items()
+    }
     workload = f"{options.sequences} sequences x {options.length} tokens, float32"
     report = {
         "workload": f"{workload}, one thread, median processor time of {options.repeats}",
-        "hardware": {"machine": platform.machine(), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
+        "hardware": {
+            "machine": platform.machine(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
         "versions": {"asyncrl": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "results": {
-            name: {"ms": round(1e3 * value, 2), "exp_passes": round(value / seconds["exp"], 1)} for name, value in seconds.items()
+            name: {"ms": round(1e3 * value, 2), "exp_passes": round(value / seconds["exp"], 1)}
+            for name, value in seconds.items()
         },
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,12 @@
-"""Wall time per optimizer step, asynchronous against `max_lag: 0`, in whole runs of `asyncrl up` on this machine.
+"""Wall time per optimizer step, asynchronous against `max_lag: 0`, in whole runs of `asyncrl up` on this
+machine.
 
-    python -m bench.asynchrony --config configs/quickstart.yaml [--steps 40] [--lag 2] [--out FILE] [key.path=value ...]
+    python -m bench.asynchrony --config configs/quickstart.yaml [--steps 40] [--lag 2] [--out FILE]
+    [key.path=value ...]
 
-One generator and one learner, each pinned with all its children to a core of its own; evaluation off; the same model,
-prompts and batch. The first steps, in which engines warm up, do not count. The gain is largest where sampling and training
-take equally long: `batch.epochs` balances the two.
+One generator and one learner, each pinned with all its children to a core of its own; evaluation off; the
+same model, prompts and batch. The first steps, in which engines warm up, do not count. The gain is largest
+where sampling and training take equally long: `batch.epochs` balances the two.
 """
 
 import argparse
@@ -40,10 +42,21 @@ def pin(parent: psutil.Process) -> None:
 def run(config: Path, root: Path, lag: int, steps: int, overrides: list[str]) -> dict[str, float]:
     """Medians over the counted steps of one run."""
     arguments = [
-        f"run.root={root}", f"run.name=lag{lag}", f"staleness.max_lag={lag}", f"learner.steps={steps}", "data.eval=null",
-        "generator.count=1", "generator.threads=1", "learner.threads=1", f"checkpoint.every={steps}", *overrides,
+        f"run.root={root}", f"run.name=lag{lag}", f"staleness.max_lag={lag}", f"learner.steps={steps}",
+        "data.eval=null", "generator.count=1", "generator.threads=1", "learner.threads=1",
+        f"checkpoint.every={steps}", *overrides,
     ]  # fmt: skip
-    command = [sys.executable, "-m", "asyncrl.cli.main", "up", "--plain", "--fresh", "--config", str(config), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli.main",
+        "up",
+        "--plain",
+        "--fresh",
+        "--config",
+        str(config),
+        *arguments,
+    ]
     until_s = time.monotonic() + 1800
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and time.monotonic() < until_s:
@@ -78,7 +91,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key.path=value for both runs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as root:
-        runs = {lag: run(options.config, Path(root), lag, options.steps, options.overrides) for lag in (0, options.lag)}
+        runs = {
+            lag: run(options.config, Path(root), lag, options.steps, options.overrides)
+            for lag in (0, options.lag)
+        }
     result = {
         "benchmark": "asynchronous against max_lag 0, wall time per step",
         "ratio": runs[options.lag]["step_s"] / runs[0]["step_s"],

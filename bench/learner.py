@@ -1,10 +1,12 @@
-"""Learner tokens per second: the trainer against a plain padded torch loop, same rollouts, loss and optimizer, in one run.
+"""Learner tokens per second: the trainer against a plain padded torch loop, same rollouts, loss and
+optimizer, in one run.
 
     OMP_NUM_THREADS=1 python -m bench.learner --model MODEL_DIRECTORY --out bench/results/learner.json
 
-Tokens are prompt and response tokens of the rollouts, without padding, for both. One thread each. The plain loop is what one
-writes first: micro-batches of a fixed number of sequences in the order they come, padded to their longest, full logits.
-The two alternate, and the median of the repetitions counts. The gradient norms are compared, so that both did the same work.
+Tokens are prompt and response tokens of the rollouts, without padding, for both. One thread each. The plain
+loop is what one writes first: micro-batches of a fixed number of sequences in the order they come, padded to
+their longest, full logits. The two alternate, and the median of the repetitions counts. The gradient norms
+are compared, so that both did the same work.
 """
 
 import argparse
@@ -37,7 +39,8 @@ CLIP = 0.2
 
 
 def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[TrainSample]:
-    """Prompts of 8 to 32 tokens, log-normal response lengths (median a sixth of the limit), cut off at the limit."""
+    """Prompts of 8 to 32 tokens, log-normal response lengths (median a sixth of the limit), cut off at the
+    limit."""
     rng = np.random.default_rng(seed)
     result = []
     for _ in range(number):
@@ -62,7 +65,9 @@ def clipped(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.T
 
 
 def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callable[[], float], int]:
-    learner = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget)
+    learner = LearnerConfig(
+        device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
+    )
     trainer = DeepSpeedTrainer(
         ModelConfig(path=model, dtype="float32"),
         learner,
@@ -77,7 +82,9 @@ def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callabl
 
     def step() -> float:
         bins = pack([one.tokens for one in items], budget)
-        return trainer.step([microbatch([items[i] for i in members], trainer.device) for members in bins], loss).grad_norm
+        return trainer.step(
+            [microbatch([items[i] for i in members], trainer.device) for members in bins], loss
+        ).grad_norm
 
     return step, len(pack([one.tokens for one in items], budget))
 
@@ -114,7 +121,9 @@ def plain_step(model: str, items: list[TrainSample], width: int) -> tuple[Callab
     return step, -(-len(items) // width)
 
 
-def measure(steps: dict[str, Callable[[], float]], repetitions: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(
+    steps: dict[str, Callable[[], float]], repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     norms = {name: step() for name, step in steps.items()}  # warm-up, and the check that both do the same
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repetitions):
@@ -126,7 +135,9 @@ def measure(steps: dict[str, Callable[[], float]], repetitions: int) -> tuple[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--width", type=int, default=8, help="sequences of one padded micro-batch")
@@ -142,7 +153,9 @@ def main() -> None:
         len(items[i : i + arguments.width]) * max(one.tokens for one in items[i : i + arguments.width])
         for i in range(0, len(items), arguments.width)
     )
-    ours, our_microbatches = our_step(arguments.model, items, budget=max(limit, padded * arguments.width // len(items)))
+    ours, our_microbatches = our_step(
+        arguments.model, items, budget=max(limit, padded * arguments.width // len(items))
+    )
     plain, plain_microbatches = plain_step(arguments.model, items, arguments.width)
     seconds, norms = measure({"asyncrl": ours, "plain": plain}, arguments.repetitions)
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -163,7 +176,11 @@ def main() -> None:
         "grad_norm": norms,
         "load_average": os.getloadavg(),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
     print(json.dumps(report, indent=1))
     if arguments.out:

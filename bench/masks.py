@@ -1,8 +1,10 @@
-"""What masks for age take from long answers, and what it costs to take nothing: the queue of bench.staleness, by length.
+"""What masks for age take from long answers, and what it costs to take nothing: the queue of bench.staleness,
+by length.
 
-"masked" is the share of the trained tokens that are older than L, which leave the loss with `staleness.policy: mask`: of the
-longest tenth of the answers, and of all others. "oldest" is the age of the oldest token trained with `correct_only`, "mean age"
-that of all, "speed" optimizer steps per time, relative to the default window.
+"masked" is the share of the trained tokens that are older than L, which leave the loss with
+`staleness.policy: mask`: of the longest tenth of the answers, and of all others. "oldest" is the age of the
+oldest token trained with `correct_only`, "mean age" that of all, "speed" optimizer steps per time, relative
+to the default window.
 
     python -m bench.masks [--steps 200] [--seeds 3] [--out bench/results/masks.json]
 """
@@ -70,12 +72,15 @@ def main():
     print("lengths         L  window          masked: longest tenth  others  oldest (bound)  mean age  speed")
     for row in rows:
         print(
-            f"{row['lengths']:<15} {row['max_lag']}  {row['window']:<14}{row['masked_long']:>16.1%}{row['masked_other']:>14.1%}"
-            f"{row['oldest']:>8} ({row['bound']:>2}){row['mean_age']:>14.2f}{row['speed']:>7.2f}"
+            f"{row['lengths']:<15} {row['max_lag']}  "
+            f"{row['window']:<14}{row['masked_long']:>16.1%}{row['masked_other']:>14.1%}{row['oldest']:>8} "
+            f"({row['bound']:>2}){row['mean_age']:>14.2f}{row['speed']:>7.2f}"
         )
     if options.out:
         workload = {"groups": GROUPS, "steps": options.steps, "seeds": options.seeds}
-        options.out.write_text(json.dumps({**describe("asyncrl"), "workload": workload, "rows": rows}, indent=2) + "\n")
+        options.out.write_text(
+            json.dumps({**describe("asyncrl"), "workload": workload, "rows": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""How busy ranks are: bins in whole rounds of the ranks, against as few bins as possible, on the same lengths.
+"""How busy ranks are: bins in whole rounds of the ranks, against as few bins as possible, on the same
+lengths.
 
-Utilisation is tokens / (ranks x the largest bin of each round, added up): ranks meet after every micro-batch, so each round
-takes as long as its largest bin. Log-normal lengths (sigma 0.6), cut off at a micro-batch's budget; mean of the draws.
+Utilisation is tokens / (ranks x the largest bin of each round, added up): ranks meet after every micro-batch,
+so each round takes as long as its largest bin. Log-normal lengths (sigma 0.6), cut off at a micro-batch's
+budget; mean of the draws.
 
     python -m bench.packing [--draws 30] [--out bench/results/packing.json]
 """
@@ -43,7 +45,9 @@ def utilisation(lengths: list[int], bins: Packed, ranks: int) -> float:
     return sum(lengths) / (ranks * sum(max(turn) for turn in zip(*loads, strict=True)))
 
 
-def measure(case: tuple[int, int, int, int], draws: int, method: Callable[[list[int], int, int], Packed]) -> float:
+def measure(
+    case: tuple[int, int, int, int], draws: int, method: Callable[[list[int], int, int], Packed]
+) -> float:
     ranks, budget, sequences, mean = case
     drawn = [lengths_of(np.random.default_rng(seed), sequences, mean, budget) for seed in range(draws)]
     return fmean(utilisation(lengths, method(lengths, budget, ranks), ranks) for lengths in drawn)
@@ -57,7 +61,9 @@ def main() -> None:
     rows = [
         {
             **dict(zip(("ranks", "budget_tokens", "sequences", "mean_tokens"), case, strict=True)),
-            "fewest_bins": round(measure(case, options.draws, lambda lengths, budget, ranks: pack(lengths, budget)), 3),
+            "fewest_bins": round(
+                measure(case, options.draws, lambda lengths, budget, ranks: pack(lengths, budget)), 3
+            ),
             "whole_rounds": round(measure(case, options.draws, pack), 3),
         }
         for case in CASES

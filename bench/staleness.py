@@ -1,15 +1,16 @@
 """What four staleness rules do to slow answers: a simulation of the queue, not of the mathematics.
 
-All admit groups by the same credit, trained + rejected + (L + 1) B, and differ in what they take when B groups could be
-trained:
+All admit groups by the same credit, trained + rejected + (L + 1) B, and differ in what they take when B
+groups could be trained:
 
     count     the oldest B finished ones, whatever their age
     in order  exactly the next B tickets
     drop      the oldest B finished ones, after discarding those older than L
     window x  the anchored window of asyncrl.algo.staleness, W = x (L + 1) B; 0.3 is the default
 
-Latencies are independent of load and of weight updates; weights change in flight; tokens are sampled evenly over the
-latency, so a token's age follows from its time. Length ratio: mean latency of trained over all finished groups.
+Latencies are independent of load and of weight updates; weights change in flight; tokens are sampled evenly
+over the latency, so a token's age follows from its time. Length ratio: mean latency of trained over all
+finished groups.
 
     python -m bench.staleness [--steps 200] [--seeds 5] [--out bench/results/staleness.json]
 """
@@ -59,17 +60,27 @@ class Simulation:
 
     @property
     def window(self):
-        return 1 if self.rule == "in order" else int(float(self.rule.split()[1]) * (self.max_lag + 1) * GROUPS)
+        return (
+            1 if self.rule == "in order" else int(float(self.rule.split()[1]) * (self.max_lag + 1) * GROUPS)
+        )
 
     @property
     def bound(self):
-        return lag_bound(self.max_lag, window=self.window, groups=GROUPS) if self.rule.startswith("window") else self.max_lag
+        return (
+            lag_bound(self.max_lag, window=self.window, groups=GROUPS)
+            if self.rule.startswith("window")
+            else self.max_lag
+        )
 
     def admit(self):
-        limit = credit_limit(self.version * GROUPS, max_lag=self.max_lag, groups=GROUPS, rejected=self.dropped)
+        limit = credit_limit(
+            self.version * GROUPS, max_lag=self.max_lag, groups=GROUPS, rejected=self.dropped
+        )
         while len(self.running) < RUNNING and self.issued < limit:
             self.issued += 1
-            heapq.heappush(self.running, (self.now + self.latency(self.rng), self.issued, self.version, self.now))
+            heapq.heappush(
+                self.running, (self.now + self.latency(self.rng), self.issued, self.version, self.now)
+            )
 
     def finish_until(self, time):
         """Let groups finish, and others start in their places, up to `time`."""
@@ -117,7 +128,9 @@ class Simulation:
             "mean_age": statistics.fmean(self.ages),
             "groups_over_lag": statistics.fmean(age > self.max_lag for age in self.ages),
             "groups_over_bound": statistics.fmean(age > self.bound for age in self.ages),
-            "tokens_over_lag": statistics.fmean(old * latency for old, latency in zip(self.old_tokens, self.trained, strict=True))
+            "tokens_over_lag": statistics.fmean(
+                old * latency for old, latency in zip(self.old_tokens, self.trained, strict=True)
+            )
             / statistics.fmean(self.trained),
             "dropped": self.dropped / (self.dropped + len(self.trained)),
             "length_ratio": statistics.fmean(self.trained) / statistics.fmean(self.finished),
@@ -127,18 +140,30 @@ class Simulation:
 
 def measure(rule, max_lag, latency, *, steps, seeds):
     """The worst maximum and the mean of everything else over the seeds."""
-    runs = [Simulation(rule, max_lag, LATENCIES[latency], random.Random(seed)).run(steps) for seed in range(seeds)]
+    runs = [
+        Simulation(rule, max_lag, LATENCIES[latency], random.Random(seed)).run(steps) for seed in range(seeds)
+    ]
     merged = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
-    return {"latency": latency, "max_lag": max_lag, "rule": rule, **merged, "max_age": max(run["max_age"] for run in runs)}
+    return {
+        "latency": latency,
+        "max_lag": max_lag,
+        "rule": rule,
+        **merged,
+        "max_age": max(run["max_age"] for run in runs),
+    }
 
 
 def table(rows):
-    yield "latency         L  rule       max age (bound)  mean  groups > L  tokens > L  dropped  length ratio  steps/time"
+    yield (
+        "latency         L  rule       max age (bound)  mean  groups > L  tokens > L  dropped  length "
+        "ratio  steps/time"
+    )
     for row in rows:
         yield (
-            f"{row['latency']:<15} {row['max_lag']}  {row['rule']:<10} {row['max_age']:>4} ({row['bound']:>2.0f})"
-            f"{row['mean_age']:>13.2f}  {row['groups_over_lag']:>9.1%}  {row['tokens_over_lag']:>9.1%}  {row['dropped']:>6.1%}"
-            f"  {row['length_ratio']:>11.2f}  {row['steps_per_time']:>10.2f}"
+            f"{row['latency']:<15} {row['max_lag']}  {row['rule']:<10} {row['max_age']:>4} "
+            f"({row['bound']:>2.0f}){row['mean_age']:>13.2f}  {row['groups_over_lag']:>9.1%}  "
+            f"{row['tokens_over_lag']:>9.1%}  {row['dropped']:>6.1%}  {row['length_ratio']:>11.2f}  "
+            f"{row['steps_per_time']:>10.2f}"
         )
 
 
@@ -150,9 +175,17 @@ def main():
     options = parser.parse_args()
     cases = [(latency, 4) for latency in LATENCIES] + [("log-normal 1.0", 8)]
     rows = [
-        measure(rule, max_lag, latency, steps=options.steps, seeds=options.seeds) for latency, max_lag in cases for rule in RULES
+        measure(rule, max_lag, latency, steps=options.steps, seeds=options.seeds)
+        for latency, max_lag in cases
+        for rule in RULES
     ]
-    workload = {"groups": GROUPS, "running": RUNNING, "step_time": STEP_TIME, "steps": options.steps, "seeds": options.seeds}
+    workload = {
+        "groups": GROUPS,
+        "running": RUNNING,
+        "step_time": STEP_TIME,
+        "steps": options.steps,
+        "seeds": options.seeds,
+    }
     result = {**describe("asyncrl"), "workload": workload, "rows": rows}
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}, indent=2))
     print("\n".join(table(rows)))

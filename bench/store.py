@@ -1,10 +1,11 @@
 """Groups per second through the store, beside the server's own benchmark with the same bytes in the same run.
 
-Two producer processes lease and put; one consumer takes, fetches the frames, and commits. The baseline is what
-redis-benchmark gets for one SET and one GET of the same size on the same server: 1 / (1 / SET + 1 / GET).
-Ours and the baseline alternate; the medians are compared.
+Two producer processes lease and put; one consumer takes, fetches the frames, and commits. The baseline is
+what redis-benchmark gets for one SET and one GET of the same size on the same server: 1 / (1 / SET + 1 /
+GET). Ours and the baseline alternate; the medians are compared.
 
-    python -m bench.store [--server auto|redis-server|bundled] [--fsync everysec] [--out bench/results/store.json]
+    python -m bench.store [--server auto|redis-server|bundled] [--fsync everysec] [--out
+    bench/results/store.json]
 """
 
 import argparse
@@ -64,7 +65,10 @@ def ours(server, run, *, groups, frame_bytes, producers):
     """Groups per second from the first lease to the last commit."""
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(producers + 1)
-    processes = [context.Process(target=produce, args=(server.url, run, f"g{i}", frame_bytes, start)) for i in range(producers)]
+    processes = [
+        context.Process(target=produce, args=(server.url, run, f"g{i}", frame_bytes, start))
+        for i in range(producers)
+    ]
     connection = StoreConnection(server.url)
     buffer = RedisBuffer(connection, run, RULES)
     try:
@@ -90,7 +94,17 @@ def ours(server, run, *, groups, frame_bytes, producers):
 
 def baseline(server, *, requests, frame_bytes, clients):
     """Requests per second of SET and GET, as redis-benchmark counts them."""
-    argv = ["redis-benchmark", "-s", str(server.socket_path), "-t", "set,get", "-d", str(frame_bytes), "-n", str(requests)]
+    argv = [
+        "redis-benchmark",
+        "-s",
+        str(server.socket_path),
+        "-t",
+        "set,get",
+        "-d",
+        str(frame_bytes),
+        "-n",
+        str(requests),
+    ]
     argv += ["-c", str(clients), "-r", "256", "--csv"]
     text = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout
     rows = {row["test"]: float(row["rps"]) for row in csv.DictReader(io.StringIO(text))}
@@ -99,7 +113,9 @@ def baseline(server, *, requests, frame_bytes, clients):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--server", default="auto", choices=["auto", "redis-server", "valkey-server", "bundled"])
+    parser.add_argument(
+        "--server", default="auto", choices=["auto", "redis-server", "valkey-server", "bundled"]
+    )
     parser.add_argument("--fsync", default="everysec", choices=["always", "everysec", "no"])
     parser.add_argument("--groups", type=int, default=3200)
     parser.add_argument("--frame-bytes", type=int, default=65536)
@@ -132,7 +148,9 @@ def main():
         "baseline_set_per_s": round(statistics.median(sets)),
         "baseline_get_per_s": round(statistics.median(gets)),
         "baseline_groups_per_s": round(statistics.median(baselines)),
-        "ratio": round(statistics.median(ours / base for ours, base in zip(rates, baselines, strict=True)), 3),
+        "ratio": round(
+            statistics.median(ours / base for ours, base in zip(rates, baselines, strict=True)), 3
+        ),
     }
     text = json.dumps(result, indent=2)
     print(text)

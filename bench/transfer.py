@@ -1,11 +1,12 @@
-"""Gloo transfer of one version of the weights against a raw torch broadcast of the same bytes, in the same run.
+"""Gloo transfer of one version of the weights against a raw torch broadcast of the same bytes, in the same
+run.
 
     python -m bench.transfer [--mib 512] [--bucket-mib 64] [--rounds 45] [--out bench/results/transfer.json]
 
-Two processes on this host. The three kinds take turns and change places, so that all see the same machine; ratios are
-formed within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
-already there: "raw" in one broadcast, "layout" in buckets, "checksums" in buckets that are verified too, as an update
-does. "checksum_gb_per_s" is one thread over a whole version, nothing else.
+Two processes on this host. The three kinds take turns and change places, so that all see the same machine;
+ratios are formed within a round, and their median and quartiles over the rounds are reported. All receive
+into memory that is already there: "raw" in one broadcast, "layout" in buckets, "checksums" in buckets that
+are verified too, as an update does. "checksum_gb_per_s" is one thread over a whole version, nothing else.
 """
 
 import argparse
@@ -59,7 +60,9 @@ def work(rank: int, options: argparse.Namespace, directory: str) -> dict[str, li
     return {kind: values[1:] for kind, values in seconds.items()}  # the first one warms up
 
 
-def receive(group: gloo.Group, buffer: torch.Tensor, layout: Layout, sums: tuple[int, ...], *, verified: bool) -> None:
+def receive(
+    group: gloo.Group, buffer: torch.Tensor, layout: Layout, sums: tuple[int, ...], *, verified: bool
+) -> None:
     with mock.patch.object(gloo, "verify", gloo.verify if verified else lambda *_: None):
         gloo.receive(group, buffer, layout, sums)
 
@@ -83,7 +86,9 @@ def checksum_rate(options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=45)
@@ -95,7 +100,9 @@ def main() -> None:
         work(1, options, options.receiver)
         return
     with tempfile.TemporaryDirectory() as directory:
-        receiver = subprocess.Popen([sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--receiver", directory])
+        receiver = subprocess.Popen(
+            [sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--receiver", directory]
+        )
         try:
             seconds = work(0, options, directory)
             receiver.wait(60)

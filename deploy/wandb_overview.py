@@ -1,9 +1,11 @@
-"""Writes an overview of runs as a W&B report: the curves of `asyncrl report`, staleness, waiting, and what the models write.
+"""Writes an overview of runs as a W&B report: the curves of `asyncrl report`, staleness, waiting, and what
+the models write.
 
     python deploy/wandb_overview.py ENTITY/PROJECT [--run NAME]
 
-It needs `pip install 'asyncrl[wandb-report]'` and `wandb login`, and prints the report's address. Without `--run` it shows all
-runs of the project. An offline run has to be there first: `wandb sync RUN/wandb/offline-run-*`.
+It needs `pip install 'asyncrl[wandb-report]'` and `wandb login`, and prints the report's address. Without
+`--run` it shows all runs of the project. An offline run has to be there first: `wandb sync
+RUN/wandb/offline-run-*`.
 """
 
 import argparse
@@ -29,7 +31,9 @@ WIDTH, HEIGHT, PAGE_WIDTH = 8, 6, 24
 
 def overview(entity: str, project: str, run: str | None) -> wr.Report:
     """The report, not saved; `run` is a run's name: all that began under it."""
-    runs = wr.Runset(entity=entity, project=project, name=run or "runs", filters=f"Name = '{run}'" if run else "")
+    runs = wr.Runset(
+        entity=entity, project=project, name=run or "runs", filters=f"Name = '{run}'" if run else ""
+    )
     blocks: list[object] = []
     for title, curves in SECTIONS.items():
         blocks += [wr.H2(title), wr.PanelGrid(runsets=[runs], panels=panels(curves))]
@@ -37,7 +41,13 @@ def overview(entity: str, project: str, run: str | None) -> wr.Report:
     for row, table in enumerate(tables):
         table.layout = wr.Layout(y=10 * row, w=PAGE_WIDTH, h=10)
     blocks += [wr.H2("Samples"), wr.PanelGrid(runsets=[runs], panels=tables)]
-    return wr.Report(entity=entity, project=project, title=f"asyncrl overview: {run or project}", width="fluid", blocks=blocks)
+    return wr.Report(
+        entity=entity,
+        project=project,
+        title=f"asyncrl overview: {run or project}",
+        width="fluid",
+        blocks=blocks,
+    )
 
 
 def panels(curves: Sequence[Curve]) -> list[wr.LinePlot]:
@@ -49,7 +59,9 @@ def panels(curves: Sequence[Curve]) -> list[wr.LinePlot]:
             **metrics(curve),
             title_y=curve.y or None,
             log_y=curve.log or None,
-            layout=wr.Layout(x=WIDTH * at % PAGE_WIDTH, y=HEIGHT * (WIDTH * at // PAGE_WIDTH), w=WIDTH, h=HEIGHT),
+            layout=wr.Layout(
+                x=WIDTH * at % PAGE_WIDTH, y=HEIGHT * (WIDTH * at // PAGE_WIDTH), w=WIDTH, h=HEIGHT
+            ),
         )
         for at, curve in enumerate(curves)
     ]
@@ -71,7 +83,9 @@ def main() -> None:
     arguments = parser.parse_args()
     entity, _, project = arguments.project.partition("/")
     if not (entity and project):
-        parser.error(f"found {arguments.project!r}; give the entity (user or team) and the project, as in me/asyncrl")
+        parser.error(
+            f"found {arguments.project!r}; give the entity (user or team) and the project, as in me/asyncrl"
+        )
     report = overview(entity, project, arguments.run)
     report.save()
     print(report.url)  # noqa: T201 - the script's output

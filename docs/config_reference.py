@@ -1,7 +1,8 @@
 """From the schema of a config: the table of every key in docs/config.md, and a JSON schema for editors.
 
-The JSON schema says less than `asyncrl validate`: it knows keys, types, ranges and the parameters of registered functions, not
-the rules between keys. Nothing in it is required except inside lists, since a file may stand on top of others (`extends`).
+The JSON schema says less than `asyncrl validate`: it knows keys, types, ranges and the parameters of
+registered functions, not the rules between keys. Nothing in it is required except inside lists, since a file
+may stand on top of others (`extends`).
 """
 
 import re
@@ -33,7 +34,9 @@ def json_schema() -> Schema:
     definitions: Schema = schema.pop("$defs")
     top = _bare("Config", schema)
     top["properties"] = {"extends": EXTENDS} | top["properties"]
-    parts = {name: _bare(name, definition) for name, definition in definitions.items() if name != Choice.__name__}
+    parts = {
+        name: _bare(name, definition) for name, definition in definitions.items() if name != Choice.__name__
+    }
     parts["OwnClass"] = {"anyOf": [OWN, _section({"name": OWN}, required=["name"], closed=False)]}
     parts["LearnerConfig"]["properties"]["hooks"]["items"] = {"$ref": "#/$defs/OwnClass"}
     for keys, kind in (CHOICES | CHOICE_LISTS).items():
@@ -43,7 +46,12 @@ def json_schema() -> Schema:
         place = _place(top, parts, keys)
         target = place["items"] if in_list else place
         target["$ref"] = f"#/$defs/{name}"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl run", **top, "$defs": parts}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "asyncrl run",
+        **top,
+        "$defs": parts,
+    }
 
 
 def _bare(name: str, schema: Schema) -> Schema:
@@ -52,7 +60,9 @@ def _bare(name: str, schema: Schema) -> Schema:
     for key, value in schema["properties"].items():
         is_section = "$ref" in value
         properties[key] = {
-            word: what for word, what in value.items() if word != "title" and not (is_section and word == "default")
+            word: what
+            for word, what in value.items()
+            if word != "title" and not (is_section and word == "default")
         }
     required = {"required": schema["required"]} if name == "RewardFunctionConfig" else {}
     return (
@@ -73,15 +83,23 @@ def _place(top: Schema, parts: Schema, keys: Keys) -> Schema:
 
 
 def _choice(kind: str, *, in_list: bool) -> Schema:
-    """A name, or a section with a name and parameters. Outside lists the name may be missing: a file below this one has it."""
-    options: list[Schema] = [{"enum": list(registry.names(kind))}, OWN, _section({"name": OWN}, required=["name"], closed=False)]
+    """A name, or a section with a name and parameters. Outside lists the name may be missing: a file below
+    this one has it."""
+    options: list[Schema] = [
+        {"enum": list(registry.names(kind))},
+        OWN,
+        _section({"name": OWN}, required=["name"], closed=False),
+    ]
     every: dict[str, list[Schema]] = {}
     for name in registry.names(kind):
         schema = registry.parameters(kind, name).model_json_schema()
         values = {
-            key: {word: what for word, what in value.items() if word != "title"} for key, value in schema["properties"].items()
+            key: {word: what for word, what in value.items() if word != "title"}
+            for key, value in schema["properties"].items()
         }
-        options.append(_section({"name": {"const": name}} | values, required=["name", *schema.get("required", [])]))
+        options.append(
+            _section({"name": {"const": name}} | values, required=["name", *schema.get("required", [])])
+        )
         for key, value in values.items():
             if value not in every.setdefault(key, []):
                 every[key].append(value)
@@ -91,7 +109,12 @@ def _choice(kind: str, *, in_list: bool) -> Schema:
 
 
 def _section(properties: Schema, *, required: list[str], closed: bool = True) -> Schema:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": not closed}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": not closed,
+    }
 
 
 def tables() -> Iterator[str]:
@@ -125,7 +148,9 @@ def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
-    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(name)} |".replace("\n", " ")
+    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(name)} |".replace(
+        "\n", " "
+    )
 
 
 def _function(path: Keys) -> str:
@@ -154,5 +179,10 @@ def minimal() -> Config:
     """The least that is a config."""
     functions = [{"function": "exact_match"}]
     return Config.model_validate(
-        {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"functions": functions}}
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "reward": {"functions": functions},
+        }
     )

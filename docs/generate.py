@@ -1,9 +1,11 @@
 """Rewrites what the documentation has from the code, the schema and the presets: `python docs/generate.py`.
 
-Also docs/config.schema.json, a JSON schema for editors, and the store's users where a server's settings name them.
+Also docs/config.schema.json, a JSON schema for editors, and the store's users where a server's settings name
+them.
 
-Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters` that column alone
-is written, from the signatures of the functions that its first column names; other tables are written whole.
+Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters`
+that column alone is written, from the signatures of the functions that its first column names; other tables
+are written whole.
 """
 
 import json
@@ -62,7 +64,8 @@ def schema_text() -> str:
 
 
 def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
-    """The rows of a table of functions, their column `parameters` from the signatures. Every name of the kind has a row."""
+    """The rows of a table of functions, their column `parameters` from the signatures. Every name of the kind
+    has a row."""
     head = cells(rows[0])
     column = head.index("parameters (default)")
     listed = [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", cells(row)[0])]
@@ -73,7 +76,8 @@ def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
         values = cells(row)
         name = re.findall(r"`([^`]+)`", values[0])[0]
         values[column] = "; ".join(
-            parameter(*item) for item in registry.parameters(kind, name).model_json_schema()["properties"].items()
+            parameter(*item)
+            for item in registry.parameters(kind, name).model_json_schema()["properties"].items()
         )
         yield line(values)
 
@@ -88,13 +92,19 @@ def settings() -> Iterator[str]:
     """Keys of a config that are no choice of a function, with what is allowed, default and meaning."""
     yield "| key | allowed | default | meaning |"
     yield "|---|---|---|---|"
-    below = [f"{section}.{key}" for section in SECTIONS for key in schema_at(tuple(section.split(".")))["properties"]]
+    below = [
+        f"{section}.{key}"
+        for section in SECTIONS
+        for key in schema_at(tuple(section.split(".")))["properties"]
+    ]
     for path in (*SETTINGS, *below):
         schema, default = schema_at(tuple(path.split("."))), value_at(minimal(), path)
         if isinstance(default, Choice):
             yield line([f"`{path}`", "a function, see KL below", f"`{default.name}`", ""])
         elif isinstance(default, Part):
-            changed = ", ".join(f"{key} {shown(value)}" for key, value in default.model_dump(exclude_defaults=True).items())
+            changed = ", ".join(
+                f"{key} {shown(value)}" for key, value in default.model_dump(exclude_defaults=True).items()
+            )
             yield line([f"`{path}`", "as `learner.optimizer`", changed, schema.get("description", "")])
         else:
             allowed = describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)

@@ -1,8 +1,10 @@
-"""Makes the pictures of docs/img from two runs: `python docs/pictures.py RUN OTHER_RUN [NAME...]`, all or those named.
+"""Makes the pictures of docs/img from two runs: `python docs/pictures.py RUN OTHER_RUN [NAME...]`, all or
+those named.
 
 The dashboard is most telling while RUN goes on, the others when it is over.
 
-Needs a Chromium (`chromium` or `google-chrome` on PATH, or its path in CHROMIUM) and Pillow, which both are no dependencies.
+Needs a Chromium (`chromium` or `google-chrome` on PATH, or its path in CHROMIUM) and Pillow, which both are
+no dependencies.
 """
 
 import io
@@ -64,14 +66,26 @@ def photograph(page: str, to: Path, width: int, height: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         source, raw = Path(directory) / "page.html", Path(directory) / "raw.png"
         source.write_text(page, encoding="utf-8")
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={directory}/profile"]
-        options += [f"--window-size={width},{height}", f"--virtual-time-budget={WAIT_MS}", f"--screenshot={raw}"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={directory}/profile",
+        ]
+        options += [
+            f"--window-size={width},{height}",
+            f"--virtual-time-budget={WAIT_MS}",
+            f"--screenshot={raw}",
+        ]
         command = [browser, *options, "--host-resolver-rules=MAP * ~NOTFOUND", source.as_uri()]
         subprocess.run(command, check=True, timeout=300, capture_output=True)
         picture = Image.open(raw).convert("RGB")
         background = Image.new("RGB", picture.size, picture.getpixel((0, picture.height - 1)))
         _, _, _, bottom = ImageChops.difference(picture, background).getbbox() or (0, 0, 0, height)
-        picture.crop((0, 0, width, bottom)).quantize(COLOURS, dither=Image.Dither.NONE).save(to, optimize=True)
+        picture.crop((0, 0, width, bottom)).quantize(COLOURS, dither=Image.Dither.NONE).save(
+            to, optimize=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What mkdocs is told beyond mkdocs.yml: pages of the site that lie outside docs/, and the links to them.
 
-README.md is the start page. Every file of the repository that some page links to is on the site, Markdown as a page, source as
-a page that shows it: the same links work in the repository and on the site.
+README.md is the start page. Every file of the repository that some page links to is on the site, Markdown as
+a page, source as a page that shows it: the same links work in the repository and on the site.
 """
 
 import json
@@ -18,18 +18,33 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
 LINKING = (".md", ".ipynb")
 """Files whose links count; a listing shows them as they are."""
 START, DOCS = "README.md", "docs"
-SHOWN = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash", ".md": "markdown", "": "text"}
+SHOWN = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".sh": "bash",
+    ".md": "markdown",
+    "": "text",
+}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the start page, and what pages link to, and what those link to."""
-    waiting = [PurePosixPath(START), *(PurePosixPath(DOCS, file.src_uri) for file in files.documentation_pages())]
+    waiting = [
+        PurePosixPath(START),
+        *(PurePosixPath(DOCS, file.src_uri) for file in files.documentation_pages()),
+    ]
     seen = set(waiting)
     while waiting:
         source = waiting.pop()
         if not _is_built(source):
             files.append(_page(source, config))
-        linked = {_target(source, match[2]) for match in LINK.finditer(_text(source))} if source.suffix in LINKING else set()
+        linked = (
+            {_target(source, match[2]) for match in LINK.finditer(_text(source))}
+            if source.suffix in LINKING
+            else set()
+        )
         new = {target for target in linked - seen if not _is_built(target) and (ROOT / target).is_file()}
         waiting += sorted(new)
         seen |= new

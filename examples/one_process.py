@@ -2,17 +2,19 @@
 
     python examples/one_process.py
 
-The prompt is a digit, and the right response goes on counting from it: 3 -> 4 5 6 7. The reward is the share of right digits.
+The prompt is a digit, and the right response goes on counting from it: 3 -> 4 5 6 7. The reward is the share
+of right digits.
 
-Both loops, the buffer's protocol, the staleness bound, frames, advantages, masks, packing and the loss are those of a real run.
-Only what a real run keeps in other processes is replaced, each by the smallest class with the same interface:
+Both loops, the buffer's protocol, the staleness bound, frames, advantages, masks, packing and the loss are
+those of a real run. Only what a real run keeps in other processes is replaced, each by the smallest class
+with the same interface:
 
     interface          real run                      here
     Buffer             Redis or Valkey               MemoryBuffer, shipped with asyncrl
     Engine             vLLM                          FakeEngine, shipped: samples from the table
     Trainer            DeepSpeed                     TableTrainer
     GeneratorControl   ZMQ                           Control: a queue of orders
-    learner.Run        store, senders, checkpoints   Run: hands the table to the queue, prints a line for each step
+    learner.Run        store, senders, checkpoints   Run: passes the table on, prints a line for each step
 
 Read `main` first, then `asyncrl/learner.py` and `asyncrl/generator.py`.
 """
@@ -58,7 +60,7 @@ LIMITS = GroupLimits(vocabulary=DIGITS, rollouts=BATCH.group_size, max_tokens=1 
 PROBE = tuple(range(DIGITS))
 
 
-# --- the task: prompts and rewards -------------------------------------------------------------------------------------
+# --- the task: prompts and rewards ----------------------------------------------------------------
 
 
 def prompt(ticket_id: int) -> Prompt:
@@ -83,7 +85,7 @@ class Counting:
         """Nothing to close."""
 
 
-# --- the learner's side ------------------------------------------------------------------------------------------------
+# --- the learner's side ---------------------------------------------------------------------------
 
 
 class TableTrainer:
@@ -102,7 +104,9 @@ class TableTrainer:
         return logprobs_TV.gather(-1, microbatch.target_T[:, None])[:, 0], entropy_T
 
     @torch.no_grad()
-    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+    def measure(
+        self, microbatches: Sequence[MicroBatch], columns: Collection[str]
+    ) -> list[dict[str, Tensor]]:
         """Log-probabilities; the algorithm below asks for nothing else."""
         assert set(columns) == {"logprobs_T"}
         return [{"logprobs_T": self._policy(microbatch)[0]} for microbatch in microbatches]
@@ -208,11 +212,12 @@ class Run:
         self.intake.commit(self.intake.settled.to_dict(), version)
 
 
-# --- the generator's side ----------------------------------------------------------------------------------------------
+# --- the generator's side -------------------------------------------------------------------------
 
 
 class Control:
-    """A `GeneratorControl`: the learner's thread puts orders in, the generator's event loop takes them out."""
+    """A `GeneratorControl`: the learner's thread puts orders in, the generator's event loop takes them
+    out."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -289,7 +294,7 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
     )
 
 
-# --- both together -----------------------------------------------------------------------------------------------------
+# --- both together --------------------------------------------------------------------------------
 
 
 def make_algorithm() -> Recipe:
@@ -305,7 +310,12 @@ def make_algorithm() -> Recipe:
         device=torch.device("cpu"),
     )
     return make_recipe(
-        AlgorithmConfig(), BATCH, CriticConfig(), settings, reward_parts=["right"], max_response_tokens=RESPONSE_TOKENS
+        AlgorithmConfig(),
+        BATCH,
+        CriticConfig(),
+        settings,
+        reward_parts=["right"],
+        max_response_tokens=RESPONSE_TOKENS,
     )
 
 

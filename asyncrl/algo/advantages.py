@@ -93,7 +93,9 @@ def gpg(rewards: GroupRewards) -> Tensor:
     return rewards.per_token(centred_S * rewards.num_sequences / informative)
 
 
-def grpo_passk(rewards: GroupRewards, *, scale: Literal["group", "none"] = "group", std_eps: Positive = 1e-6) -> Tensor:
+def grpo_passk(
+    rewards: GroupRewards, *, scale: Literal["group", "none"] = "group", std_eps: Positive = 1e-6
+) -> Tensor:
     """(best - second) / (std_group + std_eps) for the best of a group, 0 for the others and on a tie.
 
     Maximises pass@k, k being the size of the group.
@@ -120,7 +122,9 @@ def maxrl(rewards: GroupRewards, *, mean_eps: Positive = 1e-6) -> Tensor:
     return rewards.per_token(torch.where(mean_S > 0, rewards.centred_S(totals_S) / (mean_S + mean_eps), 0.0))
 
 
-def gdpo(rewards: GroupRewards, *, weights: Mapping[str, float] | None = None, std_eps: Positive = 1e-6) -> Tensor:
+def gdpo(
+    rewards: GroupRewards, *, weights: Mapping[str, float] | None = None, std_eps: Positive = 1e-6
+) -> Tensor:
     """GRPO for each part of the reward, weighted and added up, whitened over the tokens of the batch.
 
     Normalising each part before the sum keeps distinct combinations of parts distinct.
@@ -132,11 +136,14 @@ def gdpo(rewards: GroupRewards, *, weights: Mapping[str, float] | None = None, s
     """
     if rewards.token_rewards_T is not None:
         raise ConfigError(
-            "advantage `gdpo` normalises parts of the reward and has no place for a KL reward; put the KL into the loss"
+            "advantage `gdpo` normalises parts of the reward and has no place for a KL reward; put the KL "
+            "into the loss"
         )
     chosen = dict.fromkeys(rewards.parts, 1.0) if weights is None else dict(weights)
     if not chosen or not chosen.keys() <= rewards.parts.keys():
-        raise ConfigError(f"advantage `gdpo` weighs the parts {sorted(chosen)}; the reward has {sorted(rewards.parts)}")
+        raise ConfigError(
+            f"advantage `gdpo` weighs the parts {sorted(chosen)}; the reward has {sorted(rewards.parts)}"
+        )
     combined_S = torch.zeros_like(rewards.rewards_S, dtype=torch.float64)
     for name, weight in chosen.items():
         part_S = rewards.parts[name].double()

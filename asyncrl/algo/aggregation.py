@@ -52,7 +52,9 @@ def seq_mean_token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> 
     return batch.mean_S(losses_T).sum() / max(counts.sequences, 1)
 
 
-def seq_mean_token_sum_norm(losses_T: Tensor, batch: TokenBatch, counts: Counts, *, scale: Positive) -> Tensor:
+def seq_mean_token_sum_norm(
+    losses_T: Tensor, batch: TokenBatch, counts: Counts, *, scale: Positive
+) -> Tensor:
     """sum_t L_t / (sequences * scale): a constant instead of the length, e.g. the longest response in tokens.
 
     The scale has no default: the padded width, which others take, would let the layout of a batch set the

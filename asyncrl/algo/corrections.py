@@ -5,8 +5,8 @@ With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a 
     sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped, too
     geometric  exp(mean_t l_t)     length-independent distance of a response
 A rejected token has weight 0. The denominators of the loss count it all the same: otherwise every kept token
-would weigh more, the more tokens are rejected. Without a proximal column the ratio is 1 (bypass: the loss itself
-corrects).
+would weigh more, the more tokens are rejected. Without a proximal column the ratio is 1 (bypass: the loss
+itself corrects).
 
 `normalise` divides the weights by their mean over the tokens of the optimizer step (level `token`) or over
 its sequences (other levels); a rejected one counts as 0. `step` holds the tokens of all ranks and
@@ -57,7 +57,9 @@ def truncate(
     brings you off-policy RL training", for token level with cap 2.
     """
     ratio_T = _ratio_T(batch, level)
-    weights_T = _weights(ratio_T, lambda ratio_T: ratio_T.clamp(floor, cap), step or batch, level, normalise=normalise)
+    weights_T = _weights(
+        ratio_T, lambda ratio_T: ratio_T.clamp(floor, cap), step or batch, level, normalise=normalise
+    )
     return _correction(weights_T, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
 
 
@@ -77,7 +79,11 @@ def mask(
 
     ratio_T = _ratio_T(batch, level)
     weights_T = _weights(
-        ratio_T, lambda ratio_T: torch.where(is_inside(ratio_T), ratio_T, 0.0), step or batch, level, normalise=normalise
+        ratio_T,
+        lambda ratio_T: torch.where(is_inside(ratio_T), ratio_T, 0.0),
+        step or batch,
+        level,
+        normalise=normalise,
     )
     return _correction(weights_T, is_inside(ratio_T))
 
@@ -108,11 +114,17 @@ def reject(
     (arXiv:2602.04879) for tv and binary_kl.
     """
     keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
-    weights_T = torch.ones_like(batch.behaviour_logprobs_T) if weights == "none" else _ratio_T(batch, weights).clamp(max=cap)
+    weights_T = (
+        torch.ones_like(batch.behaviour_logprobs_T)
+        if weights == "none"
+        else _ratio_T(batch, weights).clamp(max=cap)
+    )
     return _correction(weights_T, keep_T)
 
 
-def veto(batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, cap: Positive = 2.0) -> Correction:
+def veto(
+    batch: TokenBatch, *, low: NonNegative = 1e-4, high: Positive = 1e4, cap: Positive = 2.0
+) -> Correction:
     """w = min(token ratio, cap), but 0 for every token of a sequence with a token ratio outside [low, high].
 
     After a token that the policy practically never samples, all later tokens stem from a context it would not
@@ -129,7 +141,11 @@ def combined(correction: Correction, rejections: Iterable[Correction]) -> Correc
     keep_T = correction.keep_T
     for other in rejections:
         keep_T = keep_T & other.keep_T
-    return Correction(torch.where(keep_T, correction.weights_T, 0.0), keep_T, {**correction.metrics, **sums(rejected=~keep_T)})
+    return Correction(
+        torch.where(keep_T, correction.weights_T, 0.0),
+        keep_T,
+        {**correction.metrics, **sums(rejected=~keep_T)},
+    )
 
 
 def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:
@@ -147,11 +163,15 @@ def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) 
     share_T = (1.0 - 1.0 / lag_T.clamp(min=1)).clamp(min=0.0)
     logprobs_T = logprobs_T.detach()
     # As in every ratio, the distance counts up to the bound; so the line is finite for an infinite ln mu.
-    behaviour_logprobs_T = behaviour_logprobs_T.clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)
+    behaviour_logprobs_T = behaviour_logprobs_T.clamp(
+        logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND
+    )
     return behaviour_logprobs_T + share_T * (logprobs_T - behaviour_logprobs_T)
 
 
-def _weights(ratio_T: Tensor, weigh: Callable[[Tensor], Tensor], step: TokenBatch, level: Level, *, normalise: bool) -> Tensor:
+def _weights(
+    ratio_T: Tensor, weigh: Callable[[Tensor], Tensor], step: TokenBatch, level: Level, *, normalise: bool
+) -> Tensor:
     """`weigh` of the ratios; `normalise` divides them by their mean over the whole step, kept above 0."""
     if not normalise:
         return weigh(ratio_T)

@@ -32,14 +32,20 @@ def clip_cov(
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     covariance_T = _covariance(batch, logprobs_T)
     is_clipped_T = ratio_T.detach() * batch.advantages_T > -losses_T.detach()
-    (candidates,) = torch.where((covariance_T > covariance_low) & (covariance_T < covariance_high) & ~is_clipped_T)
+    (candidates,) = torch.where(
+        (covariance_T > covariance_low) & (covariance_T < covariance_high) & ~is_clipped_T
+    )
     drawn = candidates[torch.randperm(len(candidates), device=candidates.device)[: _number(batch, share)]]
     keep_T = torch.ones_like(losses_T, dtype=torch.bool)
     keep_T[drawn] = False
-    return TokenLoss(batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T)
+    return TokenLoss(
+        batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T
+    )
 
 
-def kl_cov(batch: TokenBatch, logprobs_T: Tensor, *, share: Share = 2e-4, coefficient: NonNegative = 0.1) -> TokenLoss:
+def kl_cov(
+    batch: TokenBatch, logprobs_T: Tensor, *, share: Share = 2e-4, coefficient: NonNegative = 0.1
+) -> TokenLoss:
     """-w r A, plus coefficient |d| on the `share` of tokens with the highest covariance (at least one)."""
     d_T = log_ratio(logprobs_T, batch.anchor_logprobs_T)
     highest = _covariance(batch, logprobs_T).topk(min(_number(batch, share), batch.tokens)).indices

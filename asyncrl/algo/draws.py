@@ -25,7 +25,9 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
     """
     choices = [math.comb(i, k - 1) for i in range(len(rewards))]
-    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(len(rewards), k)
+    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(
+        len(rewards), k
+    )
 
 
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
@@ -34,9 +36,9 @@ def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> f
     Answers that tie share the vote equally. A rollout without an answer abstains; a choice in which all
     abstain counts as unsolved.
 
-    The computation draws each rollout independently with probability k/n and conditions on k rollouts being drawn:
-    then all choices are equally likely, votes for different answers are independent, and vote counts add by
-    convolution.
+    The computation draws each rollout independently with probability k/n and conditions on k rollouts being
+    drawn: then all choices are equally likely, votes for different answers are independent, and vote counts
+    add by convolution.
 
     Source: Wang et al. 2022 (arXiv:2203.11171), self-consistency.
     """
@@ -57,7 +59,9 @@ def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> f
     return total / float(drawn[len(answers), k])
 
 
-def _winners(rivals: Sequence[tuple[int, float]], drawn: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+def _winners(
+    rivals: Sequence[tuple[int, float]], drawn: NDArray[np.float64], most: int
+) -> NDArray[np.float64]:
     """[s]: probability of s votes in all with `most` for the winner, times the winner's solved share.
 
     A rival is an answer that can get `most` votes: (number of rollouts that gave it, solved share of them).

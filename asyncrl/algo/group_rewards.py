@@ -71,7 +71,9 @@ class GroupRewards:
         """An optional column by name. Raises ConfigError if this run does not have it."""
         column: Tensor | None = getattr(self, name)
         if column is None:
-            raise ConfigError(f"this advantage needs {name}, which this run does not compute; choose another advantage")
+            raise ConfigError(
+                f"this advantage needs {name}, which this run does not compute; choose another advantage"
+            )
         return column
 
     @property
@@ -89,7 +91,9 @@ class GroupRewards:
         """float64 [S]: reward of each sequence plus the rewards of its tokens."""
         if self.token_rewards_T is None:
             return self.rewards_S.double()
-        return self.rewards_S.double() + segment_sum(self.token_rewards_T.double(), self.sequence_T, self.num_sequences)
+        return self.rewards_S.double() + segment_sum(
+            self.token_rewards_T.double(), self.sequence_T, self.num_sequences
+        )
 
     @property
     def sizes_S(self) -> Tensor:

@@ -70,7 +70,9 @@ def ppo_clip(
     keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
     if keep_T is None:
         return TokenLoss(batch.weighted(losses_T), metrics)
-    return TokenLoss(batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T)
+    return TokenLoss(
+        batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T
+    )
 
 
 def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:
@@ -86,7 +88,9 @@ def truncated_reinforce(batch: TokenBatch, logprobs_T: Tensor, *, cap: Positive 
     return cispo(batch, logprobs_T, clip_low=None, clip_high=cap - 1.0)
 
 
-def cispo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share | None = 0.2, clip_high: NonNegative = 0.2) -> TokenLoss:
+def cispo(
+    batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share | None = 0.2, clip_high: NonNegative = 0.2
+) -> TokenLoss:
     """-w stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A ln pi: every token keeps a gradient.
 
     clip_low null means no lower bound, as in TRL and ScaleRL (whose cap of 5 is clip_high 4).

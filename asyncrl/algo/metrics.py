@@ -64,7 +64,9 @@ def policy_metrics(
     }
     for name, (to_T, from_T) in pairs.items():
         # Equal log-probabilities are a ratio of 1, also where both are infinite.
-        columns |= _ratio_columns(name, batch, torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T)))
+        columns |= _ratio_columns(
+            name, batch, torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))
+        )
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
     if batch.reference_logprobs_T is not None:
@@ -97,7 +99,8 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce micro-batches or ranks: extremes by maximum or minimum, the rest by sum. A part may lack names."""
+    """Reduce micro-batches or ranks: extremes by maximum or minimum, the rest by sum. A part may lack
+    names."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -120,7 +123,11 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     sequences, names that end in a band over the tokens of that band. All other sums, those of losses and
     corrections included, become means over tokens; extremes stay as they are.
     """
-    counts = {name: value for name, value in sums.items() if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")}
+    counts = {
+        name: value
+        for name, value in sums.items()
+        if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")
+    }
     published = {name: value for name, value in counts.items() if name != "rewards"}
     for name, value in sums.items():
         if name.endswith(("/max", "/min")):
@@ -198,7 +205,9 @@ def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
     return columns
 
 
-def _dropped_columns(batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int) -> dict[str, Tensor]:
+def _dropped_columns(
+    batch: TokenBatch, left_out_T: Tensor | None, max_response_tokens: int
+) -> dict[str, Tensor]:
     """Columns for each length band: its tokens, and those that the correction or the loss dropped."""
     band_T = length_bands(batch.lengths_S, max_response_tokens)[batch.sequence_T]
     columns = {}
@@ -218,7 +227,9 @@ def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
 
 def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
     """exp of the mean negative log-probability; 0 for an empty sequence."""
-    return _of_owners(batch, (-batch.mean_S(logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp())
+    return _of_owners(
+        batch, (-batch.mean_S(logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp()
+    )
 
 
 def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:
@@ -234,8 +245,12 @@ def _k3(log_ratio_T: Tensor) -> Tensor:
 def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, float]:
     """The sum, maximum or minimum of each column, by its name; an empty batch has no extremes."""
     added = {name: column for name, column in columns.items() if not name.endswith(("/max", "/min"))}
-    extremes = {name: column.double() for name, column in columns.items() if name not in added} if size else {}
+    extremes = (
+        {name: column.double() for name, column in columns.items() if name not in added} if size else {}
+    )
     if not extremes:
         return sums(**added)
-    found = torch.stack([column.max() if name.endswith("/max") else column.min() for name, column in extremes.items()])
+    found = torch.stack(
+        [column.max() if name.endswith("/max") else column.min() for name, column in extremes.items()]
+    )
     return sums(**added) | dict(zip(extremes, found.tolist(), strict=True))

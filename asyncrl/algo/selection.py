@@ -11,7 +11,12 @@ SHARE_SLACK = 1e-9
 
 
 def select(
-    batch: TokenBatch, logprobs_T: Tensor, entropy_T: Tensor | None, *, max_drift: float | None, top_entropy: float
+    batch: TokenBatch,
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None,
+    *,
+    max_drift: float | None,
+    top_entropy: float,
 ) -> Tensor | None:
     """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are missing."""
     keep_T = None

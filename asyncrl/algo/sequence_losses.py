@@ -9,7 +9,9 @@ from asyncrl.algo.ratios import log_ratio, policy_ratio, sums
 from asyncrl.algo.tokens import TokenBatch
 
 
-def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> TokenLoss:
+def gspo(
+    batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
+) -> TokenLoss:
     """-w min(s A, clip(s) A), s = exp(mean_t d) of the sequence, its gradient through each token's own ln pi.
 
     With seq-mean-token-mean this is the paper's sequence form; other aggregations weigh sequences by length.
@@ -21,7 +23,9 @@ def gspo(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: Share = 3e-4, clip_
     return TokenLoss(batch.weighted(losses_T), metrics)
 
 
-def geo_mean(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> TokenLoss:
+def geo_mean(
+    batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4
+) -> TokenLoss:
     """-w A_i exp(mean_t m_t): geometric mean of ratios, each clipped in log space to [-clip_low, clip_high].
 
     m_t is d_t or its clipped value, whichever gives the smaller objective; A_i is the mean advantage of the
@@ -32,7 +36,9 @@ def geo_mean(batch: TokenBatch, logprobs_T: Tensor, *, clip_low: NonNegative = 0
     sign_T = batch.advantages_T.sign()
     pessimistic_T = torch.minimum(sign_T * d_T, sign_T * d_T.clamp(-clip_low, clip_high))
     objective_S = batch.mean_S(batch.advantages_T) * batch.mean_S(sign_T * pessimistic_T).exp()
-    metrics = sums(clipped_low=(sign_T < 0) & (d_T < -clip_low), clipped_high=(sign_T > 0) & (d_T > clip_high))
+    metrics = sums(
+        clipped_low=(sign_T < 0) & (d_T < -clip_low), clipped_high=(sign_T > 0) & (d_T > clip_high)
+    )
     return TokenLoss(batch.weighted(-objective_S[batch.sequence_T]), metrics)
 
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ranges import Positive, Share
 from asyncrl.algo.ratios import log_ratio
-from asyncrl.algo.returns import discounted_returns_T, from_end_T, next_T, positions_T, rewards_T, running_sum_T, whiten
+from asyncrl.algo.returns import (
+    discounted_returns_T,
+    from_end_T,
+    next_T,
+    positions_T,
+    rewards_T,
+    running_sum_T,
+    whiten,
+)
 from asyncrl.algo.tokens import segment_sum
 
 WEIGHT_EPS = 1e-8
@@ -25,7 +33,8 @@ def gae(
     bootstrap: bool = False,
     whitened: bool = True,
 ) -> Tensor:
-    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the batch's tokens.
+    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the batch's
+    tokens.
 
     Args:
         length_alpha: replaces `gae_lambda` by 1 - 1 / (length_alpha * length), at least 0, of each response.
@@ -49,7 +58,8 @@ def value_targets(
     critic_lambda: Share | None = None,
     bootstrap: bool = False,
 ) -> Tensor:
-    """float32 [T]: the targets of `gae`'s critic: V + the advantage before whitening, by the critic's lambda."""
+    """float32 [T]: the targets of `gae`'s critic: V + the advantage before whitening, by the critic's
+    lambda."""
     decay = _lambda(rewards, gae_lambda, length_alpha) if critic_lambda is None else critic_lambda
     return (_gae(rewards, gamma, decay, bootstrap) + rewards.column("values_T").double()).float()
 
@@ -68,7 +78,9 @@ def remax(rewards: GroupRewards) -> Tensor:
     return (discounted_returns_T(rewards_T(rewards), rewards, 1.0) - greedy_S[rewards.sequence_T]).float()
 
 
-def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True, weight_cap: Positive | None = None) -> Tensor:
+def optimal_token_baseline(
+    rewards: GroupRewards, *, zero_tail: bool = True, weight_cap: Positive | None = None
+) -> Tensor:
     """R_t - b_t, b = sum_i W_i R_i / sum_i W_i: per group and position, the baseline of least variance.
 
     W_t is the sum, up to the token, of 1 - 2 pi + sum_v pi_v^2, the squared gradient norm of a
@@ -85,7 +97,9 @@ def optimal_token_baseline(rewards: GroupRewards, *, zero_tail: bool = True, wei
     probs_T = rewards.column("logprobs_T").double().clamp(max=0.0).exp()
     gradient_norms_T = 1.0 - 2.0 * probs_T + rewards.column("sum_squared_probs_T").double()
     if weight_cap is not None:
-        ratio_T = log_ratio(rewards.column("logprobs_T").double(), rewards.column("behaviour_logprobs_T").double()).exp()
+        ratio_T = log_ratio(
+            rewards.column("logprobs_T").double(), rewards.column("behaviour_logprobs_T").double()
+        ).exp()
         gradient_norms_T = gradient_norms_T * ratio_T.clamp(max=weight_cap).square()
     weights_T = running_sum_T(gradient_norms_T, rewards)
     returns_T = discounted_returns_T(rewards_T(rewards), rewards, 1.0)

@@ -52,7 +52,8 @@ class TokenBatch:
             column = getattr(self, name)
             if column is not None and column.shape != size:
                 raise ShapeError(
-                    f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry per action token"
+                    f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry "
+                    "per action token"
                 )
 
     @property
@@ -89,5 +90,7 @@ def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
     The sum is taken in float64: in float32, 100,000 values of 0.01 add up with an error of 7e-4, more than
     GSPO's clip.
     """
-    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(0, segment, values.double())
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(
+        0, segment, values.double()
+    )
     return sums.to(values.dtype)

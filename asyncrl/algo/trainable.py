@@ -78,7 +78,10 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
         yield f"log-probability {wrong:g}, {-MOST_NATS:g} to {ROUNDING_NATS:g} are allowed"
     for span in rollout.version_spans:
         if not (0 <= span.version <= MOST_VERSION and span.tokens > 0):
-            yield f"{span.tokens} tokens of version {span.version}; neither may be negative, nor the tokens none"
+            yield (
+                f"{span.tokens} tokens of version {span.version}; neither may be negative, nor the tokens "
+                "none"
+            )
     if len(rollout.finish_reason) > MOST_CHARACTERS:
         yield f"a finish reason of {len(rollout.finish_reason)} characters, {MOST_CHARACTERS} are allowed"
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
@@ -89,7 +92,9 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
 def _reward_faults(rollout: Rollout) -> Iterator[str]:
     parts = rollout.reward_parts
     if len(parts) > MOST_PARTS or any(len(name) > MOST_CHARACTERS for name in parts):
-        yield f"{len(parts)} reward parts; {MOST_PARTS} with names of {MOST_CHARACTERS} characters are allowed"
+        yield (
+            f"{len(parts)} reward parts; {MOST_PARTS} with names of {MOST_CHARACTERS} characters are allowed"
+        )
     for name, value in (("reward", rollout.reward), *parts.items()):
         if not abs(value) <= MOST_REWARD:
             yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"

@@ -8,7 +8,9 @@ from asyncrl.algo.ranges import Positive
 from asyncrl.algo.ratios import sums
 
 
-def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: Positive | None = 0.5) -> TokenLoss:
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: Positive | None = 0.5
+) -> TokenLoss:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip null: (V - R)^2 / 2.
 
     Args:
@@ -30,4 +32,8 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 is no better than a constant. 0 if all returns are equal."""
     spread = returns_T.double().var(correction=0)
-    return float(1.0 - (returns_T.double() - values_T.double()).var(correction=0) / spread) if spread > 0 else 0.0
+    return (
+        float(1.0 - (returns_T.double() - values_T.double()).var(correction=0) / spread)
+        if spread > 0
+        else 0.0
+    )

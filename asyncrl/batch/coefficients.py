@@ -35,7 +35,8 @@ class Coefficients:
         return acting_bonus(self._bonus, self._measured, target=self._entropy_config.target)
 
     def adapt(self, results: Sequence[StepResult], *, sequences: int) -> None:
-        """Take in the reduced metrics of a step over `sequences` sequences. What is missing or not finite changes nothing."""
+        """Take in the reduced metrics of a step over `sequences` sequences. What is missing or not finite
+        changes nothing."""
         measured = finish(merge(result.metrics for result in results))
         kl_now = measured.get("policy/kl_reference", math.nan)
         entropy_now = measured.get("policy/entropy", math.nan)

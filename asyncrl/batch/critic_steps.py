@@ -38,6 +38,8 @@ def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
         token_loss = value_loss(values_T, tokens.values_T, tokens.returns_T, clip=clip)
         loss = token_mean(token_loss.losses_T, tokens, counts)
         metrics = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
-        return LossSums(loss=loss, metrics=metrics | {"tokens": float(tokens.tokens), LOSS: float(loss.detach())})
+        return LossSums(
+            loss=loss, metrics=metrics | {"tokens": float(tokens.tokens), LOSS: float(loss.detach())}
+        )
 
     return loss_of

@@ -32,7 +32,8 @@ class Estimator:
     advantage: Callable[[GroupRewards], Tensor]
     max_response_tokens: int
     parts: Sequence[str] = ()
-    """Names of the reward's parts. Other parts that a group brings from before a resume are ignored, missing ones are 0."""
+    """Names of the reward's parts. Other parts that a group brings from before a resume are ignored, missing
+    ones are 0."""
     shaping: Sequence[Callable[..., float]] = ()
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None
     """KL estimator, where the KL is subtracted from the reward of every token."""
@@ -40,7 +41,9 @@ class Estimator:
     """Returns for a critic."""
     needs_greedy: bool = False
 
-    def estimate(self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float) -> Estimates:
+    def estimate(
+        self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float
+    ) -> Estimates:
         """Advantages and returns of every action token, of masked ones too."""
         rewards = self._rewards(groups, measured)
         if self.penalty is not None:
@@ -55,15 +58,21 @@ class Estimator:
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
-        # Not shaped: shaping is about the length of sampled responses. The intake has rejected groups without one.
+        # Not shaped: shaping is about the length of sampled responses. The intake has rejected groups without
+        # one.
         greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
             rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
-            group_S=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])),
+            group_S=torch.repeat_interleave(
+                torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])
+            ),
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
-            parts={name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts]) for name in self.parts},
+            parts={
+                name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
+                for name in self.parts
+            },
             values_T=measured.get("values_T"),
             greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),

@@ -19,7 +19,9 @@ class Hooks:
         """Take pairs of name and hook. Raises ConfigError for a hook without any of the methods."""
         for name, hook in hooks:
             if not any(callable(getattr(hook, method, None)) for method in METHODS):
-                raise ConfigError(f"learner.hooks: `{name}` has no method {' or '.join(METHODS)}; write one of them")
+                raise ConfigError(
+                    f"learner.hooks: `{name}` has no method {' or '.join(METHODS)}; write one of them"
+                )
         self._hooks = tuple(hooks)
 
     @classmethod
@@ -47,7 +49,9 @@ class Hooks:
 def _construct(choice: Choice) -> object:
     where = f"learner.hooks: `{choice.name}`"
     if ":" not in choice.name:
-        raise ConfigError(f"{where} is no `path.py:Class` or `package.module:Class`; give the class with its file or module")
+        raise ConfigError(
+            f"{where} is no `path.py:Class` or `package.module:Class`; give the class with its file or module"
+        )
     hook_class = registry.load(choice.name)
     try:
         return hook_class(**choice.params)
@@ -59,11 +63,15 @@ def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> di
     try:
         returned = function(argument)
     except Exception as error:
-        raise ConfigError(f"{where} failed: {described(error)}; fix it, or remove it from learner.hooks") from error
+        raise ConfigError(
+            f"{where} failed: {described(error)}; fix it, or remove it from learner.hooks"
+        ) from error
     if returned is None:
         return {}
     if not isinstance(returned, Mapping) or not all(map(_is_number, returned.values())):
-        raise ConfigError(f"{where} returned {str(returned)[:80]!r}; it may return None or a mapping of names to numbers")
+        raise ConfigError(
+            f"{where} returned {str(returned)[:80]!r}; it may return None or a mapping of names to numbers"
+        )
     return {f"hook/{name}": float(value) for name, value in returned.items()}
 
 

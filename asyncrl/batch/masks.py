@@ -1,4 +1,5 @@
-"""Which action tokens leave the loss before it is computed, by reason, and how that falls on long and short responses.
+"""Which action tokens leave the loss before it is computed, by reason, and how that falls on long and short
+responses.
 
 Axes in names:  S sequences (rollouts) of the batch.
 """
@@ -32,20 +33,26 @@ class Masks:
 
 
 def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, truncated: bool) -> Masks:
-    """Of the action tokens, `sequence.keep`. `max_lag` None masks no age; `truncated` masks what was cut off."""
+    """Of the action tokens, `sequence.keep`. `max_lag` None masks no age; `truncated` masks what was cut
+    off."""
     nothing = np.zeros_like(sequence.keep)
     stale = nothing if max_lag is None else sequence.keep & (sequence.lag > max_lag)
     is_cut = truncated and rollout.finish_reason == "length"
     return Masks(stale=stale, truncated=sequence.keep & ~stale if is_cut else nothing)
 
 
-def masked_shares(sequences: Sequence[TrainSample], masked: Sequence[Masks], max_response_tokens: int) -> dict[str, float]:
-    """Published: shares of all action tokens, and of those in responses of each length. `sequences` are as before the masks."""
+def masked_shares(
+    sequences: Sequence[TrainSample], masked: Sequence[Masks], max_response_tokens: int
+) -> dict[str, float]:
+    """Published: shares of all action tokens, and of those in responses of each length. `sequences` are as
+    before the masks."""
     lengths_S = torch.tensor([int(sequence.keep.sum()) for sequence in sequences])
     stale_S = torch.tensor([int(one.stale.sum()) for one in masked])
     truncated_S = torch.tensor([int(one.truncated.sum()) for one in masked])
     band_S = length_bands(lengths_S, max_response_tokens)
-    by_band = {band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)}
+    by_band = {
+        band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)
+    }
     return {
         "staleness/masked_share": _share(stale_S, lengths_S),
         **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},

@@ -14,7 +14,12 @@ from asyncrl.trainer.base import Trainer
 
 
 def measure(
-    trainer: Trainer, sequences: Sequence[TrainSample], columns: Collection[str], *, budget_tokens: int, device: torch.device
+    trainer: Trainer,
+    sequences: Sequence[TrainSample],
+    columns: Collection[str],
+    *,
+    budget_tokens: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """The columns of all kept tokens, float32 [T] in the order of `sequences`, the same on every rank.
 
@@ -26,12 +31,18 @@ def measure(
     shares = deal(sequences, budget_tokens, trainer.ranks)
     batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.rank]]
     measured = trainer.measure(batches, names)
-    mine = [torch.cat([part[name] for part in measured]).float().cpu().numpy() for name in names] if measured else []
+    mine = (
+        [torch.cat([part[name] for part in measured]).float().cpu().numpy() for name in names]
+        if measured
+        else []
+    )
     parts = trainer.gather(b"".join(column.tobytes() for column in mine))
     ends = np.cumsum([int(sequence.keep.sum()) for sequence in sequences])
     columns_CT = np.empty((len(names), int(ends[-1]) if len(ends) else 0), dtype=np.float32)
     for part, bins in zip(parts, shares, strict=True):
         owned = [np.arange(ends[i] - sequences[i].keep.sum(), ends[i]) for members in bins for i in members]
         if owned:
-            columns_CT[:, np.concatenate(owned)] = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
+            columns_CT[:, np.concatenate(owned)] = np.frombuffer(part, dtype=np.float32).reshape(
+                len(names), -1
+            )
     return {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}

@@ -1,4 +1,5 @@
-"""The policy's loss of one micro-batch, composed from an algorithm's choices: correction, loss, KL, entropy, aggregation."""
+"""The policy's loss of one micro-batch, composed from an algorithm's choices: correction, loss, KL, entropy,
+aggregation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,9 +33,15 @@ class Objective:
     """What lengths are measured against in metrics."""
 
     def loss(
-        self, counts: Counts, *, kl_coefficient: float, entropy_coefficient: float, step: TokenBatch | None = None
+        self,
+        counts: Counts,
+        *,
+        kl_coefficient: float,
+        entropy_coefficient: float,
+        step: TokenBatch | None = None,
     ) -> LossFunction:
-        """The loss function of one optimizer step, given its counts, and where the correction asks its tokens, of all ranks."""
+        """The loss function of one optimizer step, given its counts, and where the correction asks its
+        tokens, of all ranks."""
 
         wants_entropy = registry.takes(self.policy_loss, "entropy_T")
 
@@ -67,8 +74,11 @@ class Objective:
 
         return loss_of
 
-    def _correct(self, tokens: TokenBatch, logprobs_T: Tensor, step: TokenBatch | None) -> tuple[TokenBatch, Mapping[str, float]]:
-        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are the same."""
+    def _correct(
+        self, tokens: TokenBatch, logprobs_T: Tensor, step: TokenBatch | None
+    ) -> tuple[TokenBatch, Mapping[str, float]]:
+        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are
+        the same."""
         if self.proximal == "behaviour":
             return tokens, {}
         if tokens.proximal_logprobs_T is None:

@@ -1,4 +1,5 @@
-"""From sequences of unequal length to micro-batches of nearly equal work. Pure and deterministic: every rank computes the same.
+"""From sequences of unequal length to micro-batches of nearly equal work. Pure and deterministic: every rank
+computes the same.
 
 Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T its action tokens.
 """
@@ -17,28 +18,37 @@ from asyncrl.trainer.base import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
-    """One prompt and response as the trainer sees it; all columns but `prompt_ids` have one entry per response token."""
+    """One prompt and response as the trainer sees it; all columns but `prompt_ids` have one entry per
+    response token."""
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
     keep: NDArray[np.bool_]
-    """True where the token takes part: an action, in the loss one that no mask (staleness, overlong) has taken out."""
+    """True where the token takes part: an action, in the loss one that no mask (staleness, overlong) has
+    taken out."""
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lag: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """What was measured or made of it, under the names of `TokenBatch`; the same names in all sequences of a batch."""
+    """What was measured or made of it, under the names of `TokenBatch`; the same names in all sequences of a
+    batch."""
 
     def __post_init__(self) -> None:
         fields = ("keep", "behaviour_logprobs", "advantages", "lag")
         columns = {**{name: getattr(self, name) for name in fields}, **self.columns}
-        wrong = {name: len(column) for name, column in columns.items() if len(column) != len(self.response_ids)}
+        wrong = {
+            name: len(column) for name, column in columns.items() if len(column) != len(self.response_ids)
+        }
         if wrong:
             raise ShapeError(
-                f"sequence has {len(self.response_ids)} response tokens, but {wrong}; one entry per response token is needed"
+                f"sequence has {len(self.response_ids)} response tokens, but {wrong}; one entry per "
+                "response token is needed"
             )
         if len(self.prompt_ids) == 0:
-            raise ShapeError("sequence has an empty prompt; the first response token needs a token before it that predicts it")
+            raise ShapeError(
+                "sequence has an empty prompt; the first response token needs a token before it that "
+                "predicts it"
+            )
 
     @property
     def tokens(self) -> int:
@@ -47,16 +57,18 @@ class TrainSample:
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `budget_tokens` with even loads, in as few rounds of `ranks` bins as possible.
+    """Indices of `lengths` in bins of at most `budget_tokens` with even loads, in as few rounds of `ranks`
+    bins as possible.
 
-    First-fit decreasing says how many rounds. Their bins are filled anew, if that fits: each item, longest first, goes to the
-    emptiest bin. So every rank has work in every round, as long as there are as many items. Raises ShapeError when an item
-    alone is over the budget.
+    First-fit decreasing says how many rounds. Their bins are filled anew, if that fits: each item, longest
+    first, goes to the emptiest bin. So every rank has work in every round, as long as there are as many
+    items. Raises ShapeError when an item alone is over the budget.
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
         raise ShapeError(
-            f"a sequence of {longest} tokens exceeds the budget of {budget_tokens} tokens; raise learner.tokens_per_microbatch"
+            f"a sequence of {longest} tokens exceeds the budget of {budget_tokens} tokens; raise "
+            "learner.tokens_per_microbatch"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     first_fit = _fill(order, lengths, budget_tokens)
@@ -79,7 +91,9 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> l
     return bins
 
 
-def _balance(order: Sequence[int], lengths: Sequence[int], budget_tokens: int, num_bins: int) -> list[list[int]] | None:
+def _balance(
+    order: Sequence[int], lengths: Sequence[int], budget_tokens: int, num_bins: int
+) -> list[list[int]] | None:
     """None where the even spread does not fit into `num_bins`."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
@@ -93,10 +107,11 @@ def _balance(order: Sequence[int], lengths: Sequence[int], budget_tokens: int, n
 
 
 def share_out(bins: Sequence[Sequence[int]], ranks: int, lengths: Sequence[int]) -> list[list[list[int]]]:
-    """The bins of each rank: the same number for every rank, empty ones where they do not divide, rounds of equal work.
+    """The bins of each rank: the same number for every rank, empty ones where they do not divide, rounds of
+    equal work.
 
-    Ranks meet in a collective after every micro-batch, so bins of similar size are dealt in the same round; the
-    direction alternates, so that no rank gets the larger bin of every round.
+    Ranks meet in a collective after every micro-batch, so bins of similar size are dealt in the same round;
+    the direction alternates, so that no rank gets the larger bin of every round.
     """
     order = sorted(range(len(bins)), key=lambda b: (-sum(lengths[i] for i in bins[b]), b))
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -117,11 +132,16 @@ def deal(sequences: Sequence[TrainSample], budget_tokens: int, ranks: int) -> li
 
 
 def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroBatch:
-    """The sequences end to end; only kept tokens become action tokens. No sequences give an empty micro-batch."""
+    """The sequences end to end; only kept tokens become action tokens. No sequences give an empty
+    micro-batch."""
     starts = np.cumsum([0] + [sequence.tokens for sequence in sequences])
-    # A response token at response offset r stands at start + prompt + r and is predicted by the token before it.
+    # A response token at response offset r stands at start + prompt + r and is predicted by the token before
+    # it.
     kept = [np.flatnonzero(sequence.keep) for sequence in sequences]
-    sources = [start + len(sequence.prompt_ids) + r - 1 for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)]
+    sources = [
+        start + len(sequence.prompt_ids) + r - 1
+        for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)
+    ]
 
     def joined(columns: Iterable[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
         return _joined([column[r] for column, r in zip(columns, kept, strict=True)], dtype, device)
@@ -133,7 +153,10 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
         behaviour_logprobs_T=joined((sequence.behaviour_logprobs for sequence in sequences), torch.float32),
         advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
         lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
-        **{name: joined((sequence.columns[name] for sequence in sequences), torch.float32) for name in measured},
+        **{
+            name: joined((sequence.columns[name] for sequence in sequences), torch.float32)
+            for name in measured
+        },
     )
     ids = [part for sequence in sequences for part in (sequence.prompt_ids, sequence.response_ids)]
     return MicroBatch(

@@ -1,4 +1,5 @@
-"""From collected groups to packed micro-batches: samples, advantages, masks, counts. Every rank computes the same plan.
+"""From collected groups to packed micro-batches: samples, advantages, masks, counts. Every rank computes the
+same plan.
 
 Axes in names:  T action tokens of the batch before any mask.
 """
@@ -40,7 +41,8 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """One optimizer step: this rank's micro-batches, and the counts over all ranks that losses are divided by."""
+    """One optimizer step: this rank's micro-batches, and the counts over all ranks that losses are divided
+    by."""
 
     microbatches: tuple[MicroBatch, ...]
     counts: Counts
@@ -97,9 +99,14 @@ class Planner:
         return measure(trainer, samples, self.columns, budget_tokens=budget_tokens, device=device)
 
     def plan(
-        self, groups: Sequence[Group], samples: Sequence[TrainSample], measured: Mapping[str, Tensor], kl_coefficient: float
+        self,
+        groups: Sequence[Group],
+        samples: Sequence[TrainSample],
+        measured: Mapping[str, Tensor],
+        kl_coefficient: float,
     ) -> Plan:
-        """Advantages over whole groups first, then masks, then packing: a masked token still counts for the baseline."""
+        """Advantages over whole groups first, then masks, then packing: a masked token still counts for the
+        baseline."""
         estimates = self.estimator.estimate(groups, measured, kl_coefficient)
         columns_T = {
             "advantages_T": estimates.advantages_T,
@@ -116,13 +123,17 @@ class Planner:
             for rollout, sample in zip(rollouts, samples, strict=True)
         ]
         planned = tuple(
-            replace(sample, keep=sample.keep & ~mask.any, advantages=columns.pop("advantages_T"), columns=columns)
+            replace(
+                sample, keep=sample.keep & ~mask.any, advantages=columns.pop("advantages_T"), columns=columns
+            )
             for sample, mask, columns in zip(samples, masked, _split(present, samples), strict=True)
         )
         per_minibatch = len(groups) // self.settings.minibatches
         bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
         return Plan(
-            minibatches=tuple(self._minibatch(planned[start:stop]) for start, stop in itertools.pairwise(bounds)),
+            minibatches=tuple(
+                self._minibatch(planned[start:stop]) for start, stop in itertools.pairwise(bounds)
+            ),
             sequences=planned,
             rewards=estimates.rewards,
             returns_T=estimates.returns_T,
@@ -134,16 +145,22 @@ class Planner:
         bins = deal(samples, settings.tokens_per_microbatch, settings.ranks)[settings.rank]
         kept = [int(sample.keep.sum()) for sample in samples]
         return Minibatch(
-            microbatches=tuple(microbatch([samples[i] for i in members], settings.device) for members in bins),
+            microbatches=tuple(
+                microbatch([samples[i] for i in members], settings.device) for members in bins
+            ),
             counts=Counts(tokens=sum(kept), sequences=sum(count > 0 for count in kept)),
             tokens=microbatch(samples, settings.device).tokens if self.over_step else None,
         )
 
 
-def _split(columns: Mapping[str, NDArray[np.float32]], samples: Sequence[TrainSample]) -> list[dict[str, NDArray[np.float32]]]:
+def _split(
+    columns: Mapping[str, NDArray[np.float32]], samples: Sequence[TrainSample]
+) -> list[dict[str, NDArray[np.float32]]]:
     """Each sample's part of the flat columns, spread over its response; 0 where a token is no action."""
     ends = np.cumsum([sample.keep.sum() for sample in samples])
-    parts = [{name: np.zeros(len(sample.response_ids), dtype=np.float32) for name in columns} for sample in samples]
+    parts = [
+        {name: np.zeros(len(sample.response_ids), dtype=np.float32) for name in columns} for sample in samples
+    ]
     for sample, part, end in zip(samples, parts, ends, strict=True):
         for name, column_T in columns.items():
             part[name][sample.keep] = column_T[end - sample.keep.sum() : end]

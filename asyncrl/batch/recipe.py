@@ -23,14 +23,17 @@ class Recipe:
     """1 while the reference is frozen, or where there is none."""
 
     def train_policy(self, trainer: Trainer, plan: Plan, version: int) -> tuple[StepResult, ...]:
-        """The policy's optimizer steps, then what depends on their results; none while the critic warms up."""
+        """The policy's optimizer steps, then what depends on their results; none while the critic warms
+        up."""
         if self.critic and version < self.critic.warmup_steps:
             return ()
         kl, entropy = self.coefficients.kl, self.coefficients.entropy
         results = tuple(
             trainer.step(
                 minibatch.microbatches,
-                self.objective.loss(minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy, step=minibatch.tokens),
+                self.objective.loss(
+                    minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy, step=minibatch.tokens
+                ),
             )
             for _ in range(self.epochs)
             for minibatch in plan.minibatches

@@ -1,4 +1,5 @@
-"""From a config to a `Recipe`: the one place where the names of an algorithm become functions, before the first step."""
+"""From a config to a `Recipe`: the one place where the names of an algorithm become functions, before the
+first step."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -54,11 +55,14 @@ def make_recipe(
 
 
 def make_estimator(config: AlgorithmConfig, *, max_response_tokens: int, parts: Sequence[str]) -> Estimator:
-    """The advantage, with what stands between it and the rewards. `parts` names the reward's parts. Raises ConfigError."""
+    """The advantage, with what stands between it and the rewards. `parts` names the reward's parts. Raises
+    ConfigError."""
     advantage, kl = config.advantage, config.kl
     needs = registry.needs("advantage", advantage.name)
     if unknown := needs - USABLE:
-        raise ConfigError(f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}")
+        raise ConfigError(
+            f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}"
+        )
     known = inspect.signature(value_targets).parameters
     discounts = {name: value for name, value in advantage.params.items() if name in known}
     return Estimator(
@@ -106,7 +110,9 @@ def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:
 
     Weights that are divided by their mean over the step must be known before it all the same.
     """
-    return algorithm.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or normalises(algorithm))
+    return algorithm.proximal == "recompute" and (
+        batch.epochs * batch.minibatches > 1 or normalises(algorithm)
+    )
 
 
 def normalises(algorithm: AlgorithmConfig) -> bool:

@@ -179,10 +179,13 @@ class LearnerBuffer(Protocol):
         ...
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The stored frames of taken ids, in their order. One that begins with `GIVEN_UP` is of a dead ticket."""
+        """The stored frames of taken ids, in their order. One that begins with `GIVEN_UP` is of a dead
+        ticket."""
         ...
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+    def reject_frame(
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+    ) -> Take:
         """Move an unusable frame to the dead letters and issue its id again; returns the shortened take.
 
         Does nothing if the id has another frame, which was stored after a rollback had lost this one.

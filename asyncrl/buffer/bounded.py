@@ -22,7 +22,8 @@ _call = _Call()
 
 @contextmanager
 def bounded(until_s: float) -> Iterator[None]:
-    """Reads of this thread raise TimeoutError after `until_s` (monotonic), unless a large reply is arriving."""
+    """Reads of this thread raise TimeoutError after `until_s` (monotonic), unless a large reply is
+    arriving."""
     before_s, _call.until_s = _call.until_s, until_s
     try:
         yield

@@ -1,9 +1,10 @@
-"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without its password.
+"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without
+its password.
 
-The store is a single server or a cluster. A call with a `tag` touches only keys with that hash tag, which one node serves. The
-first node that is asked redirects the call to it (MOVED). From then on that node is asked, until it fails or redirects again.
-redis-py's RedisCluster does this too, but cannot connect to a single server, and asks every node for COMMAND and CLUSTER
-SLOTS, which a generator's user is not allowed to call.
+The store is a single server or a cluster. A call with a `tag` touches only keys with that hash tag, which one
+node serves. The first node that is asked redirects the call to it (MOVED). From then on that node is asked,
+until it fails or redirects again. redis-py's RedisCluster does this too, but cannot connect to a single
+server, and asks every node for COMMAND and CLUSTER SLOTS, which a generator's user is not allowed to call.
 """
 
 import contextlib
@@ -43,11 +44,13 @@ from asyncrl.progress import beat
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
-# The client sends only the password: a user with few rights may not send more, and no server may redirect the client.
+# The client sends only the password: a user with few rights may not send more, and no server may redirect the
+# client.
 PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
 # A batch of frames has megabytes; the client's default reads 32 KiB per system call.
 READ_BYTES = 1 << 20
-# Enough to load a log of hundreds of GiB from a slow disk. After it, the store counts as one that does not answer.
+# Enough to load a log of hundreds of GiB from a slow disk. After it, the store counts as one that does not
+# answer.
 LOADING_S = 3600.0
 BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
@@ -72,19 +75,43 @@ class _Errors:
 _LOADING = _Errors((BusyLoadingError,), ("LOADING",))
 # The same call may succeed later. InvalidResponse: from a proxy without its store, or cut short.
 _TRANSIENT = _Errors(
-    (AskError, ClusterDownError, ConnectionError, InvalidResponse, ReadOnlyError, TimeoutError, TryAgainError),
-    (*_LOADING.answers, "BUSY", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNKILLABLE"),
+    (
+        AskError,
+        ClusterDownError,
+        ConnectionError,
+        InvalidResponse,
+        ReadOnlyError,
+        TimeoutError,
+        TryAgainError,
+    ),
+    (
+        *_LOADING.answers,
+        "BUSY",
+        "CLUSTERDOWN",
+        "MASTERDOWN",
+        "MISCONF",
+        "NOREPLICAS",
+        "READONLY",
+        "TRYAGAIN",
+        "UNKILLABLE",
+    ),
 )
-# The same call will never succeed: a wrong password, a missing right, a server without functions, a server that accepts
-# only short calls from strangers.
+# The same call will never succeed: a wrong password, a missing right, a server without functions, a server
+# that accepts only short calls from strangers.
 _REFUSED = _Errors(
     (AuthenticationError, AuthenticationWrongNumberOfArgsError, AuthorizationError, NoPermissionError),
-    ("unknown command", "ACL failure in script", "The user executing the script can't", "Protocol error: unauthenticated"),
+    (
+        "unknown command",
+        "ACL failure in script",
+        "The user executing the script can't",
+        "Protocol error: unauthenticated",
+    ),
 )
 
 
 def is_transient(error: RedisError) -> bool:
-    """Whether the same call may succeed later. The client's errors of a wrong password are connection errors."""
+    """Whether the same call may succeed later. The client's errors of a wrong password are connection
+    errors."""
     return error in _TRANSIENT and error not in _REFUSED
 
 
@@ -103,7 +130,9 @@ class StoreConnection:
         try:
             self.client: redis.Redis = self._connect(url)
         except ValueError as error:
-            raise StoreRefused(f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://") from error
+            raise StoreRefused(
+                f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://"
+            ) from error
 
     def _connect(self, url: str) -> redis.Redis:
         client: redis.Redis = redis.Redis.from_url(
@@ -120,7 +149,8 @@ class StoreConnection:
         return client
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
-        """Call `do` with this connection or, in a cluster, with a connection to each node that serves keys."""
+        """Call `do` with this connection or, in a cluster, with a connection to each node that serves
+        keys."""
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         if server.get("redis_mode") != "cluster":
             do(self)
@@ -145,16 +175,18 @@ class StoreConnection:
         self._by_tag[tag] = self._by_address[address]
 
     def _ask_another(self, tag: str, asked: redis.Redis) -> None:
-        """A node of a cluster failed: ask the next known node, which redirects the call when it knows who serves the keys."""
+        """A node of a cluster failed: ask the next known node, which redirects the call when it knows who
+        serves the keys."""
         if tag and self._by_address:
             known = [self.client, *self._by_address.values()]
             self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
-        """The answer to an idempotent `request`, which is repeated for `retry_s` seconds while the store is down.
+        """The answer to an idempotent `request`, which is repeated for `retry_s` seconds while the store is
+        down.
 
-        A store that says that it is loading its data is waited for up to `LOADING_S`. Whatever the server does, the call ends
-        at most `SOCKET_TIMEOUT_S` later, unless a large answer is still arriving.
+        A store that says that it is loading its data is waited for up to `LOADING_S`. Whatever the server
+        does, the call ends at most `SOCKET_TIMEOUT_S` later, unless a large answer is still arriving.
         """
         began_s, failures = time.monotonic(), 0
         deadline = began_s + self._retry_s
@@ -179,8 +211,8 @@ class StoreConnection:
                 if time.monotonic() + pause_s > deadline:
                     waited_s = time.monotonic() - began_s
                     raise StoreError(
-                        f"store {self.url} has not answered for {waited_s:.0f} s ({type(error).__name__}: {error}); "
-                        "check that it runs, and store.url"
+                        f"store {self.url} has not answered for {waited_s:.0f} s ({type(error).__name__}: "
+                        f"{error}); check that it runs, and store.url"
                     ) from error
             time.sleep(pause_s)
 
@@ -192,18 +224,21 @@ class StoreConnection:
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         version = str(server["redis_version"])
         if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
-            raise StoreRefused(f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it")
+            raise StoreRefused(
+                f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it"
+            )
         policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
         if policy != "noeviction":
             raise StoreRefused(
-                f"store {self.url} has maxmemory-policy {policy}, which throws stored groups away when memory is short; "
-                "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+                f"store {self.url} has maxmemory-policy {policy}, which throws stored groups away when "
+                "memory is short; set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
             )
 
     def check_room(self, cap_bytes: int) -> None:
         """Refuse a store whose own memory limit is below the cap on stored groups.
 
-        Over the cap a group that the learner waits for is still let in, over the store's own limit none is: the run would stop.
+        Over the cap a group that the learner waits for is still let in, over the store's own limit none is:
+        the run would stop.
         """
         self.on_every_node(lambda node: node._check_room_here(cap_bytes))
 
@@ -211,9 +246,9 @@ class StoreConnection:
         limit_bytes = int(self.call(lambda client: client.info("memory"))["maxmemory"])
         if 0 < limit_bytes < cap_bytes:
             raise StoreRefused(
-                f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib ({cap_bytes / 2**30:.3g}); "
-                "full, it would refuse the group that the learner waits for: raise maxmemory (CONFIG SET maxmemory), or lower "
-                "store.max_gib"
+                f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib "
+                f"({cap_bytes / 2**30:.3g}); full, it would refuse the group that the learner waits for: "
+                "raise maxmemory (CONFIG SET maxmemory), or lower store.max_gib"
             )
 
     def close(self) -> None:

@@ -48,12 +48,19 @@ class Gate:
                 groups.append(self._group(name, frame))
             except WireError as error:
                 where = {"ticket_id": name, "lane": self.lane}
-                log.error("the frame of group %d is not valid and counts as a failed attempt: %s", name, error, extra=where)
+                log.error(
+                    "the frame of group %d is not valid and counts as a failed attempt: %s",
+                    name,
+                    error,
+                    extra=where,
+                )
                 buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")
                 return None
             except _SetAside as verdict:
                 reason = str(verdict)
-                log.error("group %d is set aside: %s", name, reason, extra={"ticket_id": name, "lane": self.lane})
+                log.error(
+                    "group %d is set aside: %s", name, reason, extra={"ticket_id": name, "lane": self.lane}
+                )
                 buffer.reject_frame(take, ticket_id, frame, reason, final=True)
                 groups.append(_dead(name, reason))
         return groups
@@ -69,7 +76,8 @@ class Gate:
         group = self.decode(frame)
         if (group.lane, group.ticket_id) != (self.lane, name):
             raise WireError(
-                f"stored in lane {self.lane} under id {name}, but its group says lane {group.lane[:40]!r}, id {group.ticket_id}"
+                f"stored in lane {self.lane} under id {name}, but its group says lane {group.lane[:40]!r}, "
+                f"id {group.ticket_id}"
             )
         if group.dead_reason is not None:
             return _dead(name, f"{DEAD}: {group.dead_reason}", generator_id=group.generator_id)

@@ -80,7 +80,8 @@ class Intake:
 
     @property
     def settled(self) -> Ledger:
-        """The ledger after the last whole step: what is only half collected is taken again after a restart."""
+        """The ledger after the last whole step: what is only half collected is taken again after a
+        restart."""
         return Ledger.from_dict(self._settled)
 
     def recover(self, version: int) -> None:
@@ -97,7 +98,8 @@ class Intake:
         """The groups of the step that trains `version`, or None when they are not there after `wait_s`.
 
         Raises:
-            RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of groups.
+            RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of
+            groups.
         """
         until_s = time.monotonic() + wait_s
         self._stall.waits_for(version)
@@ -106,7 +108,8 @@ class Intake:
                 continue
             if time.monotonic() >= until_s:
                 self._stall.check(lambda: self.recover(version))
-                self.open(version)  # a store that lost only this would wait for the learner, and the learner for it
+                # A store that lost only this would wait for the learner, and the learner for it.
+                self.open(version)
                 return None
             time.sleep(0.005)
         return self._finish()
@@ -119,11 +122,14 @@ class Intake:
 
     @contextmanager
     def _healing(self, version: int) -> Iterator[None]:
-        """Repair the store when it was wiped or rolled back under a live learner: the ledger in memory wins."""
+        """Repair the store when it was wiped or rolled back under a live learner: the ledger in memory
+        wins."""
         try:
             yield
         except BufferGap as gap:
-            log.warning("the store forgot part of this run and is brought up to date from the ledger: %s", gap)
+            log.warning(
+                "the store forgot part of this run and is brought up to date from the ledger: %s", gap
+            )
             self.recover(version)
 
     def _take(self, version: int) -> bool:
@@ -152,22 +158,29 @@ class Intake:
             else:
                 step.rejected.append((group, reason))
                 self.ledger.count_rejected(kind := kind_of(reason))
-                # Today's filters and settings are not to blame for groups that were issued before them; and there
-                # is a limited number of those.
+                # Today's filters and settings are not to blame for groups that were issued before them; and
+                # there is a limited number of those.
                 if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
                     step.unfit[kind] += 1
         if step.rejected:
             self.open(version)
         most = self.max_refills * self.groups
         if step.unfit.total() > most:
-            raise too_many_rejected(step.unfit, step.rejected, step.takes, f"{len(step.accepted)} of {self.groups}", most)
+            raise too_many_rejected(
+                step.unfit, step.rejected, step.takes, f"{len(step.accepted)} of {self.groups}", most
+            )
 
     def _finish(self) -> Collected:
         step = self._step
         self.ledger.trained += len(step.accepted)
         self._settled = self.ledger.to_dict()
         self._step = _Step()
-        return Collected(groups=tuple(step.accepted), rejected=tuple(step.rejected), takes=step.takes, taken_at=step.taken_at)
+        return Collected(
+            groups=tuple(step.accepted),
+            rejected=tuple(step.rejected),
+            takes=step.takes,
+            taken_at=step.taken_at,
+        )
 
     def _limit(self, version: int) -> int:
         if version != self._version:  # what the ledger has by now is in the weights of this version

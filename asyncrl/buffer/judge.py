@@ -1,4 +1,5 @@
-"""Which groups are not trained, and why. A reason begins with its kind, under which it is counted: `kind: details`."""
+"""Which groups are not trained, and why. A reason begins with its kind, under which it is counted: `kind:
+details`."""
 
 import logging
 import re
@@ -23,7 +24,8 @@ DISCARDED_LINEAGE = "discarded_lineage"
 # Kinds that mean a fault. All other kinds come from filters, or from settings that changed before a resume.
 FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 
-# A kind is the name of a metric and a key of the ledger in every checkpoint, so users' filters cannot make many or long ones.
+# A kind is the name of a metric and a key of the ledger in every checkpoint, so users' filters cannot make
+# many or long ones.
 MOST_KINDS = 20
 KIND_CHARACTERS = 40
 OTHER = "other"
@@ -38,10 +40,10 @@ def make_judge(
 ) -> Judge:
     """Rejects what cannot be trained on, and what the group filters reject.
 
-    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the learner lost them
-    when it went back to a checkpoint), groups with a token older than `drop_older_than` (unless `staleness.policy` is drop, only
-    those can be whose ticket was issued for steps that the learner lost), and, where the advantage needs a greedy reward,
-    groups without one (of an earlier algorithm).
+    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the
+    learner lost them when it went back to a checkpoint), groups with a token older than `drop_older_than`
+    (unless `staleness.policy` is drop, only those can be whose ticket was issued for steps that the learner
+    lost), and, where the advantage needs a greedy reward, groups without one (of an earlier algorithm).
     """
 
     def judge(group: Group, version: int) -> str | None:
@@ -64,7 +66,8 @@ def make_judge(
 
 
 def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: Collection[str]) -> str | None:
-    """Why `group` is not trained, or None. A user's filter that raises costs the group that it was asked about.
+    """Why `group` is not trained, or None. A user's filter that raises costs the group that it was asked
+    about.
 
     `known_kinds` are those counted so far: after `MOST_KINDS` of them a new kind counts as `OTHER`.
     """
@@ -74,7 +77,11 @@ def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: C
         reason = judge(group, version)
         return None if reason is None else _with_bounded_kind(reason, known_kinds)
     except Exception as error:
-        log.exception("group %d cannot be judged and is not trained", group.ticket_id, extra={"ticket_id": group.ticket_id})
+        log.exception(
+            "group %d cannot be judged and is not trained",
+            group.ticket_id,
+            extra={"ticket_id": group.ticket_id},
+        )
         return one_line(f"filter_failed: {type(error).__name__}: {error}")
 
 
@@ -85,8 +92,9 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     if kind not in known_kinds and len(known_kinds) >= MOST_KINDS:
         if OTHER not in known_kinds:
             log.warning(
-                "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, the first is `%s`. "
-                "Write what differs from group to group behind a colon: the text before it is the kind, the name of a metric",
+                "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, "
+                "the first is `%s`. Write what differs from group to group behind a colon: the text before "
+                "it is the kind, the name of a metric",
                 *(MOST_KINDS, OTHER, one_line(reason)[:200]),
             )
         kind = OTHER
@@ -96,13 +104,15 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
 def too_many_rejected(
     unfit: Counter[str], rejected: Sequence[tuple[Group, str]], takes: int, accepted: str, most: int
 ) -> RunError:
-    """The error for a step that rejected more than `most` groups: `unfit` by kind, `accepted` such as "3 of 8"."""
+    """The error for a step that rejected more than `most` groups: `unfit` by kind, `accepted` such as "3 of
+    8"."""
     [(commonest, _)] = unfit.most_common(1)
     example = next(reason for _, reason in reversed(rejected) if kind_of(reason) == commonest)
     cure = (
         f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
         if commonest in FAULTS
-        else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise the limit"
+        else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise "
+        "the limit"
     )
     return RunError(
         f"one optimizer step: {unfit.total()} groups were rejected in {takes} takes ({dict(unfit)}), only "

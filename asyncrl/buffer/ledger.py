@@ -35,10 +35,13 @@ class Ledger:
     rejected: dict[str, int] = field(default_factory=dict)
 
     def consume(self, ids: tuple[int, ...]) -> None:
-        """Enter the ids of one take and extend the chain. Raises CheckpointError for an id consumed before."""
+        """Enter the ids of one take and extend the chain. Raises CheckpointError for an id consumed
+        before."""
         repeated = [i for i in ids if i <= self.watermark or i in self.above]
         if repeated or len(set(ids)) != len(ids):
-            raise CheckpointError(f"take {self.takes + 1} repeats ids {repeated or ids}; the store and the ledger disagree")
+            raise CheckpointError(
+                f"take {self.takes + 1} repeats ids {repeated or ids}; the store and the ledger disagree"
+            )
         self.above.update(ids)
         while self.watermark + 1 in self.above:
             self.watermark += 1

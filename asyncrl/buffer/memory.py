@@ -153,14 +153,19 @@ class MemoryBuffer:
             for ticket_id in ids:
                 store.reissue.discard(ticket_id)
                 store.leases[ticket_id] = _Lease(holder, self._clock() + self._rules.lease_s)
-                minimum = minimum_version(ticket_id, version=store.version, limit=store.limit, groups=self._rules.groups)
+                minimum = minimum_version(
+                    ticket_id, version=store.version, limit=store.limit, groups=self._rules.groups
+                )
                 tickets.append(Ticket(id=ticket_id, minimum_version=minimum, history=store.history))
             return Lease(tickets=tuple(tickets), closed=store.closed)
 
     def _leasable(self, holder: str, count: int) -> list[int]:
-        """A holder with a suspect gets nothing more, one without tickets a waiting suspect; else the lowest ids."""
+        """A holder with a suspect gets nothing more, one without tickets a waiting suspect; else the lowest
+        ids."""
         store, held = self._store, self._store.held(holder, self._store.leases)
-        suspects = {i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)}
+        suspects = {
+            i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)
+        }
         waiting = [i for i in sorted(store.reissue) if i <= store.limit]
         alone = [i for i in waiting if i in suspects and store.deaths[i] < self._rules.max_deaths]
         if suspects.intersection(held):
@@ -240,7 +245,9 @@ class MemoryBuffer:
             unconsumed = {i for i in range(store.watermark + 1, store.issued + 1) if i not in store.done}
             store.frames = {i: store.frames[i] for i in unconsumed if i in store.frames}
             store.ready = store.frames.keys() - taken
-            store.leases = {i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames}
+            store.leases = {
+                i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames
+            }
             store.reissue = {i for i in unconsumed if i not in store.frames and i not in store.leases}
             store.takes, store.committed = kept, ledger.takes
             for counts in (store.attempts, store.deaths):
@@ -271,7 +278,8 @@ class MemoryBuffer:
             if assignment is not None and assignment.previous == ledger.chain:
                 if len(assignment.ids) <= count:
                     return Take(number=number, ids=assignment.ids, chain=assignment.chain)
-                store.unassign_from(number)  # assigned for a larger batch, before a restart with a smaller one
+                # Assigned for a larger batch, before a restart with a smaller one.
+                store.unassign_from(number)
             if number != store.last + 1 or ledger.chain != store.chain:
                 raise BufferGap(f"take {number} does not follow the store's take {store.last}; recover")
             self._give_up_deadly()
@@ -289,7 +297,9 @@ class MemoryBuffer:
         store = self._store
         for ticket_id in sorted(store.reissue):
             if (deaths := store.deaths[ticket_id]) >= self._rules.max_deaths:
-                reason = f"{DEADLY}: {deaths} generators died, or lost their lease, while they had this ticket"
+                reason = (
+                    f"{DEADLY}: {deaths} generators died, or lost their lease, while they had this ticket"
+                )
                 store.dead_letters.append((ticket_id, reason, b""))
                 store.store(ticket_id, GIVEN_UP + reason.encode())
                 store.counters["dead"] += 1
@@ -302,7 +312,9 @@ class MemoryBuffer:
                 raise BufferGap(f"the store has no frame of ids {missing}; recover")
             return [self._store.frames[i] for i in ids]
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+    def reject_frame(
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+    ) -> Take:
         """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
@@ -320,7 +332,9 @@ class MemoryBuffer:
                     store.frames[ticket_id] = GIVEN_UP + reason.encode()
                 else:
                     ids, previous = tuple(i for i in assignment.ids if i != ticket_id), assignment.previous
-                    assignment = _Assignment(previous, next_chain(previous, ids), ids, unshortened=assignment.chain)
+                    assignment = _Assignment(
+                        previous, next_chain(previous, ids), ids, unshortened=assignment.chain
+                    )
                     store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
 
@@ -367,7 +381,10 @@ class MemoryBuffer:
     def dead_letters(self) -> list[DeadLetter]:
         """See `LearnerBuffer`."""
         with self._store.lock:
-            return [DeadLetter(id=i, reason=reason) for i, reason, _ in self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]]
+            return [
+                DeadLetter(id=i, reason=reason)
+                for i, reason, _ in self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
+            ]
 
     def close(self) -> None:
         """See `LearnerBuffer`."""
@@ -392,6 +409,9 @@ class MemoryBuffer:
 
     def _check_epoch(self) -> None:
         if self._store.epoch < self._epoch:
-            raise BufferGap(f"the store is behind epoch {self._epoch}: it was rolled back or wiped; recover from the ledger")
+            raise BufferGap(
+                f"the store is behind epoch {self._epoch}: it was rolled back or wiped; recover from the "
+                "ledger"
+            )
         if self._store.owner is not self:
             raise BufferFenced(FOLLOWED)

@@ -38,23 +38,35 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
     seconds, microseconds = connection.call(lambda client: client.time())
     skew_s = seconds + microseconds / 1e6 - (before_s + time.time()) / 2
     run = f"probe-{secrets.token_hex(8)}"
-    buffer, ledger, frame = RedisBuffer(connection, run, BufferRules(groups=1)), Ledger(), os.urandom(FRAME_BYTES)
+    buffer, ledger, frame = (
+        RedisBuffer(connection, run, BufferRules(groups=1)),
+        Ledger(),
+        os.urandom(FRAME_BYTES),
+    )
     started_s = time.perf_counter()
     try:
         buffer.recover(ledger, version=0, limit=1)
         tickets = buffer.lease("probe", 1).tickets
         if not tickets or buffer.put("probe", tickets[0].id, frame) is not PutOutcome.STORED:
             raise StoreError(
-                f"store {url} did not take a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: raise its maxmemory"
+                f"store {url} did not take a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: "
+                "raise its maxmemory"
             )
         take = buffer.take(ledger, 1, window=1)
         if take is None or buffer.frames(take.ids) != [frame]:
-            raise StoreError(f"store {url} gave another group back than was stored; use a Redis >= 7.0 or Valkey server directly")
+            raise StoreError(
+                f"store {url} gave another group back than was stored; use a Redis >= 7.0 or Valkey server "
+                "directly"
+            )
         ledger.consume(take.ids)
         if buffer.commit(ledger.takes, ledger.chain) != 1 or buffer.audit().missing:
-            raise StoreError(f"store {url} lost count of a single group; use a Redis >= 7.0 or Valkey server directly")
+            raise StoreError(
+                f"store {url} lost count of a single group; use a Redis >= 7.0 or Valkey server directly"
+            )
         took_s = time.perf_counter() - started_s
     finally:
         tag = hash_tag(run, "train")
         connection.call(lambda client: client.unlink(*keys_of(tag)), tag=tag)
-    return StoreProbe(version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s)
+    return StoreProbe(
+        version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s
+    )

@@ -28,8 +28,9 @@ _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
 # Keys of a lane, in the order of functions.lua.
 PLACES = (
-    "meta leased deadlines holders reissue ready frames takes done requests attempts deaths dead_letters counters totals".split()  # noqa: SIM905
-)
+    "meta", "leased", "deadlines", "holders", "reissue", "ready", "frames", "takes", "done", "requests",
+    "attempts", "deaths", "dead_letters", "counters", "totals",
+)  # fmt: skip
 # Windows and counts above this bound have the same effect.
 MAX_COUNT = 1 << 40
 # Attempts of a starting learner to recover: delayed calls of dead learners may recover in between.
@@ -49,7 +50,9 @@ def keys_of(tag: str) -> list[str]:
 class RedisBuffer:
     """One process's handle on one lane ("train", "eval") of a run. Safe to use from several threads."""
 
-    def __init__(self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train") -> None:
+    def __init__(
+        self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train"
+    ) -> None:
         self._connection = connection
         self._rules = rules
         self._tag = hash_tag(run, lane)
@@ -91,7 +94,10 @@ class RedisBuffer:
         as well.
         """
         try:
-            if self._was_full and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full":
+            if (
+                self._was_full
+                and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full"
+            ):
                 return PutOutcome.FULL
             reply = self._connection.call(lambda client: self._put(client, ticket_id, frame), tag=self._tag)
             outcome = PutOutcome(reply.decode())
@@ -116,7 +122,9 @@ class RedisBuffer:
         state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
         known, is_first = self._epoch, int(not self._epoch)
         for _ in range(MOST_RIVALS):
-            call = partial(self._reload_and_call, arguments=(known, self._owner, is_first, *state, self._lease_ms))
+            call = partial(
+                self._reload_and_call, arguments=(known, self._owner, is_first, *state, self._lease_ms)
+            )
             status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":
                 self._epoch = epoch
@@ -127,7 +135,14 @@ class RedisBuffer:
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """See `LearnerBuffer`."""
         number = ledger.takes + 1
-        reply = self._learner("take", number, ledger.chain, min(count, MAX_COUNT), min(window, MAX_COUNT), self._rules.max_deaths)
+        reply = self._learner(
+            "take",
+            number,
+            ledger.chain,
+            min(count, MAX_COUNT),
+            min(window, MAX_COUNT),
+            self._rules.max_deaths,
+        )
         return _take(number, reply) if reply else None
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
@@ -141,10 +156,14 @@ class RedisBuffer:
             raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
         return [frame for frame in frames if frame is not None]
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+    def reject_frame(
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+    ) -> Take:
         """See `LearnerBuffer`."""
         digest, attempts = sha1_of(frame), 0 if final else self._rules.max_attempts
-        reply = self._learner("reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts)
+        reply = self._learner(
+            "reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts
+        )
         return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:
@@ -188,7 +207,9 @@ class RedisBuffer:
         return reply
 
     def _fenced(self, found: str) -> BufferFenced:
-        return BufferFenced(f"store {self._connection.url}: {found}; another learner has the run, this one must stop")
+        return BufferFenced(
+            f"store {self._connection.url}: {found}; another learner has the run, this one must stop"
+        )
 
     def _call(self, function: str, *arguments: object) -> Any:
         return self._connection.call(lambda client: self._fcall(client, function, arguments), tag=self._tag)
@@ -197,7 +218,8 @@ class RedisBuffer:
         return self._loaded(client, lambda: self._request(client, function, arguments))
 
     def _reload_and_call(self, client: redis.Redis, arguments: tuple[object, ...]) -> Any:
-        """Load the functions again, which a bit flip in the server's log may have changed, and call `recover`."""
+        """Load the functions again, which a bit flip in the server's log may have changed, and call
+        `recover`."""
         try:
             _load(client)
         except ResponseError as error:  # for example a lack of memory, which the recovery ends
@@ -221,7 +243,9 @@ class RedisBuffer:
         except ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            raise BufferGap(f"store {self._connection.url}: the key of its frames has another type; recover") from error
+            raise BufferGap(
+                f"store {self._connection.url}: the key of its frames has another type; recover"
+            ) from error
 
     def _request(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
@@ -234,12 +258,16 @@ class RedisBuffer:
             if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
                 raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
             if "WRONGTYPE" in str(error):
-                raise StoreFullError(f"store {self._connection.url}: a key has another type: {error}") from error
+                raise StoreFullError(
+                    f"store {self._connection.url}: a key has another type: {error}"
+                ) from error
             if "Function not found" not in str(error):
                 raise
         try:
             _load(client)
-        except NoPermissionError as error:  # the user of generators must not load; the learner calls every second
+        except (
+            NoPermissionError
+        ) as error:  # the user of generators must not load; the learner calls every second
             raise BusyLoadingError("the learner has not loaded its functions into this store yet") from error
         return request()
 

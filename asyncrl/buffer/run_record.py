@@ -55,7 +55,9 @@ class RunRecord:
         self._connection.check()
         self._hold(run.name)
         if fresh:
-            self._connection.on_every_node(lambda node: node.call(lambda client: _delete_lanes(client, run.name)))
+            self._connection.on_every_node(
+                lambda node: node.call(lambda client: _delete_lanes(client, run.name))
+            )
         self._write(run)
 
     def renew(self, run: StoredRun) -> None:
@@ -68,8 +70,9 @@ class RunRecord:
         holder = self._connection.call(lambda client: _claim_name(client, name), tag=_KEY)
         if holder != name:
             raise ForeignRunError(
-                f"store {self._connection.url} serves run {holder!r}, not {name!r}; one store serves one run: use another "
-                f"store.url (another database number will do), or, if {holder!r} is over, delete its record: redis-cli del {_KEY}"
+                f"store {self._connection.url} serves run {holder!r}, not {name!r}; one store serves one "
+                f"run: use another store.url (another database number will do), or, if {holder!r} is over, "
+                f"delete its record: redis-cli del {_KEY}"
             )
 
     def _write(self, run: StoredRun) -> None:
@@ -83,7 +86,9 @@ class RunRecord:
         has, and StoreRefused if the record was changed without the key.
         """
         record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY), tag=_KEY)
-        values = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in record.items()}
+        values = {
+            name.decode(errors="replace"): value.decode(errors="replace") for name, value in record.items()
+        }
         try:
             run = StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
             seal = values[_SEAL]
@@ -95,13 +100,13 @@ class RunRecord:
             return run
         if run.key_id != key_id(self._key):
             raise ForeignRunError(
-                f"run {run.name!r} of store {self._connection.url} has another secret; use the join.key of the learner's run "
-                "directory"
+                f"run {run.name!r} of store {self._connection.url} has another secret; use the join.key of "
+                "the learner's run directory"
             )
         raise StoreRefused(
-            f"the record of run {run.name!r} in store {self._connection.url} was not written by the run's learner, so nothing in "
-            "it is used; find out what else writes into this store, and try again: a running learner writes its record again "
-            "every second"
+            f"the record of run {run.name!r} in store {self._connection.url} was not written by the run's "
+            "learner, so nothing in it is used; find out what else writes into this store, and try again: "
+            "a running learner writes its record again every second"
         )
 
     def holder(self) -> str | None:
@@ -129,7 +134,10 @@ def _claim_name(client: redis.Redis, name: str) -> str:
 
 
 def _delete_lanes(client: redis.Redis, name: str) -> None:
-    lanes = {key.rpartition(b":")[0] for key in client.scan_iter(match=f"{hash_tag(name, '*')}:*", count=_SCAN_COUNT)}
+    lanes = {
+        key.rpartition(b":")[0]
+        for key in client.scan_iter(match=f"{hash_tag(name, '*')}:*", count=_SCAN_COUNT)
+    }
     for lane in sorted(lanes):
         places = {place: b"%s:%s" % (lane, place.encode()) for place in PLACES}
         epoch: Any = client.hget(places["meta"], "epoch")

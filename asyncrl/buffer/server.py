@@ -1,4 +1,5 @@
-"""A store of our own: a Redis-compatible server started for one run, which cannot outlive the process that started it."""
+"""A store of our own: a Redis-compatible server started for one run, which cannot outlive the process that
+started it."""
 
 import contextlib
 import importlib.util
@@ -33,12 +34,13 @@ Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
 STOP_S, LOOK_S, POLL_S = 10.0, 1.0, 0.02
 Look = Literal["dead", "silent", "loading", "ready"]
-# Nobody can log in as this user. It keeps its rights because the server replays its own log as this user: without them it
-# would skip everything that functions wrote.
+# Nobody can log in as this user. It keeps its rights because the server replays its own log as this user:
+# without them it would skip everything that functions wrote.
 NOBODY = "user default off ~* &* +@all"
 # The limit of Linux is 107.
 SOCKET_PATH_BYTES = 100
-# The server's memory limit, relative to store.max_gib. The buffer's cap is reached first; this one protects the machine.
+# The server's memory limit, relative to store.max_gib. The buffer's cap is reached first; this one protects
+# the machine.
 MEMORY_MARGIN = 1.5
 
 _BOUND_TO_PARENT = """
@@ -56,7 +58,8 @@ except OSError as error:
 class StoreServer:
     """Starts on entry, stops on exit; `stop` and `start` restart it with the same URL and data.
 
-    Linux ends the server with the *thread* that called `start`: start it from one that lives as long as the run.
+    Linux ends the server with the *thread* that called `start`: start it from one that lives as long as the
+    run.
     """
 
     def __init__(
@@ -68,12 +71,15 @@ class StoreServer:
         users: Sequence[StoreUser] = (),
         needs_data: bool = True,
     ) -> None:
-        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do anything.
+        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do
+        anything.
 
         Unless it `needs_data`, data that the server cannot load is moved aside, and it starts empty.
         """
         if config.bind is not None and not users:
-            raise StoreError(f"the store would listen on {config.bind} and know nobody's password; give it users")
+            raise StoreError(
+                f"the store would listen on {config.bind} and know nobody's password; give it users"
+            )
         self._config = config
         self._directory = directory.absolute()
         self._binary = find_server(server)
@@ -88,7 +94,8 @@ class StoreServer:
 
     @property
     def socket_path(self) -> Path:
-        """In the run directory, or in a private directory of its own when that path is too long for a socket."""
+        """In the run directory, or in a private directory of its own when that path is too long for a
+        socket."""
         path = self._directory / "store.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
@@ -126,7 +133,9 @@ class StoreServer:
             self._launch()
         except OSError as error:
             self.stop()
-            raise StoreError(f"{self._binary} cannot be started in {self._directory}: {error}; mend that") from error
+            raise StoreError(
+                f"{self._binary} cannot be started in {self._directory}: {error}; mend that"
+            ) from error
         self._loading = Loading()
 
     def _launch(self) -> None:
@@ -137,7 +146,12 @@ class StoreServer:
         self._log = open_log(self._directory / "store.log")
         self._begun_at = self._log.seek(0, os.SEEK_END)
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, env=public_environment(), start_new_session=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=public_environment(),
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         # By standard input, because arguments are visible to everyone on the machine.
@@ -147,7 +161,8 @@ class StoreServer:
     def comes_up(self) -> bool:
         """Whether it answers by now; to be called again and again after `begin`.
 
-        One that loads its data is waited for. Raises StoreError when it has ended, or is silent: it is stopped then.
+        One that loads its data is waited for. Raises StoreError when it has ended, or is silent: it is
+        stopped then.
         """
         answer = self.look()
         if answer == "ready":
@@ -158,11 +173,15 @@ class StoreServer:
             self._mourn()
         elif self._loading.is_stuck():
             self.stop()
-            raise StoreError(f"{self._binary} in {self._directory} {self._loading}; it is stopped. Its log ends:\n{self._said()}")
+            raise StoreError(
+                f"{self._binary} in {self._directory} {self._loading}; it is stopped. Its log "
+                f"ends:\n{self._said()}"
+            )
         return False
 
     def look(self) -> Look:
-        """One question to the server, which takes `LOOK_S` at most: `silent` is one that lives and does not answer."""
+        """One question to the server, which takes `LOOK_S` at most: `silent` is one that lives and does not
+        answer."""
         if not self.is_running:
             return "dead"
         user = self._users[0] if self._users else None
@@ -188,7 +207,8 @@ class StoreServer:
         return "ready"
 
     def _mourn(self) -> None:
-        """After it ended before it answered: once more without its data, if that may be why. Raises StoreError."""
+        """After it ended before it answered: once more without its data, if that may be why. Raises
+        StoreError."""
         assert self._process is not None
         status, said = self._process.wait(), self._said()
         self.stop()
@@ -198,7 +218,10 @@ class StoreServer:
             return
         if self._data:
             self._data.put_back()
-        raise StoreError(f"{self._binary} did not come up in {self._directory} (exit status {status}); its log ends:\n{said}")
+        raise StoreError(
+            f"{self._binary} did not come up in {self._directory} (exit status {status}); its log "
+            f"ends:\n{said}"
+        )
 
     def _close_log(self) -> None:
         if self._log is not None:
@@ -227,7 +250,9 @@ class StoreServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.stop()
         self._close_log()
         if self._socket_directory is not None:
@@ -247,7 +272,7 @@ class StoreServer:
             "maxmemory": str(int(self._config.max_gib * MEMORY_MARGIN * 2**30)),
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
-            "set-proc-title": "no",  # it would be written over the environment, where a run marks its processes
+            "set-proc-title": "no",  # a title overwrites the environment, where a run marks its processes
         }
         lines = [f"{name} {value}" for name, value in settings.items()]
         if self._users:
@@ -276,13 +301,20 @@ def _bundled() -> str | None:
     if package is None or package.origin is None:
         return None
     machine = platform.machine().lower().replace("amd64", "x86_64")
-    path = Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+    path = (
+        Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+    )
     return str(path) if os.access(path, os.X_OK) else None
 
 
 def _version(binary: str) -> tuple[int, int]:
     text = subprocess.run(
-        [binary, "--version"], env=public_environment(), capture_output=True, text=True, timeout=10, check=False
+        [binary, "--version"],
+        env=public_environment(),
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
     ).stdout
     found = re.search(r"v=(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)

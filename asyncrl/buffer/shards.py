@@ -53,8 +53,9 @@ def ledgers_of(saved: Mapping[str, Any], shards: int) -> tuple[Ledger, ...]:
     found = saved.get("shards", [saved])
     if len(found) != shards:
         raise ConfigError(
-            f"the checkpoint was made with store.shards: {len(found)}, the config says {shards}; each shard counts its "
-            f"own ids, and they would be others: set store.shards: {len(found)}, or begin a new run"
+            f"the checkpoint was made with store.shards: {len(found)}, the config says {shards}; each shard "
+            f"counts its own ids, and they would be others: set store.shards: {len(found)}, or begin a new "
+            "run"
         )
     return tuple(map(Ledger.from_dict, found))
 
@@ -164,7 +165,9 @@ class ShardedBuffer:
         counters: Counter[str] = Counter()
         for audit in audits:
             counters.update(audit.counters)
-        return Audit(**{name: sum(getattr(audit, name) for audit in audits) for name in names}, counters=dict(counters))
+        return Audit(
+            **{name: sum(getattr(audit, name) for audit in audits) for name in names}, counters=dict(counters)
+        )
 
     def _by_shard(self, ids: Iterable[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = defaultdict(list)
@@ -202,7 +205,8 @@ class ShardedIntake:
             intake.open(version)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
-        """The groups of the step of `version`, or None if they are incomplete after `wait_s`. Raises RunError."""
+        """The groups of the step of `version`, or None if they are incomplete after `wait_s`. Raises
+        RunError."""
         until_s = time.monotonic() + wait_s
         for shard, intake in enumerate(self.intakes):
             if self._parts[shard] is None:

@@ -1,4 +1,5 @@
-"""Watches that groups arrive while the learner waits: repairs the store after a while, and gives up after `stall_s`."""
+"""Watches that groups arrive while the learner waits: repairs the store after a while, and gives up after
+`stall_s`."""
 
 import logging
 import math
@@ -11,8 +12,8 @@ from asyncrl.errors import RunError
 
 log = logging.getLogger(__name__)
 
-# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so that
-# no generator gets the missing tickets.
+# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so
+# that no generator gets the missing tickets.
 REPAIR_AFTER_S = 60.0
 
 
@@ -44,7 +45,11 @@ class StallWatch:
             self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
         if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
-            log.info("no group arrived for %.0f s; the store is made to agree with the ledger, should it be to blame", silent_s)
+            log.info(
+                "no group arrived for %.0f s; the store is made to agree with the ledger, should it be to "
+                "blame",
+                silent_s,
+            )
             self._repaired_at_s = time.monotonic()
             recover()
         if silent_s > self.stall_s:

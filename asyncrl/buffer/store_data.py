@@ -59,7 +59,10 @@ class Loading:
             self._bytes, self._moved_at_s = loaded, now_s
         if now_s - self._logged_at_s >= LOG_EVERY_S:
             self._logged_at_s = now_s
-            total, percent = int(persistence.get("loading_total_bytes", 0)), persistence.get("loading_loaded_perc", "?")
+            total, percent = (
+                int(persistence.get("loading_total_bytes", 0)),
+                persistence.get("loading_loaded_perc", "?"),
+            )
             log.info(
                 "the store loads its log of %.1f GiB: %s %%, about %s s left",
                 total / 2**30,
@@ -72,7 +75,11 @@ class Loading:
         return time.monotonic() - self._moved_at_s > (SILENT_S if self._bytes is None else STUCK_S)
 
     def __str__(self) -> str:
-        return f"has been silent for {SILENT_S:.0f} s" if self._bytes is None else f"has not loaded a byte in {STUCK_S:.0f} s"
+        return (
+            f"has been silent for {SILENT_S:.0f} s"
+            if self._bytes is None
+            else f"has not loaded a byte in {STUCK_S:.0f} s"
+        )
 
 
 class StoreData:
@@ -113,7 +120,9 @@ class StoreData:
             try:
                 self._aside.rename(self._directory / DATA)
             except OSError as error:
-                log.warning("%s cannot be named %s again (%s); the store will start empty", self._aside, DATA, error)
+                log.warning(
+                    "%s cannot be named %s again (%s); the store will start empty", self._aside, DATA, error
+                )
             self._aside = None
 
     def loaded(self) -> None:
@@ -122,8 +131,9 @@ class StoreData:
             return
         self.damaged += 1
         log.error(
-            "the store could not load its data and starts empty: the learner's ledger decides what has to be sampled again. The "
-            "data is kept as %s (the newest %d are; this is number %d since the start)",
+            "the store could not load its data and starts empty: the learner's ledger decides what has to "
+            "be sampled again. The data is kept as %s (the newest %d are; this is number %d since the "
+            "start)",
             self._aside,
             KEPT,
             self.damaged,

@@ -28,8 +28,8 @@ _GENERATOR = {
     "done": "sismember",
 }
 _LEARNER = (
-    "hget hgetall hmget hset hsetnx hdel hexists hstrlen hkeys zadd zrem zrange zrangebyscore zscore zcard zremrangebyrank "
-    "sismember sadd srem scard lpush lrange ltrim del unlink scan info function|load fcall"
+    "hget hgetall hmget hset hsetnx hdel hexists hstrlen hkeys zadd zrem zrange zrangebyscore zscore zcard "
+    "zremrangebyrank sismember sadd srem scard lpush lrange ltrim del unlink scan info function|load fcall"
 )
 
 
@@ -56,9 +56,14 @@ def learner_rules(run: str) -> str:
 def generator_rules(run: str) -> str:
     """Rights on tickets and frames. Only FCALL gets all rights on all keys of a lane, which it needs."""
     lane = f"~{{{run}:*}}"
-    keys_of = {" ".join(f"{lane}:{place}" for place in places.split()): commands for places, commands in _GENERATOR.items()}
+    keys_of = {
+        " ".join(f"{lane}:{place}" for place in places.split()): commands
+        for places, commands in _GENERATOR.items()
+    }
     keys_of |= {f"~{_RECORD}": "hgetall", f"{lane}:*": "fcall"}
-    return " ".join([_commands(_ANYBODY), *(f"({keys} {_commands(commands)})" for keys, commands in keys_of.items())])
+    return " ".join(
+        [_commands(_ANYBODY), *(f"({keys} {_commands(commands)})" for keys, commands in keys_of.items())]
+    )
 
 
 def with_user(url: str, user: str) -> str:

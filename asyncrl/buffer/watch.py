@@ -19,7 +19,9 @@ class AuditWatch:
     Only a mismatch in two checks in a row counts, because a recovery may be under way.
     """
 
-    def __init__(self, lane: str, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lane: str, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`count` is the audit of a buffer, `lane` its name in messages."""
         self._lane = lane
         self._count = count
@@ -56,9 +58,9 @@ class AuditWatch:
         self._was_missing = audit.missing != 0
         if found and not self.mismatch:
             log.error(
-                "%s: %d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d. The learner makes the "
-                "store agree with its ledger by itself. If the store was not changed by hand, this is a defect of asyncrl: "
-                "keep the run directory and report it",
+                "%s: %d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d. "
+                "The learner makes the store agree with its ledger by itself. If the store was not changed "
+                "by hand, this is a defect of asyncrl: keep the run directory and report it",
                 *(self._lane, abs(found), "nowhere" if found > 0 else "in two places"),
                 *(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done),
             )

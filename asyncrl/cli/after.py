@@ -17,7 +17,8 @@ def evaluate(
     words: MaybeWords = None,
     config: ConfigOption = None,
 ) -> None:
-    """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model directory has not."""
+    """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model
+    directory has not."""
     from asyncrl.results.evaluate import evaluate_model
 
     typer.echo(json.dumps(evaluate_model(model, *config_and_overrides(words, config)), indent=1))
@@ -26,7 +27,9 @@ def evaluate(
 @app.command()
 def report(
     run: RunArgument = None,
-    to: Annotated[Path | None, typer.Option("--to", help="HTML file; default: report.html in the run directory.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="HTML file; default: report.html in the run directory.")
+    ] = None,
 ) -> None:
     """Write one HTML page with all there is to see of a run; it opens without a network."""
     from asyncrl.results.run_page import write_report
@@ -37,7 +40,9 @@ def report(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories or names.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Two or more run directories or names.", show_default=False)
+    ],
     to: Annotated[Path | None, typer.Option("--to", help="HTML file with the curves of all runs.")] = None,
 ) -> None:
     """Compare runs: results, time, and the settings in which they differ."""
@@ -53,9 +58,12 @@ def compare(
 def analyze(
     run: RunArgument = None,
     names: Annotated[
-        list[str] | None, typer.Argument(help="Metrics or globs; default: list what there is.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="Metrics or globs; default: list what there is.", show_default=False),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")
+    ] = None,
 ) -> None:
     """Statistics, values and curves of any metrics of a run."""
     from asyncrl.cli.screens import show_metrics, show_names
@@ -68,7 +76,9 @@ def analyze(
 
 
 @app.command()
-def export(run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")) -> None:
+def export(
+    run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")
+) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
     from asyncrl.results.export import export_model
     from asyncrl.run.directory import find_run

@@ -12,7 +12,8 @@ from asyncrl.cli.arguments import plain_overrides
 app = typer.Typer(
     name="asyncrl",
     help="Asynchronous reinforcement learning for language models.",
-    epilog="A config is named as FILE or --config FILE, and changed by KEY=VALUE: asyncrl up task.yaml learner.steps=200",
+    epilog="A config is named as FILE or --config FILE, and changed by KEY=VALUE: asyncrl up task.yaml "
+    "learner.steps=200",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,

@@ -16,19 +16,30 @@ from asyncrl.errors import ConfigError
 
 # An override in the form of other trainers: a dotted key behind a prefix. None of our own options has a dot.
 PREFIXED = re.compile(r"(--|\+{1,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
-RunArgument = Annotated[Path | None, typer.Argument(help="Run directory or name; default: the newest run.", show_default=False)]
+RunArgument = Annotated[
+    Path | None, typer.Argument(help="Run directory or name; default: the newest run.", show_default=False)
+]
 StoreOption = Annotated[str | None, typer.Option(help="Store of a run: redis://, rediss:// or unix:// URL.")]
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option.")
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option."),
 ]
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="FILE [KEY=VALUE]...", help="The YAML file of the run, and what to change in it.", show_default=False),
+    typer.Argument(
+        metavar="FILE [KEY=VALUE]...",
+        help="The YAML file of the run, and what to change in it.",
+        show_default=False,
+    ),
 ]
 MaybeWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="The YAML file of a run, and what to change in it.", show_default=False),
+    typer.Argument(
+        metavar="[FILE] [KEY=VALUE]...",
+        help="The YAML file of a run, and what to change in it.",
+        show_default=False,
+    ),
 ]
 
 
@@ -42,7 +53,13 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
             plain.append(word)
             continue
         prefix, key, value = found.groups()
-        if value is None and prefix == "--" and rest and not re.match(r"-(?![\d.])", rest[0]) and "=" not in rest[0]:
+        if (
+            value is None
+            and prefix == "--"
+            and rest
+            and not re.match(r"-(?![\d.])", rest[0])
+            and "=" not in rest[0]
+        ):
             value = rest.pop(0)
         if value is None:
             raise ConfigError(f"override `{word}`  found no value; write for example `{key}=VALUE`")
@@ -59,8 +76,8 @@ def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tu
         config = Path(files.pop(0))
     if files:
         raise ConfigError(
-            f"found `{files[0]}` in addition to the config {config}; allowed are one YAML file and overrides KEY=VALUE, "
-            f"such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
+            f"found `{files[0]}` in addition to the config {config}; allowed are one YAML file and "
+            f"overrides KEY=VALUE, such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
         )
     return config, overrides
 
@@ -71,5 +88,7 @@ def required_config(words: Sequence[str] | None, config: Path | None) -> tuple[P
     if file is None:
         here = sorted(str(path) for path in [*Path().glob("*.y*ml"), *Path("configs").glob("*.yaml")])[:5]
         hint = f"here are {', '.join(here)}" if here else "docs/own-task.md shows how to write one"
-        raise ConfigError(f"found no config; needed is the YAML file of a run, before or after its overrides; {hint}")
+        raise ConfigError(
+            f"found no config; needed is the YAML file of a run, before or after its overrides; {hint}"
+        )
     return file, overrides

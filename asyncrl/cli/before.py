@@ -28,7 +28,8 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
 
 @app.command()
 def doctor(words: MaybeWords = None, config: ConfigOption = None, as_json: Json = False) -> None:
-    """Try out this machine, and what a run needs of it: every failure comes with its fix. Exit status 1 when a check failed."""
+    """Try out this machine, and what a run needs of it: every failure comes with its fix. Exit status 1 when
+    a check failed."""
     from rich.console import Console
     from rich.text import Text
 
@@ -50,13 +51,18 @@ def doctor(words: MaybeWords = None, config: ConfigOption = None, as_json: Json 
 
 @app.command()
 def plan(words: Words = None, config: ConfigOption = None, as_json: Json = False) -> None:
-    """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is formed."""
+    """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is
+    formed."""
     from asyncrl.cli.screens import show_plan
     from asyncrl.preflight.forecast import plan_of
 
     found = plan_of(*required_config(words, config))
     if as_json:
-        typer.echo(json.dumps({"lines": [asdict(line) for line in found.lines], "warnings": found.warnings}, indent=1))
+        typer.echo(
+            json.dumps(
+                {"lines": [asdict(line) for line in found.lines], "warnings": found.warnings}, indent=1
+            )
+        )
     else:
         show_plan(found)
 
@@ -67,10 +73,14 @@ def reward_test(
     config: ConfigOption = None,
     count: Annotated[int, typer.Option("--n", min=1, help="Prompts of the data, or samples.")] = 8,
     samples: Annotated[
-        Path | None, typer.Option(help="Run directory, or JSONL with `response` and a row's columns; default: wrong answers.")
+        Path | None,
+        typer.Option(
+            help="Run directory, or JSONL with `response` and a row's columns; default: wrong answers."
+        ),
     ] = None,
 ) -> None:
-    """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1 when any failed."""
+    """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1
+    when any failed."""
     from asyncrl.cli.screens import show_trial
     from asyncrl.preflight.reward_trial import try_rewards
 

@@ -1,4 +1,5 @@
-"""Runs that a command holds in the foreground: their screen, the signals that stop them, and the result at the end."""
+"""Runs that a command holds in the foreground: their screen, the signals that stop them, and the result at
+the end."""
 
 import signal
 import time
@@ -23,10 +24,13 @@ from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
 from asyncrl.telemetry.state import StateReader, read_state
 
 
-def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None) -> int:
+def run_here(
+    config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
+) -> int:
     """Run until the training is over or somebody stops it, and return the exit status. Raises RunError.
 
-    `plain` shows lines instead of the dashboard, `join_key` is a second file for the key of generators elsewhere.
+    `plain` shows lines instead of the dashboard, `join_key` is a second file for the key of generators
+    elsewhere.
     """
     directory = RunDirectory(config.run.directory)
     may_fail, lines = BestEffort(), plain or not Console().is_terminal
@@ -53,12 +57,15 @@ def run_here(config: Config, *, fresh: bool, generators: bool, plain: bool, join
 class Stopped:
     """Whether a signal has stopped a supervisor."""
 
-    status: int = 0  # the exit status of a command that a signal ended, as in shells: 128 plus the signal's number
+    status: int = (
+        0  # the exit status of a command that a signal ended, as in shells: 128 plus the signal's number
+    )
 
 
 @contextmanager
 def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
-    """Stop the run in good order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal. A second one is ignored."""
+    """Stop the run in good order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal. A second
+    one is ignored."""
     stopped = Stopped()
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
-"""The entry point: runs a command and ends with an exit status and a message. docs/troubleshooting.md has the table.
+"""The entry point: runs a command and ends with an exit status and a message. docs/troubleshooting.md has the
+table.
 
 Nothing heavy is imported before the handler of Ctrl-C is set.
 """
@@ -10,14 +11,16 @@ import sys
 from types import FrameType
 
 DONE = 0
-INTERRUPTED = 128 + signal.SIGINT  # after Ctrl-C; likewise `up` returns 143 after SIGTERM, 129 after a closed terminal
+# After Ctrl-C; likewise `up` returns 143 after SIGTERM, 129 after a closed terminal.
+INTERRUPTED = 128 + signal.SIGINT
 
 _interrupted = False
 
 
 def main() -> None:
     """Run the command line and exit. A user's mistake prints a message, never a traceback."""
-    # Looking for plugins, pydantic reads the metadata of every installed package: a third of the time of `validate`.
+    # Looking for plugins, pydantic reads the metadata of every installed package: a third of the time of
+    # `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     sys.unraisablehook = _unraisable
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore Ctrl-C
@@ -70,8 +73,8 @@ def _output() -> tuple[int, int] | None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C: raise KeyboardInterrupt wherever the program is, also in an event loop that is stuck.
 
-    Exit immediately on the second Ctrl-C, and within an import: C++ libraries abort or raise another error when an import
-    inside them fails. Processes that we started end with us.
+    Exit immediately on the second Ctrl-C, and within an import: C++ libraries abort or raise another error
+    when an import inside them fails. Processes that we started end with us.
     """
     global _interrupted
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -91,14 +94,16 @@ def _unraisable(found: "sys.UnraisableHookArgs") -> None:
 
 
 def _reader_left() -> bool:
-    """Whether the broken pipe is our own output, as in `asyncrl samples | head`: then there is nothing to report."""
+    """Whether the broken pipe is our own output, as in `asyncrl samples | head`: then there is nothing to
+    report."""
     pipes = select.poll()
     pipes.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & select.POLLERR for _, event in pipes.poll(0))
 
 
 def _give_up_output_that_fails() -> None:
-    """Redirect output that cannot be written to /dev/null: Python would try again at exit and print an error."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit and print an
+    error."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

@@ -1,4 +1,5 @@
-"""Turns the error of a command into a message and an exit status: a mistake of the user, or a fault of ours."""
+"""Turns the error of a command into a message and an exit status: a mistake of the user, or a fault of
+ours."""
 
 import difflib
 import re
@@ -13,7 +14,8 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
-# The error of typer for a wrong command line: click's class, or the one of the click that newer releases contain.
+# The error of typer for a wrong command line: click's class, or the one of the click that newer releases
+# contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
@@ -43,14 +45,28 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     """A wrong command line: what was found, what is allowed, what to do."""
     context, found = error.ctx, str(error.format_message()).rstrip(".")
     command = context.command_path if context else " ".join(["asyncrl", *arguments[:1]])
-    allowed = f"`{' '.join(context.get_usage().removeprefix('Usage: ').split())}`" if context else "what its help shows"
+    allowed = (
+        f"`{' '.join(context.get_usage().removeprefix('Usage: ').split())}`"
+        if context
+        else "what its help shows"
+    )
     name = getattr(error, "option_name", None)
-    known = [option for one in context.command.params for option in one.opts if option[0] == "-"] if context else []
+    known = (
+        [option for one in context.command.params for option in one.opts if option[0] == "-"]
+        if context
+        else []
+    )
     if context and name and name not in known:
-        found, allowed = f"found no option `{name}`", f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}"
+        found, allowed = (
+            f"found no option `{name}`",
+            f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}",
+        )
     elif context and (unknown := re.search(r"No such command '([^']*)'", found)):
         commands = list(context.command.commands)
-        found, allowed = f"found no command `{unknown[1]}`", f"{', '.join(commands)}{_meant(unknown[1], commands)}"
+        found, allowed = (
+            f"found no command `{unknown[1]}`",
+            f"{', '.join(commands)}{_meant(unknown[1], commands)}",
+        )
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
 
 

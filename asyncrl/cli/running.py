@@ -31,12 +31,7 @@ def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Confi
 
 
 @app.command()
-def up(
-    words: Words = None,
-    config: ConfigOption = None,
-    fresh: Fresh = False,
-    plain: Plain = False,
-) -> None:
+def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False) -> None:
     """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
     from asyncrl.cli.foreground import run_here
 
@@ -47,12 +42,14 @@ def up(
 @app.command()
 def quickstart(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="What to change in the config.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="What to change in the config.", show_default=False),
     ] = None,
     fresh: Fresh = False,
     plain: Plain = False,
 ) -> None:
-    """Make a tiny model that can hardly add, and train it with the whole system. It needs no GPU and no download.
+    """Make a tiny model that can hardly add, and train it with the whole system. It needs no GPU and no
+    download.
 
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
@@ -61,7 +58,9 @@ def quickstart(
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
-    made = subprocess.run([sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"], check=False)
+    made = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"], check=False
+    )
     if made.returncode != 0:
         raise typer.Exit(made.returncode)
     up(words, config, fresh=fresh, plain=plain)
@@ -73,7 +72,10 @@ def learner(
     config: ConfigOption = None,
     fresh: Fresh = False,
     join_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the generators' key there too, for those who must not see RUN.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the generators' key there too, for those who must not see RUN."
+        ),
     ] = None,
 ) -> None:
     """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
@@ -87,24 +89,29 @@ def learner(
 def generator(
     count: Annotated[int, typer.Option(min=1, help="Generators to start on this host.")] = 1,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Default: the run's own config, from the store.")
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="Default: the run's own config, from the store."),
     ] = None,
     store: StoreOption = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="What the run's own config may run or read on this host: a reward's FILE.py or module, model:PATH for the code "
-            "that comes with a model, variable:NAME. Once for each.",
+            help="What the run's own config may run or read on this host: a reward's FILE.py or module, "
+            "model:PATH for the code that comes with a model, variable:NAME. Once for each.",
             metavar="WHAT",
         ),
     ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")] = 0.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")
+    ] = 0.0,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
     from asyncrl.cli.foreground import stop_on_signals
     from asyncrl.commands.join import joined
 
-    run_joined = joined(count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo)
+    run_joined = joined(
+        count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo
+    )
     with run_joined as run, stop_on_signals(run.supervisor) as stopped:
         run.wait(lambda: None)
     raise typer.Exit(stopped.status)
@@ -141,16 +148,24 @@ def samples(
     count: Annotated[int, typer.Option(min=1)] = 5,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
     kind: Annotated[str | None, typer.Option(help="train, eval or dropped.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward, instead of the newest.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Those with the highest reward, instead of the newest.")
+    ] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward.")] = False,
-    dropped: Annotated[bool, typer.Option("--dropped", help="Of groups that were not trained, with the reason.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")] = False,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Of groups that were not trained, with the reason.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")
+    ] = False,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
     from asyncrl.cli.screens import show_samples
     from asyncrl.results.samples import samples_of, wanted
 
-    show_samples(samples_of(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow))
+    show_samples(
+        samples_of(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow)
+    )
 
 
 @app.command()
@@ -166,7 +181,9 @@ def audit(run: RunArgument = None, store: StoreOption = None) -> None:
 
 @app.command()
 def scale(
-    change: Annotated[str, typer.Argument(help="generators=+2, generators=-1 or generators=4.", metavar="CHANGE")],
+    change: Annotated[
+        str, typer.Argument(help="generators=+2, generators=-1 or generators=4.", metavar="CHANGE")
+    ],
     run: RunArgument = None,
 ) -> None:
     """Start or drain generators of a run that is up; those that leave give their tickets back."""
@@ -188,4 +205,6 @@ def down(run: RunArgument = None) -> None:
     directory = find_run(run)
     ended = end_run(directory)
     by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
-    typer.echo(f"{directory.path}: {'stopped' if ended.was_up else 'was not up'}, no process is left{by_force}")
+    typer.echo(
+        f"{directory.path}: {'stopped' if ended.was_up else 'was not up'}, no process is left{by_force}"
+    )

@@ -1,4 +1,5 @@
-"""What commands print on a terminal: tables, curves, samples, checks and plans. A model's text is never read as markup."""
+"""What commands print on a terminal: tables, curves, samples, checks and plans. A model's text is never read
+as markup."""
 
 import math
 import statistics
@@ -31,7 +32,13 @@ def show_tables(tables: "Iterable[page.Table]") -> None:
     """Print tables of text."""
     console = Console(highlight=False)
     for table in tables:
-        shown = Table(title=table.title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        shown = Table(
+            title=table.title or None,
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for index, name in enumerate(table.head):
             shown.add_column(Text(visible(name)), overflow="fold", no_wrap=index == 0)
         for row in table.rows:
@@ -72,7 +79,9 @@ def full_lines(sample: SampleRecord) -> list[Text]:
     head, details = sample_head(sample)
     style = "yellow" if math.isnan(sample.reward) or sample.reward <= 0 else "green"
     lines = [Text.assemble((visible(head), style), ("  " + visible(details), "dim"))]
-    lines += [Text(f"  ? {line}", "dim") for line in visible_lines(sample.prompt).split("\n") if sample.prompt]
+    lines += [
+        Text(f"  ? {line}", "dim") for line in visible_lines(sample.prompt).split("\n") if sample.prompt
+    ]
     lines += [Text(f"  | {line}") for line in visible_lines(sample.response).split("\n") if sample.response]
     return lines
 
@@ -143,7 +152,9 @@ def _answers(part: "Tried") -> Iterator[Text]:
     if any(answer is not None for answer in part.answers):
         shown = ", ".join(f"`{visible(answer)}`" for answer in list(dict.fromkeys(found))[:3])
         like = f", like {shown}" if shown else ""
-        yield Text(f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}")
+        yield Text(
+            f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}"
+        )
 
 
 def _failures(part: "Tried") -> Iterator[Text]:
@@ -152,7 +163,10 @@ def _failures(part: "Tried") -> Iterator[Text]:
     for message, amount in part.failures.most_common():
         yield Text(f"{amount} x on {visible(message)}", "red")
     if part.untried:
-        yield Text(f"{part.function.part}: {part.untried} more responses were not tried after {TIMEOUTS} time-outs", "red")
+        yield Text(
+            f"{part.function.part}: {part.untried} more responses were not tried after {TIMEOUTS} time-outs",
+            "red",
+        )
 
 
 def _doubts(part: "Tried") -> Iterator[Text]:
@@ -162,16 +176,18 @@ def _doubts(part: "Tried") -> Iterator[Text]:
     name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
     scores = [score for values in part.scores.values() for score in values]
     if len(scores) > 1 and min(scores) == max(scores):
-        unknown = "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
+        unknown = (
+            "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
+        )
         yield Text(
-            f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing is learned; it "
-            f"should tell good answers from bad ones.{unknown}",
+            f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing "
+            f"is learned; it should tell good answers from bad ones.{unknown}",
             "yellow",
         )
     elif right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
         yield Text(
-            f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else it may expect "
-            "another format than that of the data",
+            f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else "
+            "it may expect another format than that of the data",
             "yellow",
         )
     if part.printed:

@@ -1,8 +1,9 @@
-"""Checks that the operator of this host has allowed the code and the variables that a run's config wants here.
+"""Checks that the operator of this host has allowed the code and the variables that a run's config wants
+here.
 
-A generator that joins with only an address takes its config from the store. The signature of the record proves that the
-run's learner wrote it, but the learner's user need not own this host. So each piece of code that would run here, and each
-variable that processes would inherit, must be allowed by name.
+A generator that joins with only an address takes its config from the store. The signature of the record
+proves that the run's learner wrote it, but the learner's user need not own this host. So each piece of code
+that would run here, and each variable that processes would inherit, must be allowed by name.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +22,8 @@ class Wish:
 
 
 def wishes(config: Config) -> Iterator[Wish]:
-    """Code outside this package that a generator would load, and variables that its processes would inherit."""
+    """Code outside this package that a generator would load, and variables that its processes would
+    inherit."""
     for index, function in enumerate(config.reward.functions):
         if ":" in function.function:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])

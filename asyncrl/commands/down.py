@@ -24,7 +24,8 @@ class Ended(NamedTuple):
 
 
 def end_run(directory: RunDirectory) -> Ended:
-    """Ask the supervisor to stop, wait, and kill the remaining processes. Raises RunError if a process survives."""
+    """Ask the supervisor to stop, wait, and kill the remaining processes. Raises RunError if a process
+    survives."""
     was_up, supervisor = False, directory.supervisor()
     while True:
         members = processes_of(directory.path)
@@ -44,7 +45,10 @@ def end_run(directory: RunDirectory) -> Ended:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
-        raise RunError(f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them with ps")
+        raise RunError(
+            f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them "
+            "with ps"
+        )
     return Ended(was_up or bool(alive), len(alive))
 
 

@@ -24,7 +24,8 @@ from asyncrl.telemetry.status import read_status, status_json
 
 
 def is_up(directory: RunDirectory) -> bool:
-    """Whether the supervisor is alive, or for a run without one here, whether the learner wrote its status recently."""
+    """Whether the supervisor is alive, or for a run without one here, whether the learner wrote its status
+    recently."""
     if directory.supervisor_lock.exists():
         return is_locked(directory.supervisor_lock)
     status = read_status(directory.status)
@@ -32,9 +33,14 @@ def is_up(directory: RunDirectory) -> bool:
 
 
 def status_values(directory: RunDirectory) -> dict[str, Any]:
-    """The learner's status (`state` is None before the first) with values derived from metrics and processes."""
+    """The learner's status (`state` is None before the first) with values derived from metrics and
+    processes."""
     state = read_state(directory.path)
-    status = status_json(state.status) if state.status else {"run": directory.path.name, "state": None, "members": []}
+    status = (
+        status_json(state.status)
+        if state.status
+        else {"run": directory.path.name, "state": None, "members": []}
+    )
     up = is_up(directory)
     derived = {
         "directory": str(directory.path),
@@ -42,7 +48,11 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
         "processes": directory.children() if up else {},
         "silent_s": state.silent_s,
         "eta_s": state.eta_s,
-        "idle": {"learner": state.idle_learner, "generators": state.idle_generators, "update": state.paused_generators},
+        "idle": {
+            "learner": state.idle_learner,
+            "generators": state.idle_generators,
+            "update": state.paused_generators,
+        },
         "generated_tokens_per_s": state.generated_tokens_per_s,
         "alarms": state.alarms,
         "dropped": state.dropped,
@@ -62,7 +72,9 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
     except StoreError:
         if store_url or config.store.url:
             raise  # a new empty store would prove nothing
-        with own_store(config, directory, needs_data=True) as server:  # the run is over, but its data is still there
+        with own_store(
+            config, directory, needs_data=True
+        ) as server:  # the run is over, but its data is still there
             return audit_store(config, directory, server.url)
 
 
@@ -71,11 +83,14 @@ def require_whole(audit: dict[str, Any]) -> None:
     for lane, found in (("training", audit), ("evaluation", audit["evaluation"])):
         if found and (missing := int(found.get("missing", 0))):
             where = "nowhere" if missing > 0 else "in two places"
-            raise RunError(f"{lane}: {abs(missing)} issued ids are {where}; please report this with the run directory")
+            raise RunError(
+                f"{lane}: {abs(missing)} issued ids are {where}; please report this with the run directory"
+            )
 
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
-    """Counts of the training lane's ids by place, and under `evaluation` those of held-out data, if the run has any."""
+    """Counts of the training lane's ids by place, and under `evaluation` those of held-out data, if the run
+    has any."""
     from asyncrl.buffer.connection import StoreConnection
     from asyncrl.launch.wiring import eval_lane, store_password, train_lane
 
@@ -96,4 +111,7 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
 
 def _audit_of(lane: ShardedBuffer | RedisBuffer) -> dict[str, Any]:
     audit = lane.audit()
-    return asdict(audit) | {"missing": audit.missing, "dead_letters": [asdict(letter) for letter in lane.dead_letters()]}
+    return asdict(audit) | {
+        "missing": audit.missing,
+        "dead_letters": [asdict(letter) for letter in lane.dead_letters()],
+    }

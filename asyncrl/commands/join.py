@@ -58,8 +58,8 @@ def joined(
 ) -> Iterator[StartedRun]:
     """Start `count` generators that leave when the run is over. Raises RunError.
 
-    Waits at most `wait_s` seconds for a run that is not up yet, and passes the reason for waiting to `report`. `allowed` is
-    checked by `commands.allowance`.
+    Waits at most `wait_s` seconds for a run that is not up yet, and passes the reason for waiting to
+    `report`. `allowed` is checked by `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
     own_keys = is_given(os.environ)
@@ -74,7 +74,8 @@ def joined(
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
         directory.create(fresh=False)
-        replace_text(directory.config, dump_config(config))  # generators of another command here may be reading it
+        # Generators of another command here may be reading it.
+        replace_text(directory.config, dump_config(config))
     _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
@@ -118,14 +119,22 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
         newest = find_run(None)
         url = newest.store_url()
     if url is None:
-        raise RunNotUp(f"run {newest.path} has no store that is running; start it with `asyncrl up`, or give --store URL")
+        raise RunNotUp(
+            f"run {newest.path} has no store that is running; start it with `asyncrl up`, or give --store URL"
+        )
     if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise RunError(f"--store is {url}; allowed is redis://, rediss:// or unix://, such as redis://{url.split('://')[-1]}/0")
+        raise RunError(
+            f"--store is {url}; allowed is redis://, rediss:// or unix://, such as "
+            f"redis://{url.split('://')[-1]}/0"
+        )
     if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(open_ways(url))):
         raise RunError(f"--store is {url}: {'; '.join(ways)}")
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
-        raise RunError(f"the store's URL holds a password, which process lists would show; put it into {variable} instead")
+        raise RunError(
+            f"the store's URL holds a password, which process lists would show; put it into {variable} "
+            "instead"
+        )
     learners = _run_here(url, own)
     keys = join_keys(os.environ) if learners is None or own_keys else learners.keys().join
     learners = learners or _run_of(keys)
@@ -135,7 +144,8 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:
-    """The learner's run directory if it is on this machine: it holds the secret, so nothing else is needed."""
+    """The learner's run directory if it is on this machine: it holds the secret, so nothing else is
+    needed."""
     candidates = [path.parent for path in Path("runs").glob("*/store.url")]
     if config is not None:
         candidates.append(config.run.directory)
@@ -159,7 +169,10 @@ def _run_of(keys: JoinKeys) -> RunDirectory | None:
 def _check_membership(record: StoredRun, config: Config) -> None:
     """Raise RunError for a release or config that the learner would refuse, before a model is loaded."""
     if record.release != __version__:
-        raise RunError(f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same release")
+        raise RunError(
+            f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same "
+            "release"
+        )
     if record.config_hash != config_hash(config):
         raise RunError(
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "

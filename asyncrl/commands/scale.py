@@ -1,4 +1,5 @@
-"""`asyncrl scale`: changes the number of generators of a run. The command writes a number, the supervisor follows it."""
+"""`asyncrl scale`: changes the number of generators of a run. The command writes a number, the supervisor
+follows it."""
 
 import contextlib
 import json
@@ -62,7 +63,9 @@ class Scaled:
         self._forget()  # a run that was killed may have left the file
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -89,20 +92,26 @@ class Scaling(NamedTuple):
 
 
 def scale_run(change: str, run: Path | None) -> Scaling:
-    """Write the wanted number of generators and wait until the supervisor has followed it. Raises RunError."""
+    """Write the wanted number of generators and wait until the supervisor has followed it. Raises
+    RunError."""
     directory = find_run(run)
     found = re.fullmatch(r"generators=([+-]?)(\d+)", change)
     if found is None:
-        raise RunError(f"found `{change}`; allowed is generators=+2 (more), generators=-1 (fewer) or generators=4 (that many)")
+        raise RunError(
+            f"found `{change}`; allowed is generators=+2 (more), generators=-1 (fewer) or generators=4 "
+            "(that many)"
+        )
     now = read_wanted(directory.scale)
     if now is None or directory.supervisor() is None:
         raise RunError(
-            f"{directory.path} starts no generators here now: `asyncrl up` does; with `asyncrl learner`, or from another host, "
-            "they join with `asyncrl generator --count N`"
+            f"{directory.path} starts no generators here now: `asyncrl up` does; with `asyncrl learner`, or "
+            "from another host, they join with `asyncrl generator --count N`"
         )
     wanted = {"": 0, "+": now, "-": now}[found[1]] + int(found[2]) * (-1 if found[1] == "-" else 1)
     if not 1 <= wanted <= MOST:
-        raise RunError(f"generators={found[1]}{found[2]} would make {wanted} of {now}; allowed is 1 to {MOST}")
+        raise RunError(
+            f"generators={found[1]}{found[2]} would make {wanted} of {now}; allowed is 1 to {MOST}"
+        )
     before = _running(directory)
     write_wanted(directory.scale, wanted)
     until_s = time.monotonic() + FOLLOW_S

@@ -46,7 +46,8 @@ class StartedRun:
     _tend: Callable[[], None]
 
     def wait(self, on_tick: Callable[[], None]) -> None:
-        """Restart processes that die until the training is over or the supervisor is asked to stop; then stop all."""
+        """Restart processes that die until the training is over or the supervisor is asked to stop; then stop
+        all."""
 
         def tick() -> None:
             self._tend()
@@ -58,11 +59,18 @@ class StartedRun:
 
 @contextmanager
 def started(
-    config: Config, saved: Saved | None, *, fresh: bool, generators: bool, console: bool, join_key: Path | None = None
+    config: Config,
+    saved: Saved | None,
+    *,
+    fresh: bool,
+    generators: bool,
+    console: bool,
+    join_key: Path | None = None,
 ) -> Iterator[StartedRun]:
     """Start a run, or resume it from the checkpoint `saved`. Raises RunError.
 
-    With `console` the supervisor logs to standard error too. `join_key` is a second file for the key of generators elsewhere.
+    With `console` the supervisor logs to standard error too. `join_key` is a second file for the key of
+    generators elsewhere.
     """
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     with ExitStack() as stack:
@@ -71,7 +79,9 @@ def started(
         setup_logging("supervisor", directory.logs, console=console)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
         url, tend_store = _store(config, directory, stack)
-        learner_url, generator_url = (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
+        learner_url, generator_url = (
+            (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
+        )
         specs = [learner_spec(config, directory, learner_url)]
         with needing(directory.path):
             directory.write_store_url(generator_url)
@@ -88,7 +98,9 @@ def started(
             is_recorded = attempt.succeeded
 
         limits, max_restarts = limits_of(config), config.control.max_restarts
-        supervisor = stack.enter_context(Supervisor(specs, max_restarts=max_restarts, limits=limits, on_change=record))
+        supervisor = stack.enter_context(
+            Supervisor(specs, max_restarts=max_restarts, limits=limits, on_change=record)
+        )
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
@@ -108,12 +120,14 @@ def started(
 def _claimed(
     config: Config, directory: RunDirectory, may_fail: BestEffort, saved: Saved | None, *, fresh: bool
 ) -> Iterator[RunKeys]:
-    """Lock the run directory for this process until the run ends. If it raises RunError, nothing in it has changed."""
+    """Lock the run directory for this process until the run ends. If it raises RunError, nothing in it has
+    changed."""
     with needing(directory.path):
         if directory.was_up and (supervisor := directory.supervisor()) is not None:
             raise RunError(
-                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl status --watch`, "
-                f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
+                f"run {directory.path} is running already (process {supervisor.pid}); watch it with "
+                f"`asyncrl status --watch`, stop it with `asyncrl down {directory.path}`, or choose another "
+                "run.name"
             )
         if fresh:
             directory.require_run()
@@ -138,7 +152,9 @@ def limits_of(config: Config) -> Limits:
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
     lines = [f"generators join with: asyncrl generator --store {url}"]
     if config.control.bind is None or (config.store.url is None and config.store.bind is None):
-        lines.append("from this host only: set control.bind, and store.bind or store.url, for generators elsewhere")
+        lines.append(
+            "from this host only: set control.bind, and store.bind or store.url, for generators elsewhere"
+        )
     else:
         if config.store.bind is not None:
             url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
@@ -155,9 +171,10 @@ def require_password(store: StoreConfig) -> None:
     if where.scheme == "unix" or is_loopback(where.hostname or ""):
         return
     raise RunError(
-        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who reaches that store "
-        "could delete the run's groups; give it the users of docs/security.md and put the learner's password into "
-        f"{store.password_env}, or accept it with store.insecure: true in a private network"
+        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody "
+        "who reaches that store could delete the run's groups; give it the users of docs/security.md and "
+        f"put the learner's password into {store.password_env}, or accept it with store.insecure: true in a "
+        "private network"
     )
 
 
@@ -185,7 +202,15 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
-    argv = [sys.executable, "-m", f"asyncrl.launch.{module}", "--config", str(directory.config), "--store", store_url]
+    argv = [
+        sys.executable,
+        "-m",
+        f"asyncrl.launch.{module}",
+        "--config",
+        str(directory.config),
+        "--store",
+        store_url,
+    ]
     return ProcessSpec(
         name="learner",
         argv=argv,
@@ -200,9 +225,16 @@ def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> Pro
 
 
 def generator_specs(
-    config: Config, directory: RunDirectory, store_url: str, keys: JoinKeys, *, learner_ranks: int, prefix: str = "g"
+    config: Config,
+    directory: RunDirectory,
+    store_url: str,
+    keys: JoinKeys,
+    *,
+    learner_ranks: int,
+    prefix: str = "g",
 ) -> list[ProcessSpec]:
-    """`generator.count` generators, which share this machine's cores and GPUs with `learner_ranks` learner ranks."""
+    """`generator.count` generators, which share this machine's cores and GPUs with `learner_ranks` learner
+    ranks."""
     make = generator_maker(config, directory, store_url, keys, learner_ranks=learner_ranks, prefix=prefix)
     return [make(index, config.generator.count) for index in range(config.generator.count)]
 
@@ -216,7 +248,8 @@ def generator_maker(
     learner_ranks: int | None = None,
     prefix: str = "g",
 ) -> Callable[[int, int], ProcessSpec]:
-    """A function (index, number of generators) -> one generator of this machine, shared with `learner_ranks` (default: all)."""
+    """A function (index, number of generators) -> one generator of this machine, shared with `learner_ranks`
+    (default: all)."""
     ranks = config.learner.ranks if learner_ranks is None else learner_ranks
     width, gpus = config.generator.tensor_parallel, count_gpus()
 
@@ -228,7 +261,8 @@ def generator_maker(
         return ProcessSpec(
             name=name,
             argv=[*argv, "--config", str(directory.config), "--store", store_url],
-            env=child_environment(config, directory.path, threads=threads, gpus=visible) | {SECRET_VARIABLE: keys.text()},
+            env=child_environment(config, directory.path, threads=threads, gpus=visible)
+            | {SECRET_VARIABLE: keys.text()},
             log_path=directory.logs / f"{name}.out",
         )
 

@@ -1,4 +1,5 @@
-"""Network addresses in a config: who can reach them, and whether a store is protected well enough to be used."""
+"""Network addresses in a config: who can reach them, and whether a store is protected well enough to be
+used."""
 
 import ipaddress
 import socket
@@ -9,7 +10,8 @@ _NO = ("", "0", "f", "false", "n", "no")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes on this machine reach the address. Host names other than localhost may lead anywhere."""
+    """Whether only processes on this machine reach the address. Host names other than localhost may lead
+    anywhere."""
     if host == "localhost":
         return True
     address = _address(host)
@@ -28,8 +30,9 @@ def one_interface(key: str, host: str) -> None:
     """Raise ValueError if `host` means every interface."""
     if is_everywhere(host):
         raise ValueError(
-            f"{key} would listen on every interface of this host ({host or 'no address'}); name the address of one of them: "
-            "127.0.0.1 for this host only, or this host's address in the network of those who ask (`ip address` lists them)"
+            f"{key} would listen on every interface of this host ({host or 'no address'}); name the address "
+            "of one of them: 127.0.0.1 for this host only, or this host's address in the network of those "
+            "who ask (`ip address` lists them)"
         )
 
 
@@ -42,7 +45,8 @@ def one_place(key: str, bind: str) -> None:
 
 
 def open_ways(url: str) -> Iterator[str]:
-    """Yield each reason why this store is not safe for a run's frames and password. A local store has none."""
+    """Yield each reason why this store is not safe for a run's frames and password. A local store has
+    none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
         return
@@ -51,7 +55,10 @@ def open_ways(url: str) -> Iterator[str]:
     asked = parse_qs(parts.query, keep_blank_values=True)
     for name, off in (("ssl_cert_reqs", ("none", "optional")), ("ssl_check_hostname", _NO)):
         if asked.get(name, ["required"])[-1].lower() in off:
-            yield f"{name}={asked[name][-1]} lets anybody pose as the store: leave it out, name your authority with ssl_ca_certs"
+            yield (
+                f"{name}={asked[name][-1]} lets anybody pose as the store: leave it out, name your "
+                "authority with ssl_ca_certs"
+            )
 
 
 def _mapped(

@@ -1,7 +1,8 @@
-"""The rules between sections of a config. One function per rule; it yields a `Mistake` for every way in which it is broken.
+"""The rules between sections of a config. One function per rule; it yields a `Mistake` for every way in which
+it is broken.
 
-The parameters of a rule name the sections that it compares. A setting without any effect is a mistake too, because
-its author expects one. The rules about the algorithm are in `algorithm_rules`.
+The parameters of a rule name the sections that it compares. A setting without any effect is a mistake too,
+because its author expects one. The rules about the algorithm are in `algorithm_rules`.
 """
 
 import inspect
@@ -45,7 +46,9 @@ def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
     for section, part in sections.items():
         for key, value in part:
             if isinstance(value, int) and abs(value) > LARGEST:
-                text = f"is {value}; allowed is at most {LARGEST}, the last number that the store counts exactly"
+                text = (
+                    f"is {value}; allowed is at most {LARGEST}, the last number that the store counts exactly"
+                )
                 yield Mistake((f"{section}.{key}",), f"{section}.{key} {text}")
 
 
@@ -53,7 +56,8 @@ def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
     if eval.samples > 1 and eval.temperature == 0:
         yield Mistake(
             ("eval.samples", "eval.temperature"),
-            f"eval.samples is {eval.samples} at eval.temperature 0: all samples would be the same; set a temperature",
+            f"eval.samples is {eval.samples} at eval.temperature 0: all samples would be the same; set a "
+            "temperature",
         )
 
 
@@ -62,8 +66,9 @@ def _hangs_are_told_from_transfers(control: ControlConfig, weights: WeightsConfi
     if hang_s < 2 * deadline_s:
         yield Mistake(
             ("control.hang_s", "weights.deadline_s"),
-            f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for weights.deadline_s ({deadline_s:g} "
-            f"s): it would be killed for that; use hang_s >= {2 * deadline_s:g} or lower the deadline",
+            f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for "
+            f"weights.deadline_s ({deadline_s:g} s): it would be killed for that; use hang_s >= "
+            f"{2 * deadline_s:g} or lower the deadline",
         )
 
 
@@ -72,9 +77,9 @@ def _silence_is_told_from_death(control: ControlConfig) -> Iterator[Mistake]:
     if timeout_s < 3 * heartbeat_s:
         yield Mistake(
             ("control.timeout_s", "control.heartbeat_s"),
-            f"control.timeout_s is {timeout_s:g}, but a generator says that it is alive only every {heartbeat_s:g} s "
-            "(control.heartbeat_s): it would be counted dead for one late message; "
-            f"use timeout_s >= {3 * heartbeat_s:g} or a shorter heartbeat",
+            f"control.timeout_s is {timeout_s:g}, but a generator says that it is alive only every "
+            f"{heartbeat_s:g} s (control.heartbeat_s): it would be counted dead for one late message; use "
+            f"timeout_s >= {3 * heartbeat_s:g} or a shorter heartbeat",
         )
 
 
@@ -83,8 +88,9 @@ def _each_generator_has_a_port(telemetry: TelemetryConfig, generator: GeneratorC
     if first and first + count > LAST_PORT:
         yield Mistake(
             ("telemetry.prometheus_port", "generator.count"),
-            f"telemetry.prometheus_port is {first}, and {count} generators (generator.count) need those up to {first + count}, "
-            f"but ports end at {LAST_PORT}; use one <= {LAST_PORT - count}, or 0 for any free ones",
+            f"telemetry.prometheus_port is {first}, and {count} generators (generator.count) need those up "
+            f"to {first + count}, but ports end at {LAST_PORT}; use one <= {LAST_PORT - count}, or 0 for "
+            "any free ones",
         )
 
 
@@ -100,7 +106,8 @@ def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         yield Mistake(
             ("store.bind", "store.url"),
-            "store.bind is where a server started for this run listens, but store.url names one that runs already; drop one",
+            "store.bind is where a server started for this run listens, but store.url names one that runs "
+            "already; drop one",
         )
 
 
@@ -108,8 +115,8 @@ def _sequences_fit(sampling: SamplingConfig, learner: LearnerConfig) -> Iterator
     if sampling.max_tokens > learner.tokens_per_microbatch:
         yield Mistake(
             ("learner.tokens_per_microbatch", "sampling.max_prompt_tokens", "sampling.max_response_tokens"),
-            f"learner.tokens_per_microbatch ({learner.tokens_per_microbatch}) is smaller than the longest sequence "
-            f"(sampling.max_prompt_tokens + max_response_tokens = {sampling.max_tokens}); raise it",
+            f"learner.tokens_per_microbatch ({learner.tokens_per_microbatch}) is smaller than the longest "
+            f"sequence (sampling.max_prompt_tokens + max_response_tokens = {sampling.max_tokens}); raise it",
         )
 
 
@@ -121,11 +128,14 @@ def _store_holds_what_is_open(
     batch: BatchConfig,
     store: StoreConfig,
 ) -> Iterator[Mistake]:
-    """A store that is too small fills with groups that no checkpoint holds. Then no group enters, and no checkpoint is made."""
+    """A store that is too small fills with groups that no checkpoint holds. Then no group enters, and no
+    checkpoint is made."""
     lag = staleness.max_lag
     saved = min(checkpoint.keep * checkpoint.every, learner.steps)
     groups = (lag + 1 + saved) * batch.groups
-    tokens_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
+    tokens_bytes = (
+        PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
+    )
     group_bytes = GROUP_BYTES + batch.group_size * (ROLLOUT_BYTES + tokens_bytes)
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > store.max_gib:
@@ -141,11 +151,12 @@ def _store_holds_what_is_open(
                 "sampling.max_response_tokens",
                 "learner.steps",
             ),
-            f"store.max_gib is {store.max_gib:g}, but up to {needed_gib:.3g} GiB can be open: {lag + 1} steps under way "
-            f"(staleness.max_lag + 1) and {saved} that the oldest checkpoint does not hold (checkpoint.keep * every), of "
-            f"{batch.groups} groups (batch.groups), are {groups} groups of up to {group_bytes / 2**20:.3g} MiB "
-            f"({batch.group_size} sequences of sampling.max_prompt_tokens and max_response_tokens); a full store would "
-            f"stop the run for good: set store.max_gib: {math.ceil(needed_gib)}, or checkpoint more often",
+            f"store.max_gib is {store.max_gib:g}, but up to {needed_gib:.3g} GiB can be open: {lag + 1} "
+            f"steps under way (staleness.max_lag + 1) and {saved} that the oldest checkpoint does not hold "
+            f"(checkpoint.keep * every), of {batch.groups} groups (batch.groups), are {groups} groups of up "
+            f"to {group_bytes / 2**20:.3g} MiB ({batch.group_size} sequences of sampling.max_prompt_tokens "
+            "and max_response_tokens); a full store would stop the run for good: set store.max_gib: "
+            f"{math.ceil(needed_gib)}, or checkpoint more often",
         )
 
 
@@ -156,7 +167,8 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
         if number is not None and number % shards:
             yield Mistake(
                 ("store.shards", key),
-                f"store.shards is {shards}, which does not divide {key} ({number}); choose a divisor, or another {key}",
+                f"store.shards is {shards}, which does not divide {key} ({number}); choose a divisor, or "
+                f"another {key}",
             )
 
 

@@ -1,4 +1,5 @@
-"""The algorithm: which functions are composed, and with what numbers. `docs/algorithms.md` says which to choose."""
+"""The algorithm: which functions are composed, and with what numbers. `docs/algorithms.md` says which to
+choose."""
 
 from typing import Literal
 
@@ -92,7 +93,8 @@ class CriticConfig(Part):
     needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a value from the value that the advantages were computed with; null is unlimited."""
+    """Largest distance of a value from the value that the advantages were computed with; null is
+    unlimited."""
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

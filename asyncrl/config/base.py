@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
 # The path to a value: keys of sections and indices of lists.
 Keys = tuple[str | int, ...]
@@ -12,6 +13,16 @@ class Part(BaseModel):
     """Base of every section: frozen, unknown keys are errors, attribute docstrings become descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema; a description is one line, wherever its docstring is broken."""
+        schema = handler(core)
+        section = handler.resolve_ref_schema(schema)
+        for described in (section, *section.get("properties", {}).values()):
+            if "description" in described:
+                described["description"] = " ".join(described["description"].split())
+        return schema
 
 
 class Choice(Part):

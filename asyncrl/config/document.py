@@ -1,8 +1,8 @@
 """YAML in which every value keeps its place, so that a message can name file and line.
 
-Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are text. A key given twice is an error.
-Files merge from left to right: sections key by key, every other value as a whole. PyYAML parses and gives the
-lines; its scalars follow YAML 1.1, so they are replaced here.
+Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are text. A key given twice is an
+error. Files merge from left to right: sections key by key, every other value as a whole. PyYAML parses and
+gives the lines; its scalars follow YAML 1.1, so they are replaced here.
 """
 
 import difflib
@@ -33,7 +33,8 @@ SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a config: where it is, which key it concerns, what was found, what is allowed, what to do."""
+    """One problem of a config: where it is, which key it concerns, what was found, what is allowed, what to
+    do."""
 
     place: str
     keys: Keys
@@ -96,7 +97,8 @@ def keys_of(name: str) -> Keys:
 
 
 def placed(mistake: Mistake, root: Node) -> Problem:
-    """Place a mistake at the first of its keys that the user wrote, or at its first key if none was written."""
+    """Place a mistake at the first of its keys that the user wrote, or at its first key if none was
+    written."""
     candidates = [keys_of(name) for name in mistake.keys]
     keys = next((keys for keys in candidates if root.has(keys)), candidates[0])
     return Problem(root.nearest(keys).place, keys, mistake.text)
@@ -126,11 +128,15 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
     try:
         root = yaml.compose(text, Loader=_Loader)
     except RecursionError as error:
-        raise ConfigError(f"{file}  is nested too deeply to be a config; allowed are a few levels; remove brackets") from error
+        raise ConfigError(
+            f"{file}  is nested too deeply to be a config; allowed are a few levels; remove brackets"
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and line_numbers else ""
-        raise ConfigError(f"{file}{line}  is no YAML: {error.problem or error.context}; {_advice(error)}") from error
+        raise ConfigError(
+            f"{file}{line}  is no YAML: {error.problem or error.context}; {_advice(error)}"
+        ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}  is no YAML: {error}; save it as plain UTF-8 text") from error
     build = _Build(file, line_numbers)
@@ -152,16 +158,24 @@ class _Build:
         """Convert one node. Raises ConfigError if the document exceeds `MOST_VALUES`."""
         self._values += 1
         if self._values > MOST_VALUES:
-            raise ConfigError(f"{place}  makes the config longer than {MOST_VALUES} values, with aliases written out; shorten it")
+            raise ConfigError(
+                f"{place}  makes the config longer than {MOST_VALUES} values, with aliases written out; "
+                "shorten it"
+            )
         if id(node) in self._open:
-            self.problems.append(Problem(place, keys, "found an anchor that holds itself; write the value out"))
+            self.problems.append(
+                Problem(place, keys, "found an anchor that holds itself; write the value out")
+            )
             return Node(None, place)
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return Node(self._section(node, keys), place)
             if isinstance(node, yaml.SequenceNode):
-                items = [self.node(item, self._place(item), (*keys, index)) for index, item in enumerate(node.value)]
+                items = [
+                    self.node(item, self._place(item), (*keys, index))
+                    for index, item in enumerate(node.value)
+                ]
                 return Node(items, place)
             return Node(self._scalar(node, place, keys), place)
         finally:
@@ -191,7 +205,9 @@ class _Build:
         try:
             return self._construct.construct_object(node)
         except (yaml.YAMLError, ValueError):
-            self.problems.append(Problem(place, keys, f"found the tag {node.tag}; allowed are plain values; remove the tag"))
+            self.problems.append(
+                Problem(place, keys, f"found the tag {node.tag}; allowed are plain values; remove the tag")
+            )
             return None
 
     def _place(self, node: Any) -> str:
@@ -233,7 +249,9 @@ def _merge_item(base: Node, over: Node, keys: Keys) -> Node:
     for key, child in over.value.items():
         if not (isinstance(key, int) and key < len(items)):
             allowed = f"0 to {len(items) - 1}" if items else "the whole list"
-            raise ConfigError(str(Problem(over.place, (*keys, key), f"found no such item; allowed is {allowed}")))
+            raise ConfigError(
+                str(Problem(over.place, (*keys, key), f"found no such item; allowed is {allowed}"))
+            )
         items[key] = merge(items[key], child, (*keys, key))
     return Node(items, base.place)
 
@@ -257,7 +275,8 @@ def override(text: str) -> Node:
 
 
 def spelled_out(root: Node) -> Node:
-    """Return the document with every choice as a section: `advantage: rloo` becomes `advantage: {name: rloo}`."""
+    """Return the document with every choice as a section: `advantage: rloo` becomes `advantage: {name:
+    rloo}`."""
 
     def visit(node: Node, keys: Keys) -> Node:
         if keys in CHOICES or keys[:-1] in CHOICE_LISTS:
@@ -274,8 +293,8 @@ def spelled_out(root: Node) -> Node:
 def read(path: Path) -> tuple[Node, list[Problem]]:
     """Read a file and merge it onto the files that its key `extends` names.
 
-    `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml` means
-    the shipped one.
+    `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml`
+    means the shipped one.
 
     Raises:
         ConfigError: a file cannot be read, is not YAML, or extends itself.
@@ -294,27 +313,33 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{where}{path}:{line}  found bytes that are not UTF-8 text; allowed is YAML in UTF-8; save the file as UTF-8"
+            f"{where}{path}:{line}  found bytes that are not UTF-8 text; allowed is YAML in UTF-8; save the "
+            "file as UTF-8"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}cannot read {path}: {_reason(path, error)}") from error
     node, problems = parse(text, file=str(path))
     if not isinstance(node.value, dict):
         found = "nothing" if node.value is None else "no section"
-        raise ConfigError(f"{path}:1  found {found}; a config is made of `key: value` lines, such as `run: {{name: first}}`")
+        raise ConfigError(
+            f"{path}:1  found {found}; a config is made of `key: value` lines, such as `run: {{name: first}}`"
+        )
     own = dict(node.value)
     extends = own.pop("extends", None)
     layers = [spelled_out(Node(own, str(path)))]
     for base_path in reversed(_paths(extends)):
         base, more = _read(
-            _base(path.parent, base_path), asked_by=extends.place if extends else "", above=(*above, path.resolve())
+            _base(path.parent, base_path),
+            asked_by=extends.place if extends else "",
+            above=(*above, path.resolve()),
         )
         layers, problems = [base, *layers], more + problems
     return functools.reduce(merge, layers), problems
 
 
 def _base(directory: Path, given: str) -> Path:
-    """Return the file that `extends` names: relative to the extending file, otherwise among the shipped configs."""
+    """Return the file that `extends` names: relative to the extending file, otherwise among the shipped
+    configs."""
     beside = directory / given
     if beside.exists() or Path(given).is_absolute():
         return beside
@@ -326,7 +351,10 @@ def _reason(path: Path, error: OSError | ValueError) -> str:
     """Say why a config cannot be read, and what to do."""
     if path.is_dir():
         inside = path / "config.yaml"
-        return f"it is a directory; give {f'its config, {inside}' if inside.is_file() else 'the path of a YAML file'}"
+        return (
+            "it is a directory; give "
+            f"{f'its config, {inside}' if inside.is_file() else 'the path of a YAML file'}"
+        )
     near = {other.stem: other for other in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
     close = difflib.get_close_matches(path.stem, near, n=1)
     hint = f"; did you mean `{near[close[0]]}`?" if close else "; give the path of a YAML file"
@@ -338,5 +366,8 @@ def _paths(extends: Node | None) -> list[str]:
     value = extends.plain() if extends else []
     paths = [value] if isinstance(value, str) else value
     if extends and not (isinstance(paths, list) and paths and all(isinstance(path, str) for path in paths)):
-        raise ConfigError(f"{extends.place}  extends: found {value!r}; allowed is the path of a YAML file or a list of paths")
+        raise ConfigError(
+            f"{extends.place}  extends: found {value!r}; allowed is the path of a YAML file or a list of "
+            "paths"
+        )
     return list(paths)

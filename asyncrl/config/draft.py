@@ -34,10 +34,12 @@ class Draft:
     """The config without its wrong values; None if too few are right."""
 
     def add(self, mistake: Mistake) -> None:
-        """Add a mistake, unless it may be a consequence of a problem already reported for one of its keys or their section."""
+        """Add a mistake, unless it may be a consequence of a problem already reported for one of its keys or
+        their section."""
         problem = placed(mistake, self.root)
         doubtful = [one.keys[:-1] if one.misplaced else one.keys for one in self.problems]
-        doubtful = [keys for keys in doubtful if keys]  # a whole section that is wrong was replaced by its defaults
+        # A whole section that is wrong was replaced by its defaults.
+        doubtful = [keys for keys in doubtful if keys]
         unknown_section = any(one.misplaced for one in self.problems if len(one.keys) == 1)
         if unknown_section and not self.root.has(problem.keys):
             return

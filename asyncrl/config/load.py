@@ -22,8 +22,9 @@ __all__ = ["checked", "config_hash", "config_json", "dump_config", "load_config"
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
-    A value of an override is YAML; a number in its path picks an item of a list (`reward.functions.0.weight=2`).
-    `extends: other.yaml` (or a list) puts the file on top of others; paths are relative to the file.
+    A value of an override is YAML; a number in its path picks an item of a list
+    (`reward.functions.0.weight=2`). `extends: other.yaml` (or a list) puts the file on top of others; paths
+    are relative to the file.
 
     Raises:
         ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
@@ -40,7 +41,8 @@ def checked(draft: Draft) -> Config:
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """Read what `load_config` makes its config of, with the problems found so far. Raises ConfigError if it is not YAML."""
+    """Read what `load_config` makes its config of, with the problems found so far. Raises ConfigError if it
+    is not YAML."""
     root, problems = read(path)
     for text in overrides:
         try:
@@ -67,7 +69,8 @@ def _reading_order(problem: Problem) -> tuple[bool, str, int]:
 
 
 def _with_default_names(root: Node) -> Node:
-    """Add the default names of choices, so that `algorithm.advantage.scale=none` concerns the default advantage."""
+    """Add the default names of choices, so that `algorithm.advantage.scale=none` concerns the default
+    advantage."""
     for keys in CHOICES:
         name, node = default_name(keys), root.nearest(keys)
         if root.has(keys) and isinstance(node.value, dict) and "name" not in node.value:
@@ -80,7 +83,11 @@ def _misread(root: Node) -> Iterator[Problem]:
     for keys, node in root.walk():
         schema = schema_at(keys) if isinstance(node.value, bool) else {}
         if schema.get("type") in ("integer", "number"):
-            yield Problem(node.place, keys, f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value")
+            yield Problem(
+                node.place,
+                keys,
+                f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value",
+            )
 
 
 def _choice_problems(root: Node) -> Iterator[Problem]:

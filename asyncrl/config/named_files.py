@@ -15,14 +15,27 @@ from asyncrl.extras import install_command
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
 # Suffixes of data files; only the first three formats are read.
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+DATA_SUFFIXES = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".gz",
+    ".zst",
+    ".zip",
+    ".xlsx",
+    ".arrow",
+)
 # Name of the switch in `telemetry`, of our extra and of the library's module -> the value that switches it
 # off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
 
 
 def file_problems(config: Config) -> Iterator[Mistake]:
-    """Find mistakes in the files that a config names on this host. Names on the Hugging Face hub are not checked."""
+    """Find mistakes in the files that a config names on this host. Names on the Hugging Face hub are not
+    checked."""
     yield from _data(config)
     yield from _model(config)
     yield from _division(config)
@@ -33,7 +46,8 @@ def _data(config: Config) -> Iterator[Mistake]:
     for key in ("train", "eval"):
         if found := _no_data(getattr(config.data, key)):
             yield Mistake(
-                (f"data.{key}",), f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+                (f"data.{key}",),
+                f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset",
             )
 
 
@@ -46,13 +60,19 @@ def _no_data(source: str | None) -> str:
         return absent(source) if is_local(source) else ""
     if path.is_dir():
         entries = chain(path.glob("*"), path.glob("*/*"))
-        return "" if any(entry.suffix in DATA_SUFFIXES for entry in entries) else f"found no data in the directory {source}"
+        return (
+            ""
+            if any(entry.suffix in DATA_SUFFIXES for entry in entries)
+            else f"found no data in the directory {source}"
+        )
     return "" if path.is_file() else f"found {source}, which is neither a file nor a directory"
 
 
 def is_local(source: str) -> bool:
     """Return whether the source is a path and not a hub name, which has at most one slash."""
-    looks_so = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
+    looks_so = (
+        source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
+    )
     return looks_so or Path(source).is_file()
 
 
@@ -61,7 +81,9 @@ def absent(source: str) -> str:
     path = Path(source)
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, neighbours, n=1)
-    expanded = ", where ~ and variables are not expanded: write them out" if "~" in source or "$" in source else ""
+    expanded = (
+        ", where ~ and variables are not expanded: write them out" if "~" in source or "$" in source else ""
+    )
     return f"found no {source}{expanded}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
 
 
@@ -69,19 +91,25 @@ def _model(config: Config) -> Iterator[Mistake]:
     directory = Path(config.model.path)
     if not directory.is_dir():
         if is_local(config.model.path) or directory.exists():
-            yield Mistake(("model.path",), f"{absent(config.model.path)}; give a Hugging Face model directory or a hub name")
+            yield Mistake(
+                ("model.path",),
+                f"{absent(config.model.path)}; give a Hugging Face model directory or a hub name",
+            )
         return
     if not any((directory / name).is_file() for name in TOKENIZERS):
         yield Mistake(
-            ("model.path",), f"found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there"
+            ("model.path",),
+            f"found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there",
         )
     if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
         yield Mistake(
-            ("model.path",), f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there"
+            ("model.path",),
+            f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there",
         )
     if config.model.chat_template and not has_chat_template(directory):
         yield Mistake(
-            ("model.chat_template",), f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
+            ("model.chat_template",),
+            f"is true, but the tokenizer in {directory} has no template; set it to false or add one",
         )
     yield from _architecture(config, directory / "config.json")
 
@@ -106,15 +134,16 @@ def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
         yield Mistake(
             ("sampling.max_response_tokens",),
             f"found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens "
-            f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} (max_position_embeddings of the "
-            "model); lower one of them",
+            f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} "
+            "(max_position_embeddings of the model); lower one of them",
         )
     heads, parallel = text.get("num_attention_heads"), config.generator.tensor_parallel
     if heads and heads % parallel:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         yield Mistake(
             ("generator.tensor_parallel",),
-            f"found {parallel}; allowed is a divisor of the {heads} attention heads: {divisors}; set one of them",
+            f"found {parallel}; allowed is a divisor of the {heads} attention heads: {divisors}; set one of "
+            "them",
         )
 
 
@@ -123,8 +152,8 @@ def _division(config: Config) -> Iterator[Mistake]:
     if sequences < config.learner.ranks:
         yield Mistake(
             ("learner.ranks",),
-            f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step "
-            "(batch.groups * group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks",
+            f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step (batch.groups "
+            "* group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks",
         )
 
 

@@ -1,9 +1,9 @@
 """The functions that an algorithm may be composed of: their names and their parameters.
 
-A choice is a registered name, `package.module:function`, or `path.py:function`. Its keyword-only parameters are the
-keys that a config may set for it, so a default or a bound is stated once, in the signature. Checking a
-config must stay fast: a registered function's signature is read without importing torch. A user's function is
-checked when it is loaded.
+A choice is a registered name, `package.module:function`, or `path.py:function`. Its keyword-only parameters
+are the keys that a config may set for it, so a default or a bound is stated once, in the signature. Checking
+a config must stay fast: a registered function's signature is read without importing torch. A user's function
+is checked when it is loaded.
 """
 
 import ast
@@ -35,7 +35,8 @@ def _table(modules: Mapping[str, str]) -> dict[str, str]:
 TABLES: Mapping[str, Mapping[str, str]] = {
     "advantage": _table(
         {
-            "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo gpg grpo_passk maxrl gdpo reinforce_plus_plus_baseline",
+            "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo gpg grpo_passk maxrl gdpo "
+            "reinforce_plus_plus_baseline",
             "token_advantages": "gae reinforce_plus_plus remax optimal_token_baseline",
         }
     ),
@@ -81,7 +82,9 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
 }
 
 # Arguments that the learner always passes by keyword.
-SUPPLIED: Mapping[str, tuple[str, ...]] = {"shaping": ("response_tokens", "max_response_tokens", "finish_reason")}
+SUPPLIED: Mapping[str, tuple[str, ...]] = {
+    "shaping": ("response_tokens", "max_response_tokens", "finish_reason")
+}
 
 # Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
@@ -129,7 +132,8 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _annotation(node: ast.expr | None) -> Any:
-    """The type that an annotation of our own signatures names. It may use only `ranges`, builtins, `|` and `[...]`."""
+    """The type that an annotation of our own signatures names. It may use only `ranges`, builtins, `|` and
+    `[...]`."""
     match node:
         case ast.Name(id=name):
             return vars(ranges)[name] if name in vars(ranges) else getattr(builtins, name)
@@ -147,8 +151,8 @@ def _annotation(node: ast.expr | None) -> Any:
 def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistake]:
     """Find what is wrong with a choice: an unknown name or key, a missing key, a value out of range.
 
-    The keys of a mistake are `name` and those of `params`. A user's function (with a colon in its name) is accepted;
-    `resolve` checks it.
+    The keys of a mistake are `name` and those of `params`. A user's function (with a colon in its name) is
+    accepted; `resolve` checks it.
     """
     if ":" in name:
         return
@@ -164,7 +168,9 @@ def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistak
         for key, found in {str(detail["loc"][0]): detail["type"] for detail in error.errors()}.items():
             yield Mistake((key, "name"), f"{kind} `{name}`{_complaint(model, key, found, params.get(key))}")
         return
-    yield from _order_mistakes(kind, name, {key: field.default for key, field in model.model_fields.items()} | dict(params))
+    yield from _order_mistakes(
+        kind, name, {key: field.default for key, field in model.model_fields.items()} | dict(params)
+    )
 
 
 def _order_mistakes(kind: str, name: str, values: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -174,8 +180,8 @@ def _order_mistakes(kind: str, name: str, values: Mapping[str, Any]) -> Iterator
     if values[low] is not None and values[low] >= values[high]:
         yield Mistake(
             (low, high),
-            f"{kind} `{name}`: `{low}` is {values[low]!r} and `{high}` is {values[high]!r}, which leaves nothing between them; "
-            f"`{low}` must be below `{high}`",
+            f"{kind} `{name}`: `{low}` is {values[low]!r} and `{high}` is {values[high]!r}, which leaves "
+            f"nothing between them; `{low}` must be below `{high}`",
         )
 
 
@@ -192,7 +198,8 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
     """Return the function with its parameters bound, to be called with the positional arguments of its kind.
 
     Raises:
-        ConfigError: see `mistakes`. Or a user's function cannot be loaded, or not be called the way its kind is called.
+        ConfigError: see `mistakes`. Or a user's function cannot be loaded, or not be called the way its kind
+        is called.
     """
     if texts := [mistake.text for mistake in mistakes(kind, name, params)]:
         raise ConfigError("\n".join(texts))
@@ -209,7 +216,8 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
 
 
 def needs(kind: str, name: str) -> frozenset[str]:
-    """Return the costly columns that a choice needs. A user's function lists them in its attribute `needs`."""
+    """Return the costly columns that a choice needs. A user's function lists them in its attribute
+    `needs`."""
     if ":" not in name:
         return NEEDS.get((kind, name), frozenset())
     return frozenset(getattr(load(name), "needs", ()))

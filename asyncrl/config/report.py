@@ -38,10 +38,18 @@ def _problems_of(detail: Any, root: Node) -> list[Problem]:
             return []  # The section itself is reported.
         case "missing":
             schema = schema_at(keys)
-            return [Problem(place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`")]
+            return [
+                Problem(
+                    place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`"
+                )
+            ]
         case "value_error":
             error = detail["ctx"]["error"]
-            mistakes = error.mistakes if isinstance(error, Mistakes) else (Mistake((".".join(map(str, keys)),), str(error)),)
+            mistakes = (
+                error.mistakes
+                if isinstance(error, Mistakes)
+                else (Mistake((".".join(map(str, keys)),), str(error)),)
+            )
             return [placed(mistake, root) for mistake in mistakes]
     return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(keys, detail)}")]
 
@@ -61,7 +69,8 @@ def _allowed(keys: Keys, detail: Any) -> str:
 
 
 def suggest_key(keys: Keys) -> str:
-    """List the keys that are allowed at a place, and suggest the one that was probably meant, there or elsewhere."""
+    """List the keys that are allowed at a place, and suggest the one that was probably meant, there or
+    elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
     if key in NOT_HERE:
         return f"there is no {NOT_HERE[key]} here, all weights are trained; delete it"
@@ -122,7 +131,14 @@ OTHER_NAMES = {
     "output_dir": "run.root",
 }
 # Features of other trainers that asyncrl does not have.
-NOT_HERE = {"lora": "LoRA", "peft": "LoRA", "use_peft": "LoRA", "lora_r": "LoRA", "lora_rank": "LoRA", "critic_lora": "LoRA"}
+NOT_HERE = {
+    "lora": "LoRA",
+    "peft": "LoRA",
+    "use_peft": "LoRA",
+    "lora_r": "LoRA",
+    "lora_rank": "LoRA",
+    "critic_lora": "LoRA",
+}
 
 
 @functools.cache
@@ -139,7 +155,11 @@ def _inlined(schema: Any, parts: Schema) -> Any:
     if not isinstance(schema, dict):
         return schema
     referred = parts[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else {}
-    return {key: _inlined(value, parts) for key, value in {**referred, **schema}.items() if key not in ("$ref", "$defs")}
+    return {
+        key: _inlined(value, parts)
+        for key, value in {**referred, **schema}.items()
+        if key not in ("$ref", "$defs")
+    }
 
 
 def schema_at(keys: Keys) -> Schema:
@@ -169,5 +189,5 @@ def all_paths(keys: Keys = ()) -> tuple[str, ...]:
 
 
 def _described(schema: Schema) -> str:
-    text = str(schema.get("description", "")).strip().splitlines()
-    return (text[0].rstrip(".") if text else describe(schema)) or "a value"
+    first_sentence = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
+    return first_sentence or describe(schema) or "a value"

@@ -41,7 +41,8 @@ class _Dumper(yaml.SafeDumper):
     """A dumper that quotes text which YAML 1.1 or 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Put text in double quotes if it holds line breaks that only YAML knows; no other style preserves them."""
+        """Put text in double quotes if it holds line breaks that only YAML knows; no other style preserves
+        them."""
         style = '"' if BREAKS & set(text) else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -53,7 +54,9 @@ for _tag, _pattern in SCALARS.items():
 
 def dump_config(config: Config) -> str:
     """Return YAML that loads back to an equal config, with every default written out."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(
+        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 def config_json(config: Config) -> str:
@@ -62,22 +65,26 @@ def config_json(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Hash the `SHARED` fields and `wants_greedy` to 16 hex digits; processes of one run must have equal hashes."""
+    """Hash the `SHARED` fields and `wants_greedy` to 16 hex digits; processes of one run must have equal
+    hashes."""
     shared: dict[str, Any] = {
-        part: getattr(config, part).model_dump(mode="json", include=set(fields)) for part, fields in SHARED.items()
+        part: getattr(config, part).model_dump(mode="json", include=set(fields))
+        for part, fields in SHARED.items()
     }
     shared["greedy"] = wants_greedy(config)
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
 
 
 def host_digest(config: Config) -> str:
-    """Hash what a config makes a generator's host run: code, sandbox and environment variables. 16 hex digits."""
+    """Hash what a config makes a generator's host run: code, sandbox and environment variables. 16 hex
+    digits."""
     parts = config.model_dump(mode="json", include={"run": {"environment"}, "model": True, "reward": True})
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
 def eval_digest(config: Config) -> str:
-    """Hash what held-out evaluation asks and how answers are sampled and scored, but not when or how many. 8 hex digits."""
+    """Hash what held-out evaluation asks and how answers are sampled and scored, but not when or how many. 8
+    hex digits."""
     asked = {
         "data": config.data.model_dump(mode="json", include={"eval", "eval_split"}),
         "reward": config.reward.model_dump(mode="json", include={"functions"}),
@@ -88,7 +95,8 @@ def eval_digest(config: Config) -> str:
 
 
 def wants_greedy(config: Config) -> bool:
-    """Return whether generators sample a greedy response per ticket: the only fact about the algorithm that they need.
+    """Return whether generators sample a greedy response per ticket: the only fact about the algorithm that
+    they need.
 
     A run can be resumed with another advantage and keep its generators, unless this value changes.
     """

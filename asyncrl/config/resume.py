@@ -1,7 +1,8 @@
 """Which keys of the config may change when a run is resumed, and why the others may not.
 
-A checkpoint holds `fixed_values`, which are compared with the config before anything is written or started. For
-`data.train` it holds a fingerprint of the rows, not the name: a file may be moved, but its rows may not change.
+A checkpoint holds `fixed_values`, which are compared with the config before anything is written or started.
+For `data.train` it holds a fingerprint of the rows, not the name: a file may be moved, but its rows may not
+change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,9 @@ class Bound(NamedTuple):
 _TICKET = Bound(OTHER_RUN, "it decides which prompt a ticket means")
 _PROMPT = Bound(OTHER_RUN, "it is part of every prompt, so the run would have two tasks")
 _MODEL = Bound(
-    OTHER_RUN, "it decides the tokens of every prompt and the reference; a model that was moved can be linked to its old path"
+    OTHER_RUN,
+    "it decides the tokens of every prompt and the reference; a model that was moved can be linked to its "
+    "old path",
 )
 
 BOUND: dict[str, Bound] = {
@@ -41,7 +44,9 @@ BOUND: dict[str, Bound] = {
     "model.dtype": Bound(REFUSED, "parameters and optimizer state are stored in it"),
     "model.chat_template": _PROMPT,
     "data.train": Bound(
-        OTHER_RUN, "its rows, their number and their order decide which prompt a ticket means, so none may be appended either"
+        OTHER_RUN,
+        "its rows, their number and their order decide which prompt a ticket means, so none may be "
+        "appended either",
     ),
     "data.prompt_field": _PROMPT,
     "data.template": _PROMPT,
@@ -49,7 +54,9 @@ BOUND: dict[str, Bound] = {
     "data.split": _TICKET,
     "data.shuffle": _TICKET,
     "algorithm.advantage": Bound(
-        REFUSED, "the critic and its optimizer state are stored; another advantage may follow if it too has one, or none"
+        REFUSED,
+        "the critic and its optimizer state are stored; another advantage may follow if it too has one, or "
+        "none",
     ),
     "learner.ranks": Bound(REFUSED, "the optimizer state is stored in so many parts"),
     "learner.zero_stage": Bound(REFUSED, "it decides how parameters and optimizer state are stored"),
@@ -67,21 +74,23 @@ FREE: dict[str, str] = {
     "batch": "groups group_size minibatches epochs",
     "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
     "staleness": "max_lag window_groups policy",
-    "algorithm": "policy_loss correction rejections proximal aggregation filters max_refills shaping mask_truncated",
+    "algorithm": "policy_loss correction rejections proximal aggregation filters max_refills shaping "
+    "mask_truncated",
     "algorithm.kl": "coefficient estimator bias_corrected placement target horizon reference_decay",
     "algorithm.entropy": "coefficient target step maximum",
     "critic": "clip warmup_steps",
     "critic.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
     "learner": "steps device tokens_per_microbatch logprob_chunk_tokens gradient_checkpointing threads hooks",
     "learner.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
-    "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager threads recompute_kv "
-    "lease_s",
+    "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager "
+    "threads recompute_kv lease_s",
     "weights": "transport deadline_s bucket_mib probe_tokens probe_limit",
     "store": "url bind password_env insecure fsync max_gib isolate_decoding",
     "control": "bind heartbeat_s timeout_s stall_s hang_s slow_s max_restarts",
     "eval": "every prompts samples temperature",
     "checkpoint": "every keep",
-    "telemetry": "wandb wandb_project tensorboard trackio trackio_project trace prometheus_port prometheus_host samples_per_step",
+    "telemetry": "wandb wandb_project tensorboard trackio trackio_project trace prometheus_port "
+    "prometheus_host samples_per_step",
 }
 
 
@@ -96,7 +105,8 @@ def on_resume(key: str) -> str:
 
 
 def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
-    """Return the values of the keys in `BOUND` for the checkpoint. `rows` is the fingerprint of `data.train`."""
+    """Return the values of the keys in `BOUND` for the checkpoint. `rows` is the fingerprint of
+    `data.train`."""
     found: dict[str, Any] = {}
     for key in BOUND:
         value: Any = config
@@ -104,11 +114,17 @@ def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
             value = getattr(value, name)
         found[key] = value
     has_critic = "values_T" in needs("advantage", config.algorithm.advantage.name)
-    return found | {"data.train": rows, "algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic"}
+    return found | {
+        "data.train": rows,
+        "algorithm.advantage": f"one {'with' if has_critic else 'without'} a critic",
+    }
 
 
-def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path) -> Iterator[Mistake]:
-    """Find every key of `BOUND` that `values` changes. `weights` is the directory of the run's newest model."""
+def resume_findings(
+    saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path
+) -> Iterator[Mistake]:
+    """Find every key of `BOUND` that `values` changes. `weights` is the directory of the run's newest
+    model."""
     for key, (kind, why) in BOUND.items():
         if _is_same(key, saved[key], values[key]):
             continue
@@ -117,7 +133,9 @@ def resume_findings(saved: Mapping[str, Any], values: Mapping[str, Any], *, weig
             cure = f"begin another run from its weights (another run.name, and model.path={weights})"
         found, allowed = shown(values[key]), shown(saved[key])
         yield Mistake(
-            (key,), f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or {cure}"
+            (key,),
+            f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or "
+            f"{cure}",
         )
 
 

@@ -1,7 +1,7 @@
 """The whole configuration of a run: its sections, and what follows from several of them.
 
-A value belongs to the section of the component that reads it, and that component is handed its section, never the whole
-config. Derived quantities are properties, so a config cannot contradict itself.
+A value belongs to the section of the component that reads it, and that component is handed its section, never
+the whole config. Derived quantities are properties, so a config cannot contradict itself.
 """
 
 from typing import Self
@@ -81,10 +81,11 @@ class Config(Part):
 
     @property
     def window_groups(self) -> int:
-        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is whole.
+        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is
+        whole.
 
-        At L = 0 no group overtakes another by default. Otherwise a group could be left for the next step, and training
-        would not be on-policy.
+        At L = 0 no group overtakes another by default. Otherwise a group could be left for the next step, and
+        training would not be on-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
         default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0
@@ -92,8 +93,14 @@ class Config(Part):
 
     @property
     def lag_bound(self) -> int:
-        """No group is older than this when it is trained: L + ceil((W - S) / B) optimizer steps with S shards."""
-        return lag_bound(self.staleness.max_lag, window=self.window_groups, groups=self.batch.groups, shards=self.store.shards)
+        """No group is older than this when it is trained: L + ceil((W - S) / B) optimizer steps with S
+        shards."""
+        return lag_bound(
+            self.staleness.max_lag,
+            window=self.window_groups,
+            groups=self.batch.groups,
+            shards=self.store.shards,
+        )
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:

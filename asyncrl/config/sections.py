@@ -1,6 +1,7 @@
 """The sections of a config, one frozen model each; `schema` puts them together.
 
-Units are in names (`_s` seconds, `_tokens`, `_groups`, `_gib`). No torch, no vLLM here: reading a config must stay fast.
+Units are in names (`_s` seconds, `_tokens`, `_groups`, `_gib`). No torch, no vLLM here: reading a config must
+stay fast.
 """
 
 from pathlib import Path
@@ -74,7 +75,8 @@ class RewardFunctionConfig(Part):
     """One reward function."""
 
     function: str
-    """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
+    """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`,
+    `words_used`."""
     weight: float = 1.0
     """Factor of this part in the sum that is trained on."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
@@ -141,7 +143,10 @@ class BatchConfig(Part):
     def _divides(self) -> Self:
         if self.groups % self.minibatches:
             divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
-            text = f"groups ({self.groups}) must divide into minibatches ({self.minibatches}); use one of {divisors}"
+            text = (
+                f"groups ({self.groups}) must divide into minibatches ({self.minibatches}); use one of "
+                f"{divisors}"
+            )
             raise Mistakes(Mistake(("batch.minibatches", "batch.groups"), text))
         return self
 
@@ -174,15 +179,18 @@ class SamplingConfig(Part):
     @classmethod
     def _stops_at_a_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
         if "" in stop:
-            raise ValueError("sampling.stop holds an empty text, which would end every response before it begins; drop it")
+            raise ValueError(
+                "sampling.stop holds an empty text, which would end every response before it begins; drop it"
+            )
         return stop
 
     @model_validator(mode="after")
     def _not_truncated(self) -> Self:
         if self.top_p != 1.0 or self.top_k not in (-1, 0) or self.min_p != 0.0:
             text = (
-                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the behaviour distribution, which the "
-                "learner cannot correct for; training needs top_p=1.0, top_k=-1, min_p=0.0 (shape it with `temperature`)"
+                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the behaviour "
+                "distribution, which the learner cannot correct for; training needs top_p=1.0, top_k=-1, "
+                "min_p=0.0 (shape it with `temperature`)"
             )
             raise Mistakes(Mistake(("sampling.top_p", "sampling.top_k", "sampling.min_p"), text))
         return self
@@ -211,7 +219,8 @@ class LearnerConfig(Part):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage: ranks partition the optimizer state (1), also gradients (2), also parameters (3)."""
+    """DeepSpeed ZeRO stage: ranks partition the optimizer state (1), also gradients (2), also parameters
+    (3)."""
     tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed forward and backward pass."""
     logprob_chunk_tokens: PositiveInt = 1024

@@ -19,7 +19,9 @@ def holds_password(url: str) -> bool:
 class StoreConfig(Part):
     """The Redis-compatible store."""
 
-    url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"])] | None = None
+    url: (
+        Annotated[str, Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"])] | None
+    ) = None
     """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
     bind: Annotated[str | None, Field(pattern=r"^tcp://\S*:\d+$")] = None
     """tcp://HOST:PORT on which the run's own server also listens, for generators on other hosts. HOST is the
@@ -37,16 +39,17 @@ class StoreConfig(Part):
     """Number of lanes among which ticket ids are divided, each with its own hash tag. It must divide
     `batch.groups` and the window, and must not change on resume."""
     isolate_decoding: bool = False
-    """True decodes each group in a separate process before the learner decodes it. A group that crashes or hangs
-    that process is refused, and the learner continues. Each group is then decoded twice."""
+    """True decodes each group in a separate process before the learner decodes it. A group that crashes or
+    hangs that process is refused, and the learner continues. Each group is then decoded twice."""
 
     @field_validator("url")
     @classmethod
     def _holds_no_password(cls, url: str | None) -> str | None:
         if holds_password(url or ""):
             raise ValueError(
-                "store.url holds a password, which the saved config and process lists would show; leave only the user in it, "
-                "and put the password into the environment variable that store.password_env names"
+                "store.url holds a password, which the saved config and process lists would show; leave "
+                "only the user in it, and put the password into the environment variable that "
+                "store.password_env names"
             )
         return url
 
@@ -61,8 +64,8 @@ class StoreConfig(Part):
     def _is_guarded(self) -> Self:
         if self.url is not None and not self.insecure and (ways := list(open_ways(self.url))):
             text = (
-                f"store.url is {self.url}: {'; '.join(ways)}. In a network that nobody else reaches, store.insecure: true "
-                "accepts it"
+                f"store.url is {self.url}: {'; '.join(ways)}. In a network that nobody else reaches, "
+                "store.insecure: true accepts it"
             )
             raise Mistakes(Mistake(("store.url",), text))
         return self

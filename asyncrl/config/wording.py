@@ -5,7 +5,13 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+}
 
 
 def describe(schema: Schema) -> str:
@@ -38,7 +44,9 @@ def _bounds(schema: Schema) -> list[str]:
 
 def _described_list(schema: Schema) -> str:
     if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(describe(item) for item in schema["prefixItems"])
+        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(
+            describe(item) for item in schema["prefixItems"]
+        )
     least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
     return f"a list of {least}{describe(schema.get('items', {}))}"
 

@@ -22,13 +22,17 @@ def _check_names(*names: str) -> None:
     """Raise ValueError for a name that is unfit for leases, logs, file names and screens."""
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"the name {name[:40]!r} is not 1 to 200 letters, digits, dots, dashes and underscores")
+            raise ValueError(
+                f"the name {name[:40]!r} is not 1 to 200 letters, digits, dots, dashes and underscores"
+            )
 
 
 def _check_texts(*texts: str) -> None:
     for text in texts:
         if len(text) > _LONGEST_TEXT or not text.isprintable():
-            raise ValueError(f"the text {text[:40]!r} is not printable or longer than {_LONGEST_TEXT} characters")
+            raise ValueError(
+                f"the text {text[:40]!r} is not printable or longer than {_LONGEST_TEXT} characters"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,9 @@ class Hello:
         _check_names(self.generator_id, self.incarnation)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
-            raise ValueError(f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports")
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

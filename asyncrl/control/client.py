@@ -103,8 +103,9 @@ class ControlClient:
             if self._keys is None:
                 self._context.destroy(linger=0)
                 raise ControlError(
-                    f"control plane: {self._endpoint} is reached over the network, and this generator has no keys of the run; "
-                    "let it have the join.key of the learner's run directory (docs/security.md)"
+                    f"control plane: {self._endpoint} is reached over the network, and this generator has "
+                    "no keys of the run; let it have the join.key of the learner's run directory "
+                    "(docs/security.md)"
                 )
             present_keys(self._socket, self._keys)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the learner is away
@@ -127,12 +128,17 @@ class ControlClient:
         return order
 
     async def report(self, report: UpdateReport) -> None:
-        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner will repeat it."""
+        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner will repeat
+        it."""
         report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
         deadline_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
             if time.monotonic() > deadline_s:
-                log.warning("the report on version %d found no learner for %g s and is dropped", report.version, self._timeout_s)
+                log.warning(
+                    "the report on version %d found no learner for %g s and is dropped",
+                    report.version,
+                    self._timeout_s,
+                )
                 return
             await asyncio.sleep(_RETRY_S)
 
@@ -148,12 +154,14 @@ class ControlClient:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=self._timeout_s)
         if self._is_member:
-            await self._send(Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation))
+            await self._send(
+                Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation)
+            )
         self._socket.close(linger=_FLUSH_MS)
         await asyncio.to_thread(self._context.term)
         self._task = None
 
-    # --- the task ----------------------------------------------------------------------------------------------------
+    # --- the task ---------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         while True:
@@ -202,7 +210,9 @@ class ControlClient:
             case Refused(reason=reason) if self._answer.done():
                 self._put(Stop(reason=f"refused when coming back: {reason}"))
             case Refused(reason=reason):
-                self._answer.set_exception(ControlRefused(f"control plane: the learner refused this generator: {reason}"))
+                self._answer.set_exception(
+                    ControlRefused(f"control plane: the learner refused this generator: {reason}")
+                )
             case UnknownMember():
                 self._is_member = False
                 await self._send(self._current_hello())

@@ -41,7 +41,9 @@ def listen(
         router.close()
         if authenticator is not None:
             authenticator.stop()
-        raise ControlError(f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address") from error
+        raise ControlError(
+            f"control plane: cannot listen on {endpoint}: {error}; set control.bind to a free address"
+        ) from error
     if endpoint.startswith("ipc://"):
         os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     return router, authenticator
@@ -57,8 +59,10 @@ def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
         )
     if scheme not in ("ipc", "tcp") or (scheme == "tcp" and is_everywhere(address.rpartition(":")[0])):
         raise ControlError(
-            f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or tcp://ADDRESS:PORT with this "
-            "host's address in the network of the generators"
+            f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or "
+            "tcp://ADDRESS:PORT with this host's address in the network of the generators"
         )
     if scheme == "tcp" and keys is None:
-        raise ControlError(f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed")
+        raise ControlError(
+            f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed"
+        )

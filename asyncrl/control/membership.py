@@ -62,7 +62,14 @@ class Membership:
     """The members by generator id."""
 
     def __init__(
-        self, *, release: str, config_hash: str, timeout_s: float, challenge_s: float, host_digest: str = "", rows: str = ""
+        self,
+        *,
+        release: str,
+        config_hash: str,
+        timeout_s: float,
+        challenge_s: float,
+        host_digest: str = "",
+        rows: str = "",
     ) -> None:
         """`timeout_s`: silence that counts as death; `challenge_s`: the same while the name is disputed."""
         self._host_digest = host_digest
@@ -101,8 +108,8 @@ class Membership:
         if old.heard_at_s > since_s + self._challenge_s / 3:
             del self._challenges[hello.generator_id]
             return Refused(
-                reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host {old.hello.host!r}); "
-                "give this one another id or stop the other"
+                reason=f"a generator called {hello.generator_id!r} is alive (process {old.hello.pid}, host "
+                f"{old.hello.host!r}); give this one another id or stop the other"
             )
         self.died += 1
         return self._join(hello, now_s, replaced=old.holder)
@@ -112,7 +119,12 @@ class Membership:
         member = self._find(beat.generator_id, beat.incarnation)
         if member is None:
             return False
-        member.heard_at_s, member.state, member.version, member.metrics = now_s, beat.state, beat.version, beat.metrics
+        member.heard_at_s, member.state, member.version, member.metrics = (
+            now_s,
+            beat.state,
+            beat.version,
+            beat.metrics,
+        )
         return True
 
     def leave(self, leave: Leave) -> str | None:
@@ -153,7 +165,10 @@ class Membership:
 
     def _objection(self, hello: Hello) -> str:
         if hello.release != self._release:
-            return f"generator runs asyncrl {hello.release}, the learner {self._release}; install the same release on both"
+            return (
+                f"generator runs asyncrl {hello.release}, the learner {self._release}; install the same "
+                "release on both"
+            )
         if hello.config_hash != self._config_hash:
             return (
                 f"generator has config {hello.config_hash}, the run has {self._config_hash}; "
@@ -161,17 +176,21 @@ class Membership:
             )
         if hello.host_digest not in ("", self._host_digest):
             return (
-                "generator took its config from a record of this run that is out of date: the run was resumed with other keys of "
-                "reward, model or run.environment, or the store gave it an old record; start the generator again, and if that "
-                "does not help, find out what else writes into the store"
+                "generator took its config from a record of this run that is out of date: the run was "
+                "resumed with other keys of reward, model or run.environment, or the store gave it an old "
+                "record; start the generator again, and if that does not help, find out what else writes "
+                "into the store"
             )
         if len(self._members) >= MAX_MEMBERS and hello.generator_id not in self._members:
-            return f"the run has {MAX_MEMBERS} generators, each with a process that sends to it; that is the most allowed"
+            return (
+                f"the run has {MAX_MEMBERS} generators, each with a process that sends to it; that is the "
+                "most allowed"
+            )
         if hello.rows != self._rows:
             return (
                 f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; "
-                "another file lies there under the same path, or it has changed since; give the generator's host the learner's "
-                "file, and start the generator again"
+                "another file lies there under the same path, or it has changed since; give the "
+                "generator's host the learner's file, and start the generator again"
             )
         return ""
 

@@ -23,7 +23,9 @@ class UnknownMember:
     """
 
 
-CODEC = MessageCodec((Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder))
+CODEC = MessageCodec(
+    (Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder)
+)
 
 # Largest message that a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes

@@ -177,7 +177,8 @@ class UpdateSchedule:
         if report.applied or report.probe_max > 0:
             self.probe_max = report.probe_max
         if not report.applied:
-            if report.probe_max > 0:  # otherwise the weights did not arrive, so the probe tells nothing about them
+            # Otherwise the weights did not arrive, so the probe tells nothing about them.
+            if report.probe_max > 0:
                 member.refused, member.reason = member.refused + 1, report.reason
             return self._fail(holder, now_s)
         self.updates += 1

@@ -2,11 +2,12 @@
 
 In the learner process, rank 0:
 
-    publisher = SharedMemoryPublisher(layout, probe_ids=..., directory=run / "weights", deadline_s=..., interface=...)
-    hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo",
-                     deadline_s=config.weights.deadline_s, release=__version__, config_hash=..., on_dead=buffer_revoke)
+    publisher = SharedMemoryPublisher(layout, probe_ids=..., directory=run / "weights", deadline_s=...,
+    interface=...) hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo",
+                     deadline_s=config.weights.deadline_s, release=__version__, config_hash=...,
+                     on_dead=buffer_revoke)
     publisher.publish(version, parameters, probe_logprobs)      # copies the weights
-    hub.announce(version)                                       # returns immediately; generators follow on their own
+    hub.announce(version)                                       # returns at once; generators follow alone
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
 
@@ -33,7 +34,15 @@ from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership, holder_name
 from asyncrl.control.messages import CODEC, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
-from asyncrl.control.updates import MOST_REFUSALS, Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
+from asyncrl.control.updates import (
+    MOST_REFUSALS,
+    Action,
+    CloseSender,
+    Deliver,
+    Prepare,
+    RestartSender,
+    UpdateSchedule,
+)
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.progress import Attention
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
@@ -86,11 +95,16 @@ class ControlHub:
         self._on_dead = on_dead
         self._on_report = on_report
         patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
-        self._membership = Membership(release=release, config_hash=config_hash, host_digest=host_digest, rows=rows, **patience)
+        self._membership = Membership(
+            release=release, config_hash=config_hash, host_digest=host_digest, rows=rows, **patience
+        )
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )
-        self._peers, self._attention = Peers(heartbeat_s=config.heartbeat_s), Attention(lambda: time.monotonic())
+        self._peers, self._attention = (
+            Peers(heartbeat_s=config.heartbeat_s),
+            Attention(lambda: time.monotonic()),
+        )
         self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
         self._killed = self._not_started = 0
@@ -117,7 +131,7 @@ class ControlHub:
         self._thread = threading.Thread(target=self._run, name="asyncrl-control", daemon=True)
         self._thread.start()
 
-    # --- called by the learner, from any thread ----------------------------------------------------------------------
+    # --- called by the learner, from any thread ---------------------------------------------------
 
     def announce(self, version: int) -> None:
         """See `LearnerControl`. Raises ControlError if the control plane has broken down."""
@@ -128,10 +142,13 @@ class ControlHub:
     def check(self) -> None:
         """See `LearnerControl`."""
         if self._failure is not None:
-            raise ControlError(f"the control thread died: {self._failure!r}; its traceback is in the log") from self._failure
+            raise ControlError(
+                f"the control thread died: {self._failure!r}; its traceback is in the log"
+            ) from self._failure
         if self._hopeless is not None:
             raise UpdatesRefused(
-                f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: {self._hopeless}"
+                f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: "
+                f"{self._hopeless}"
             )
 
     def members(self) -> list[MemberStatus]:
@@ -156,7 +173,7 @@ class ControlHub:
         with contextlib.suppress(BlockingIOError):  # the buffer is full of earlier wake-ups
             self._wake.send(b"x")
 
-    # --- the thread --------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -205,7 +222,9 @@ class ControlHub:
 
     def _live_senders(self) -> dict[str, Sender]:
         """All but the dead ones, whose end of stream would wake this thread without a pause."""
-        return {holder: sender for holder, sender in self._senders.items() if self._schedule.has_sender(holder)}
+        return {
+            holder: sender for holder, sender in self._senders.items() if self._schedule.has_sender(holder)
+        }
 
     def _read_messages(self) -> None:
         for _ in range(_MESSAGES_PER_ROUND):
@@ -221,11 +240,15 @@ class ControlHub:
     def _handle(self, peer: bytes, data: bytes) -> None:
         now_s = time.monotonic()
         if not self._peers.admit(peer, now_s):
-            raise WireError(f"{self._peers.holder(peer) or 'connections that are not members'} sent too many messages")
+            raise WireError(
+                f"{self._peers.holder(peer) or 'connections that are not members'} sent too many messages"
+            )
         message, member = CODEC.decode(data, self._wire_key), self._peers.holder(peer)
         if isinstance(message, UpdateReport):
             if member is None:
-                raise WireError(f"a report on version {message.version} from a connection that is not a member")
+                raise WireError(
+                    f"a report on version {message.version} from a connection that is not a member"
+                )
             self._handle_report(member, message, now_s)
             return
         if not isinstance(message, Hello | Heartbeat | Leave):
@@ -233,7 +256,9 @@ class ControlHub:
         holder = holder_name(message.generator_id, message.incarnation)
         if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:
             sender = f"the connection of {member}" if member else "a connection that is not a member"
-            raise WireError(f"{sender} sent a message in the name of {holder}: identity and generator_id do not match")
+            raise WireError(
+                f"{sender} sent a message in the name of {holder}: identity and generator_id do not match"
+            )
         if isinstance(message, Hello):
             self._welcome(peer, message, now_s)
         elif member is None:
@@ -250,13 +275,16 @@ class ControlHub:
     def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
         holder = holder_name(hello.generator_id, hello.incarnation)
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
-            raise WireError(f"{MAX_GREETED} newcomers were welcomed and have sent nothing since; {holder} has to call again")
+            raise WireError(
+                f"{MAX_GREETED} newcomers were welcomed and have sent nothing since; {holder} has to call "
+                "again"
+            )
         transport = self._schedule.common_transport(hello.transports)
         answer: Joined | AlreadyMember | Deferred | Refused
         if transport is None:
             answer = Refused(
-                reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the learner sends over "
-                f"{self._schedule.transport}; set the same weights.transport for both"
+                reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the "
+                f"learner sends over {self._schedule.transport}; set the same weights.transport for both"
             )
         else:
             answer = self._membership.hello(hello, self._attention.now_s)
@@ -269,15 +297,17 @@ class ControlHub:
         elif isinstance(answer, Joined):
             log.info("generator %s joined with version %d", holder, hello.version)
             if answer.replaced is not None:
-                log.warning("generator %s has been replaced by %s and is counted dead", answer.replaced, holder)
+                log.warning(
+                    "generator %s has been replaced by %s and is counted dead", answer.replaced, holder
+                )
                 self._remove_dead(answer.replaced)
             self._peers.bind(peer, holder, now_s)
             self._greeted[holder] = hello
             self._send(holder, Welcome(version=self._schedule.newest))
             if transport != self._schedule.transport:
                 log.warning(
-                    "generator %s takes %s but not %s: its weights go over %s, which is slower; start it with "
-                    "the learner's weights.transport, on a device that has it",
+                    "generator %s takes %s but not %s: its weights go over %s, which is slower; start it "
+                    "with the learner's weights.transport, on a device that has it",
                     *(holder, ", ".join(hello.transports), self._schedule.transport, transport),
                 )
 
@@ -292,11 +322,18 @@ class ControlHub:
             self._greeted[holder] = hello  # tried again with the member's next message
             self._warn_not_started(holder, error)
             return
-        self._carry_out(self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s))
+        self._carry_out(
+            self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s)
+        )
 
     def _handle_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         if not report.applied:
-            log.warning("generator %s refused version %d: %s", holder.rpartition(":")[0], report.version, report.reason)
+            log.warning(
+                "generator %s refused version %d: %s",
+                holder.rpartition(":")[0],
+                report.version,
+                report.reason,
+            )
         try:
             self._on_report(holder.rpartition(":")[0], report)
         finally:
@@ -336,8 +373,8 @@ class ControlHub:
     def _warn_not_started(self, holder: str, error: OSError) -> None:
         self._not_started += 1
         log.warning(
-            "the sender of generator %s cannot be started and is tried again: %s; this host may lack memory, processes "
-            "(ulimit -u), open files (ulimit -n) or room on its disk",
+            "the sender of generator %s cannot be started and is tried again: %s; this host may lack "
+            "memory, processes (ulimit -u), open files (ulimit -n) or room on its disk",
             *(holder, error),
         )
 
@@ -350,7 +387,9 @@ class ControlHub:
         self._remove(holder)
         try:
             self._revoker.submit(self._revoke, holder)
-        except RuntimeError as error:  # the first call starts the thread, which the host may not be able to do
+        except (
+            RuntimeError
+        ) as error:  # the first call starts the thread, which the host may not be able to do
             log.warning("the leases of %s are not revoked (%s); they run out by themselves", holder, error)
 
     def _revoke(self, holder: str) -> None:

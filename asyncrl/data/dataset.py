@@ -103,7 +103,8 @@ def load_rows(source: str, split: str = "train") -> Rows:
     if not path.is_file():
         if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
             raise DataError(
-                f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a dataset's name"
+                f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a "
+                "dataset's name"
             )
         return Rows(_load_hub(source, split), f"{source} [{split}]")
     try:
@@ -133,9 +134,13 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _read_json(path: Path) -> list[Row]:
-    rows = _parse(path.read_bytes(), str(path), "a .json dataset is one array of objects, one object per line is .jsonl")
+    rows = _parse(
+        path.read_bytes(), str(path), "a .json dataset is one array of objects, one object per line is .jsonl"
+    )
     if not isinstance(rows, list):
-        raise DataError(f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects")
+        raise DataError(
+            f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects"
+        )
     return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
 
 
@@ -152,7 +157,9 @@ def _parse(text: bytes, where: str, expected: str) -> Any:
 
 def _as_row(row: object, where: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: found a JSON {type(row).__name__}, `{str(row)[:80]}`; a row is an object with columns")
+        raise DataError(
+            f"{where}: found a JSON {type(row).__name__}, `{str(row)[:80]}`; a row is an object with columns"
+        )
     return row
 
 
@@ -164,7 +171,9 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except ArrowInvalid as error:
-        raise DataError(f"{path}: not a parquet file ({error}); give a parquet, JSON or JSONL file") from error
+        raise DataError(
+            f"{path}: not a parquet file ({error}); give a parquet, JSON or JSONL file"
+        ) from error
     return rows
 
 
@@ -173,13 +182,16 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"dataset {source} is not a {', '.join(FORMATS)} file, so it would be a "
-            f"Hugging Face dataset, which needs the package `datasets`; run: {install_command('data')}, or give a file"
+            f"dataset {source} is not a {', '.join(FORMATS)} file, so it would be a Hugging Face dataset, "
+            f"which needs the package `datasets`; run: {install_command('data')}, or give a file"
         ) from error
     name, _, part = source.partition(":")
     try:
         loaded = datasets.load_dataset(name, part or None, split=split)
-    except (OSError, ValueError) as error:  # raised by `datasets` for unknown names, unknown splits and broken files
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # raised by `datasets` for unknown names, unknown splits and broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
     rows: Iterable[Row] = loaded
     return list(rows)

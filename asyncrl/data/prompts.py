@@ -60,7 +60,9 @@ class PromptSource:
         """Load and tokenise all prompts. Raises DataError that names the rows that cannot be used."""
         self.tokenizer = load_tokenizer(model)
         if model.chat_template and not self.tokenizer.chat_template:
-            raise DataError(f"model.chat_template is true, but the tokenizer of {model.path} has none; set it to false")
+            raise DataError(
+                f"model.chat_template is true, but the tokenizer of {model.path} has none; set it to false"
+            )
         render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
@@ -75,8 +77,8 @@ class PromptSource:
         if too_long:
             longest = max(len(prompt.token_ids) for prompt in (*self._train, *self._eval))
             raise DataError(
-                f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens}): {'; '.join(too_long)}; "
-                f"raise it to {longest} or remove the rows"
+                f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens}): "
+                f"{'; '.join(too_long)}; raise it to {longest} or remove the rows"
             )
         self.plan = SamplePlan(len(self.rows), seed=seed, shuffle=data.shuffle)
 
@@ -90,7 +92,9 @@ class PromptSource:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of response tokens, exactly as sampled but without special tokens."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -98,10 +102,13 @@ def load_tokenizer(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise DataError(
-            f"model.path {model.path}: no tokenizer could be loaded ({error}); give a Hugging Face directory or name"
+            f"model.path {model.path}: no tokenizer could be loaded ({error}); give a Hugging Face "
+            "directory or name"
         ) from error
 
 
@@ -109,21 +116,28 @@ def vocabulary_size(model: ModelConfig) -> int:
     """The number of tokens for which the policy has an embedding."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
     return int(config.get_text_config().vocab_size)
 
 
 def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
     """One line that names the first prompts above the limit, if there are any."""
     if found := [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) > limit]:
-        shown = ", ".join(f"{rows.place(index)}: {len(prompts[index].token_ids)} tokens" for index in found[:_SHOWN])
-        yield f"{len(found)} of {len(rows)} of {rows.source} ({shown}{', ...' if len(found) > _SHOWN else ''})"
+        shown = ", ".join(
+            f"{rows.place(index)}: {len(prompts[index].token_ids)} tokens" for index in found[:_SHOWN]
+        )
+        yield (
+            f"{len(found)} of {len(rows)} of {rows.source} ({shown}{', ...' if len(found) > _SHOWN else ''})"
+        )
 
 
 def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
     seen = {prompt.text for prompt in train}
     if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
         log.warning(
-            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held out",
+            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held "
+            "out",
             len(shared), len(held_out), rows.place(shared[0]),
         )  # fmt: skip

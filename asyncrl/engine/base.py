@@ -56,7 +56,8 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self) -> None:
-        """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty from now on."""
+        """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty from now
+        on."""
         ...
 
     async def receive(self, order: UpdateOrder) -> None:

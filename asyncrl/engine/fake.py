@@ -39,7 +39,12 @@ class FakeEngine:
     """The `Engine` interface in one process; deterministic for a seed and an order of calls."""
 
     def __init__(
-        self, *, vocabulary: int = 16, token_s: float = 0.0, seed: int = 0, logits: Sequence[Sequence[float]] | None = None
+        self,
+        *,
+        vocabulary: int = 16,
+        token_s: float = 0.0,
+        seed: int = 0,
+        logits: Sequence[Sequence[float]] | None = None,
     ) -> None:
         """`token_s`: seconds per token; requests run concurrently. `logits`: the table of version 0."""
         self._vocabulary = vocabulary
@@ -73,7 +78,9 @@ class FakeEngine:
             task.cancel()
         if task.cancelled():
             self._require_alive()
-            raise EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
+            raise EngineError(
+                "the request was aborted: the engine was closed, or its weights failed the probe"
+            )
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -115,7 +122,9 @@ class FakeEngine:
         self._require_alive()
         if not self._resumed.is_set():
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        return np.array([logprobs_of(self._row(last))[token] for last, token in pairwise(token_ids)], dtype=np.float32)
+        return np.array(
+            [logprobs_of(self._row(last))[token] for last, token in pairwise(token_ids)], dtype=np.float32
+        )
 
     def _row(self, last: int) -> NDArray[np.float32]:
         """[vocabulary]: the logits after the token `last`."""
@@ -136,9 +145,16 @@ class FakeEngine:
         if self._resumed.is_set():
             raise EngineError("receive: requests are running; begin the update first")
         tensors = order.details.get("tensors")
-        logits = logits_of(order.version, self._vocabulary) if tensors is None else np.array(tensors["logits"], dtype=np.float32)
+        logits = (
+            logits_of(order.version, self._vocabulary)
+            if tensors is None
+            else np.array(tensors["logits"], dtype=np.float32)
+        )
         if logits.shape != self._logits.shape:
-            raise TransferError(f"weights of version {order.version}: logits have shape {logits.shape}, not {self._logits.shape}")
+            raise TransferError(
+                f"weights of version {order.version}: logits have shape {logits.shape}, not "
+                f"{self._logits.shape}"
+            )
         self._received = logits
 
     async def finish_update(self, weights: Weights) -> None:

@@ -42,7 +42,9 @@ class _Busy:
 class Sampler:
     """Samples and scores whole groups."""
 
-    def __init__(self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str) -> None:
+    def __init__(
+        self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str
+    ) -> None:
         self._engine = engine
         self._scorer = scorer
         self._decode = decode
@@ -59,14 +61,18 @@ class Sampler:
         """
         started_s, size = time.monotonic(), limits.rollouts
         with self.busy.sampling():
-            rollouts = await self._sample(prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)])
+            rollouts = await self._sample(
+                prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)]
+            )
         sampled_s = time.monotonic()
         group = Group(
             ticket_id=ticket_id,
             rollouts=tuple(rollouts),
             generator_id=self._generator_id,
             # The version is -1 if the engine is dirty by now; then the newest token's version counts.
-            finished_version=max(self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)),
+            finished_version=max(
+                self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)
+            ),
             sampling_s=sampled_s - started_s,
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
@@ -79,9 +85,13 @@ class Sampler:
             greedy_reward=scored[size].reward if greedy else None,
         )
 
-    async def _sample(self, prompt_ids: Sequence[int], requests: Sequence[tuple[int, SamplingSpec]]) -> list[Rollout]:
+    async def _sample(
+        self, prompt_ids: Sequence[int], requests: Sequence[tuple[int, SamplingSpec]]
+    ) -> list[Rollout]:
         """The rollouts of all requests, which run concurrently; the first failure cancels the others."""
-        tasks = [asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests]
+        tasks = [
+            asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests
+        ]
         try:
             answers = await asyncio.gather(*tasks)
         except ValueError as error:  # the columns of a rollout differ in length

@@ -1,7 +1,8 @@
 """All descendants of a supervisor, also those that leave their session and clear their environment.
 
-The kernel gives an orphan to the nearest ancestor that asked for orphans (a "subreaper"); no process can refuse this. So every
-descendant of a supervisor stays its descendant as long as the supervisor lives, and the supervisor ends them all before it exits.
+The kernel gives an orphan to the nearest ancestor that asked for orphans (a "subreaper"); no process can
+refuse this. So every descendant of a supervisor stays its descendant as long as the supervisor lives, and the
+supervisor ends them all before it exits.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ class Family:
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """Reap adopted processes that have ended, so that their numbers become free. Call this all the time."""
+        """Reap adopted processes that have ended, so that their numbers become free. Call this all the
+        time."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -48,7 +50,9 @@ class Family:
         until_s = time.monotonic() + END_S
         told: set[int] = set()
         while (left := self._members()) and time.monotonic() < until_s:
-            if new := [process.pid for process in left if process.pid not in told and not _has_ended(process)]:
+            if new := [
+                process.pid for process in left if process.pid not in told and not _has_ended(process)
+            ]:
                 log.warning("processes %s had left those that started them, and are killed", new)
                 told.update(new)
             for process in left:
@@ -58,7 +62,9 @@ class Family:
             time.sleep(0.02)
 
     def _members(self) -> list[psutil.Process]:
-        return [process for process in self._me.children(recursive=True) if process.pid not in self._strangers]
+        return [
+            process for process in self._me.children(recursive=True) if process.pid not in self._strangers
+        ]
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -75,7 +81,8 @@ def _take_leave(pid: int) -> None:
 
 @contextlib.contextmanager
 def family() -> Iterator[Family]:
-    """Adopt orphans inside the `with` block, and end all descendants at its end. Every other end of processes lies within it."""
+    """Adopt orphans inside the `with` block, and end all descendants at its end. Every other end of processes
+    lies within it."""
     members = Family()
     adopt_orphans(True)
     try:

@@ -28,14 +28,7 @@ from asyncrl.errors import ControlError, StoreError
 from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.roles import join_store, run_role
-from asyncrl.launch.wiring import (
-    eval_lane,
-    eval_limits,
-    eval_rules,
-    open_exporter,
-    train_lane,
-    train_limits,
-)
+from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, open_exporter, train_lane, train_limits
 from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
@@ -60,7 +53,11 @@ def main() -> None:
     parser.add_argument("--id", required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--from-record", action="store_true", help="the config came from the store: the learner is to confirm it")
+    parser.add_argument(
+        "--from-record",
+        action="store_true",
+        help="the config came from the store: the learner is to confirm it",
+    )
     arguments = parser.parse_args()
 
     def role() -> None:
@@ -81,7 +78,12 @@ def main() -> None:
 
 
 async def _generate(
-    config: Config, hello: Hello, store: StoreConnection, keys: JoinKeys, directory: RunDirectory, context: LogContext
+    config: Config,
+    hello: Hello,
+    store: StoreConnection,
+    keys: JoinKeys,
+    directory: RunDirectory,
+    context: LogContext,
 ) -> None:
     log.info("importing vLLM")
     from asyncrl.engine.vllm.engine import VLLMEngine
@@ -95,11 +97,14 @@ async def _generate(
     log.info("starting the reward processes")
     await scorer.start()  # first: a function that cannot be loaded is known in a second
     log.info("starting the engine, which loads the model and warms up")
-    engine = await VLLMEngine.start(config.model, share(config.generator), config.sampling, config.weights, device=device)
+    engine = await VLLMEngine.start(
+        config.model, share(config.generator), config.sampling, config.weights, device=device
+    )
     begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # to leave in good order: tickets are given back
+    # To leave in good order: tickets are given back.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     log.info("calling the learner")
     record = RunRecord(store, keys.record)
     control = ControlClient(
@@ -146,7 +151,8 @@ async def _generate(
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:
     """JSONL always, Prometheus when asked for; W&B and its like get one run from the learner."""
     trackers = Trackers(
-        [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")], Alarms(probe_limit=config.weights.probe_limit)
+        [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")],
+        Alarms(probe_limit=config.weights.probe_limit),
     )
     if exporter := open_exporter(config, directory, generator_id):
         trackers.add(exporter)
@@ -163,7 +169,8 @@ async def _endpoint_now(record: RunRecord) -> str:
 
 
 async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
-    """Where the learner listens. It may still be loading its model: until then there may be no record, or a wrong one."""
+    """Where the learner listens. It may still be loading its model: until then there may be no record, or a
+    wrong one."""
     until_s, told = time.monotonic() + LEARNER_START_S, ""
     while True:
         found = "no learner has said where it listens"
@@ -173,7 +180,9 @@ async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
         except StoreError as error:
             found = str(error)
         if time.monotonic() > until_s:
-            raise ControlError(f"store {store.url}: {LEARNER_START_S:.0f} s without a learner; start it. Last: {found}")
+            raise ControlError(
+                f"store {store.url}: {LEARNER_START_S:.0f} s without a learner; start it. Last: {found}"
+            )
         if found != told:
             told = found
             log.info("waiting for the learner: %s", found)
@@ -221,7 +230,9 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
 def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
     """How a lane samples."""
     return SamplingSpec(
-        temperature=temperature, max_response_tokens=config.sampling.max_response_tokens, stop=config.sampling.stop
+        temperature=temperature,
+        max_response_tokens=config.sampling.max_response_tokens,
+        stop=config.sampling.stop,
     )
 
 
@@ -247,5 +258,6 @@ def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # in the engine's processes, which wait minutes for a dead parent before they load our plugin
+# In the engine's processes, which wait minutes for a dead parent before they load our plugin.
+elif __name__ == "__mp_main__":
     die_with_spawner()

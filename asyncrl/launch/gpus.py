@@ -1,4 +1,5 @@
-"""Which GPUs which process of a machine gets: learner ranks first, then generators; with too few, they share."""
+"""Which GPUs which process of a machine gets: learner ranks first, then generators; with too few, they
+share."""
 
 import os
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ def learner_gpus(gpus: int, ranks: int) -> list[int]:
 
 
 def generator_gpus(gpus: int, index: int, *, ranks: int, width: int) -> list[int]:
-    """The `width` GPUs of generator `index`: those after the learner's, dealt again from there when they run out."""
+    """The `width` GPUs of generator `index`: those after the learner's, dealt again from there when they run
+    out."""
     free = list(range(ranks, gpus)) if gpus > ranks else list(range(gpus))
     if not free:
         return []

@@ -1,4 +1,5 @@
-"""Rank 0's parts, each built from the parts of the config that it needs; the order in which they begin and end is here too."""
+"""Rank 0's parts, each built from the parts of the config that it needs; the order in which they begin and
+end is here too."""
 
 import os
 import secrets
@@ -91,9 +92,11 @@ class Lead:
 
 
 def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
-    """Build and start everything that surrounds rank 0's loop; the caller enters the run, and `stack` ends the rest.
+    """Build and start everything that surrounds rank 0's loop; the caller enters the run, and `stack` ends
+    the rest.
 
-    The store is claimed before the control plane opens, so that a generator that calls finds its own run in the store.
+    The store is claimed before the control plane opens, so that a generator that calls finds its own run in
+    the store.
     """
     config = lead.config
     gpu = torch.cuda.get_device_name() if lead.device.type == "cuda" else None
@@ -200,7 +203,8 @@ def open_decoder(stack: ExitStack, key: bytes, *, isolate: bool) -> Decode:
 def open_intake(
     config: Config, lane: RedisBuffer | ShardedBuffer, saved: Mapping[str, Any], gate: Gate, history: History
 ) -> Intake | ShardedIntake:
-    """Continues from the ledger that a checkpoint has `saved`. Raises ConfigError for another number of shards."""
+    """Continues from the ledger that a checkpoint has `saved`. Raises ConfigError for another number of
+    shards."""
     shards = config.store.shards
     judge = make_judge(
         [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters],
@@ -256,7 +260,8 @@ def open_evaluation(
 
 
 def claim_store(lead: Lead) -> Callable[[str], None]:
-    """Make the store serve this run. Returns what renews its record there, given the endpoint of the control plane."""
+    """Make the store serve this run. Returns what renews its record there, given the endpoint of the control
+    plane."""
     config = lead.config
     stored = StoredRun(
         name=config.run.name,
@@ -316,7 +321,9 @@ def first_status(config: Config, version: int) -> StatusSnapshot:
     )
 
 
-def show_to_prometheus(exporter: Exporter, status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> None:
+def show_to_prometheus(
+    exporter: Exporter, status: StatusSnapshot, *, max_bytes: float, probe_limit: float
+) -> None:
     """Show every number of `status`, and the limits that they are compared with."""
     exporter.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
     exporter.show(status_families(status, max_bytes=max_bytes, probe_limit=probe_limit))

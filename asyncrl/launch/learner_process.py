@@ -1,4 +1,5 @@
-"""The learner's process, one per rank: `python -m asyncrl.launch.learner_process --config FILE --store URL`."""
+"""The learner's process, one per rank: `python -m asyncrl.launch.learner_process --config FILE --store
+URL`."""
 
 import logging
 import os
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 
 
 def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[int, ...]:
-    """The token sequence of the probe: fixed and random, so it is cheap to score and every weight takes part."""
+    """The token sequence of the probe: fixed and random, so it is cheap to score and every weight takes
+    part."""
     draw = random.Random(seed)
     return tuple(draw.randrange(vocabulary) for _ in range(length))
 
@@ -108,12 +110,16 @@ def train(
             critic=config.critic if recipe.critic else None,
         )
         stack.callback(trainer.close)
-        checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep)
+        checkpoints = CheckpointStore(
+            directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep
+        )
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
         vocabulary = vocabulary_size(config.model)
-        probe_ids = draw_probe(config.run.seed, min(config.weights.probe_tokens, config.sampling.max_tokens - 1), vocabulary)
+        probe_ids = draw_probe(
+            config.run.seed, min(config.weights.probe_tokens, config.sampling.max_tokens - 1), vocabulary
+        )
         layout = Layout.plan(specs_of(trainer.parameters()), config.weights.bucket_mib << 20)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
@@ -145,14 +151,16 @@ def train(
 
 
 def rendezvous_of(config: Config, environment: Mapping[str, str]) -> Rendezvous:
-    """Where this rank meets the others: as `asyncrl.launch.ranks`, or torchrun, has put it into `environment`."""
+    """Where this rank meets the others: as `asyncrl.launch.ranks`, or torchrun, has put it into
+    `environment`."""
     return Rendezvous(
         rank=int(environment.get("RANK", "0")),
         ranks=config.learner.ranks,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=int(environment.get("MASTER_PORT") or "0"),
-        # The supervisor, which knows who hangs, comes first; this bound holds where a wait for a slow rank was none.
+        # The supervisor, which knows who hangs, comes first; this bound holds where a wait for a slow rank
+        # was none.
         timeout_s=config.control.slow_s + config.control.hang_s,
     )
 

@@ -1,4 +1,5 @@
-"""What surrounds the learner's loop: one class for rank 0, which speaks with everybody else, and one for the other ranks."""
+"""What surrounds the learner's loop: one class for rank 0, which speaks with everybody else, and one for the
+other ranks."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ POLL_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class LeadRun:
-    """`learner.Run` of rank 0. A context manager: leaving it shows the last state and sends the generators home."""
+    """`learner.Run` of rank 0. A context manager: leaving it shows the last state and sends the generators
+    home."""
 
     trainer: Trainer
     # The token sequence that the probe scores.
@@ -68,7 +70,8 @@ class LeadRun:
         self.taking.open(version)
 
     def report(self, step: Step) -> None:
-        """Metrics and samples of a finished step, and the evaluations that are complete. The metrics are reduced already."""
+        """Metrics and samples of a finished step, and the evaluations that are complete. The metrics are
+        reduced already."""
         counters = {f"weights/{name}": value for name, value in self.publication.counters().items()}
         self.reporting.step(step, counters | self.taking.counters())
         self.taking.trained(step.version - 1)
@@ -90,7 +93,9 @@ class LeadRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if isinstance(error, SystemExit):
             self.page.enter("stopped", "asked to stop")
         elif error is not None:
@@ -103,7 +108,8 @@ class LeadRun:
 
 @dataclass(slots=True, kw_only=True)
 class FollowerRun:
-    """`learner.Run` of every other rank: it trains on what rank 0 hands out, and takes part where all ranks must."""
+    """`learner.Run` of every other rank: it trains on what rank 0 hands out, and takes part where all ranks
+    must."""
 
     trainer: Trainer
     probe_ids: Sequence[int]

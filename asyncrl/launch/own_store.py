@@ -13,12 +13,14 @@ from asyncrl.run.directory import RunDirectory
 log = logging.getLogger(__name__)
 
 AGAIN_S = ASK_S = 1.0
-# After this long without an answer it is killed. It is then back before the processes that wait for it give up.
+# After this long without an answer it is killed. It is then back before the processes that wait for it give
+# up.
 SILENT_S = 15.0
 
 
 class KeptStore:
-    """A running server that is started again whenever it ends. Tending it never waits, however long the server loads."""
+    """A running server that is started again whenever it ends. Tending it never waits, however long the
+    server loads."""
 
     def __init__(self, server: StoreServer, *, silent_s: float = SILENT_S) -> None:
         """One that answers nothing for `silent_s` is killed."""
@@ -39,7 +41,9 @@ class KeptStore:
         if (self.is_up and self.server.is_running) or time.monotonic() < self._again_at_s:
             return
         if self.is_up:
-            log.warning("the store died and is started again; the learner's ledger decides what it still knows")
+            log.warning(
+                "the store died and is started again; the learner's ledger decides what it still knows"
+            )
             self.is_up = self._is_begun = False
         try:
             self._bring_up()
@@ -51,7 +55,8 @@ class KeptStore:
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 
     def is_silent(self) -> bool:
-        """Asks it once a second, as long as it is up. A server that was stopped (SIGSTOP) lives and does not answer."""
+        """Asks it once a second, as long as it is up. A server that was stopped (SIGSTOP) lives and does not
+        answer."""
         now_s = self._attention.look()
         if now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_S

@@ -1,4 +1,5 @@
-"""How rank 0 gets new weights to the generators: a copy that senders deliver, and the control plane that orders it."""
+"""How rank 0 gets new weights to the generators: a copy that senders deliver, and the control plane that
+orders it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,7 +19,9 @@ class Publication:
         self._hub = hub
         self._rounds = 0
 
-    def publish(self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]) -> None:
+    def publish(
+        self, version: int, parameters: Iterable[tuple[str, Tensor]], probe_logprobs: Sequence[float]
+    ) -> None:
         """Copy the weights, and order every generator to load them."""
         self._publisher.publish(version, parameters, probe_logprobs)
         self._hub.announce(version)
@@ -28,7 +31,8 @@ class Publication:
         self._hub.check()
 
     def is_in_touch(self) -> bool:
-        """Whether the control plane has done something since the last call; if not, no weights arrive anywhere."""
+        """Whether the control plane has done something since the last call; if not, no weights arrive
+        anywhere."""
         before, self._rounds = self._rounds, self._hub.rounds
         return self._rounds != before
 
@@ -46,7 +50,8 @@ class Publication:
         return self._hub.counters()
 
     def close(self, reason: str, *, farewell: bool) -> None:
-        """Stop. With `farewell` the generators hear that the run is over, else they wait for the next learner."""
+        """Stop. With `farewell` the generators hear that the run is over, else they wait for the next
+        learner."""
         self._hub.stop(reason, farewell=farewell)
         self._publisher.close()
 

@@ -1,4 +1,5 @@
-"""The learner's ranks on one host, started together, ended together: `python -m asyncrl.launch.ranks --config FILE --store URL`.
+"""The learner's ranks on one host, started together, ended together: `python -m asyncrl.launch.ranks --config
+FILE --store URL`.
 
 This process holds the run's lock and imports nothing of what the ranks need.
 """
@@ -21,15 +22,16 @@ from asyncrl.run.lock import RunLock
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
 
-# Grace period after the first rank fails: the rank with the root cause may exit later than a rank that merely lost its peers.
-# There is none after SIGKILL, which is itself the cause.
+# Grace period after the first rank fails: the rank with the root cause may exit later than a rank that merely
+# lost its peers. There is none after SIGKILL, which is itself the cause.
 CAUSE_S = 2.0
 # Time between SIGTERM and SIGKILL, for all ranks together.
 GRACE_S = 25.0
 
 
 def workers_of(ranks: int) -> list[str]:
-    """The processes that show the supervisor their progress: this one and each rank. If one hangs, all are restarted."""
+    """The processes that show the supervisor their progress: this one and each rank. If one hangs, all are
+    restarted."""
     return ["who starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
 
 
@@ -41,7 +43,12 @@ def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[
             [sys.executable, "-m", "asyncrl.launch.learner_process", *arguments, FLAG],
             stdin=subprocess.PIPE,
             env=os.environ
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+            }
             | ({} if board is None else progress.variable(board, 1 + rank)),
             pass_fds=[] if board is None else [board],
         )
@@ -56,7 +63,8 @@ def begin(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
         port = probe.getsockname()[1]
     for process in processes:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a dead one is found by `wait_for_ranks`
+        # A dead one is found by `wait_for_ranks`.
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(b"%d\n" % port)
 
 
@@ -101,7 +109,9 @@ def main() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
         setup_logging("learner", directory.logs, console=True)
-        processes = start_ranks(["--store", arguments.store, "--config", str(arguments.config)], config.learner.ranks)
+        processes = start_ranks(
+            ["--store", arguments.store, "--config", str(arguments.config)], config.learner.ranks
+        )
         try:
             if arguments.standby:
                 wait_until_needed()

@@ -1,4 +1,5 @@
-"""What every role process does first and last: dies with its parent, logs to its file, ends with a meaningful status."""
+"""What every role process does first and last: dies with its parent, logs to its file, ends with a meaningful
+status."""
 
 import logging
 import os
@@ -46,8 +47,8 @@ NOT_MENDED_BY_A_RESTART = (
 )
 
 
-# Errors that are likely to come again, because their cause is on this machine: a file, a library, a device. What came from
-# elsewhere (groups, the store, a peer) may differ next time.
+# Errors that are likely to come again, because their cause is on this machine: a file, a library, a device.
+# What came from elsewhere (groups, the store, a peer) may differ next time.
 LIKELY_AGAIN = (CheckpointError, EngineError)
 
 
@@ -56,7 +57,8 @@ STORE_RETRY_S = 30.0
 
 
 def run_role(role: Callable[[], None]) -> None:
-    """Run a role's body and exit: 0 done, 2 a restart would repeat the mistake, 3 it may repeat the fault, 1 anything else."""
+    """Run a role's body and exit: 0 done, 2 a restart would repeat the mistake, 3 it may repeat the fault, 1
+    anything else."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(int(parent) if parent else None)
     signal.signal(signal.SIGTERM, _leave)

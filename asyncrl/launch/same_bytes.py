@@ -1,4 +1,5 @@
-"""All ranks of a learner train on the same bytes: rank 0 takes groups from the store and hands their frames to the others."""
+"""All ranks of a learner train on the same bytes: rank 0 takes groups from the store and hands their frames
+to the others."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -35,10 +36,9 @@ def hand_out(
     The frames are handed on because the store may hold something else a moment later.
 
     Args:
-        broadcast: see `Broadcast`.
-        poll: takes the groups of the step; None while they are not all there. It returns after a second or so.
-        is_asked_to_stop: then every rank hears `STOP` instead.
-        is_in_touch: whether the control plane gets on; while it does not, this rank gives no sign of life.
+        broadcast: see `Broadcast`. poll: takes the groups of the step; None while they are not all there. It
+        returns after a second or so. is_asked_to_stop: then every rank hears `STOP` instead. is_in_touch:
+        whether the control plane gets on; while it does not, this rank gives no sign of life.
     """
     taken = None
     while taken is None:

@@ -1,4 +1,5 @@
-"""When a learner saves a checkpoint, what it does when that fails, and what follows on rank 0 once one is durable."""
+"""When a learner saves a checkpoint, what it does when that fails, and what follows on rank 0 once one is
+durable."""
 
 import logging
 import signal
@@ -21,11 +22,13 @@ log = logging.getLogger(__name__)
 AGAIN_S = 1.0
 """Pause between two attempts at the last checkpoint."""
 LAST_ATTEMPTS = 60
-"""Attempts at the last checkpoint: somebody may make room on a full disk meanwhile, but a run must end at some time."""
+"""Attempts at the last checkpoint: somebody may make room on a full disk meanwhile, but a run must end at
+some time."""
 
 
 class Saving:
-    """The checkpoints of one rank. Every rank calls every method, in the same order, and fails in the same way."""
+    """The checkpoints of one rank. Every rank calls every method, in the same order, and fails in the same
+    way."""
 
     def __init__(self, checkpoints: CheckpointStore, trainer: Trainer, *, every: int) -> None:
         """`every` is the number of steps from one checkpoint to the next."""
@@ -36,7 +39,8 @@ class Saving:
         self._failures = 0
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due. A save that fails (a full disk) is due again after the next step, the last one in a second."""
+        """Save if it is due. A save that fails (a full disk) is due again after the next step, the last one
+        in a second."""
         if last:
             self._save_at_last(version)
         elif self._is_overdue or version % self._every == 0:
@@ -52,7 +56,8 @@ class Saving:
         return {}
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
-        """A checkpoint is durable. `oldest` is the step of the oldest one that is kept; the save began at `started_s`."""
+        """A checkpoint is durable. `oldest` is the step of the oldest one that is kept; the save began at
+        `started_s`."""
 
     def _failed(self, version: int, failures: int) -> None:
         """A save failed, as `failures` of this learner have by now; training goes on."""
@@ -71,7 +76,11 @@ class Saving:
             self._save(version)
         except CheckpointError as error:  # the same one on every rank
             self._failures += 1
-            log.error("step %d is not saved, older checkpoints are as they were; it will be tried again: %s", version, error)
+            log.error(
+                "step %d is not saved, older checkpoints are as they were; it will be tried again: %s",
+                version,
+                error,
+            )
             self._failed(version, self._failures)
             return False
         return True
@@ -97,7 +106,8 @@ class LeadSaving(Saving):
         reporting: Reporting,
         mark_saved: Callable[[], None],
     ) -> None:
-        """`begun` is the state that this learner began with: its `history` and `fixed` stay. `mark_saved` leaves a mark."""
+        """`begun` is the state that this learner began with: its `history` and `fixed` stay. `mark_saved`
+        leaves a mark."""
         super().__init__(checkpoints, trainer, every=every)
         self._begun = begun
         self._coefficients = coefficients
@@ -108,7 +118,9 @@ class LeadSaving(Saving):
     def _state(self, version: int) -> dict[str, Any]:
         ledger, evaluation = self._taking.settled
         coefficients = self._coefficients.state()
-        now = replace(self._begun, version=version, ledger=ledger, evaluation=evaluation, coefficients=coefficients)
+        now = replace(
+            self._begun, version=version, ledger=ledger, evaluation=evaluation, coefficients=coefficients
+        )
         return now.to_dict()
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:

@@ -1,7 +1,7 @@
 """A standby: a process that has loaded its libraries and waits for the death of the one before it.
 
-Most of what a learner needs to come back is the time until torch and DeepSpeed are imported. A standby holds that memory and
-nothing else: no lock, no connection, nothing on a GPU.
+Most of what a learner needs to come back is the time until torch and DeepSpeed are imported. A standby holds
+that memory and nothing else: no lock, no connection, nothing on a GPU.
 """
 
 import argparse
@@ -16,7 +16,8 @@ FLAG = "--standby"
 
 
 def parse_arguments(prog: str) -> argparse.Namespace:
-    """The arguments of the learner, and of the process that starts its ranks: `store`, `config`, `standby`."""
+    """The arguments of the learner, and of the process that starts its ranks: `store`, `config`,
+    `standby`."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
@@ -25,7 +26,8 @@ def parse_arguments(prog: str) -> argparse.Namespace:
 
 
 def wait_until_needed() -> str:
-    """Wait until the parent writes one line to stdin, and return that line. Exit if the parent closes the pipe."""
+    """Wait until the parent writes one line to stdin, and return that line. Exit if the parent closes the
+    pipe."""
     begin("stand by", Pace.QUICK)
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         beat()

@@ -1,4 +1,5 @@
-"""What rank 0 shows of the run once a second: its status, for people and Prometheus, and its record in the store."""
+"""What rank 0 shows of the run once a second: its status, for people and Prometheus, and its record in the
+store."""
 
 import threading
 import time
@@ -29,12 +30,10 @@ class StatusPage:
         """Start the thread.
 
         Args:
-            first: what holds at the start; name, target and process stay as they are.
-            publication: knows the generators.
-            taking: knows where every ticket is.
-            renew: writes the run's record, with the endpoint of the control plane, into the store, which may have been wiped.
-            shows: get every snapshot.
-            guard: counts the seconds in which one of these failed.
+            first: what holds at the start; name, target and process stay as they are. publication: knows the
+            generators. taking: knows where every ticket is. renew: writes the run's record, with the endpoint
+            of the control plane, into the store, which may have been wiped. shows: get every snapshot. guard:
+            counts the seconds in which one of these failed.
         """
         self._now = first
         self._publication = publication
@@ -45,7 +44,8 @@ class StatusPage:
         self._ticker.start()
 
     def enter(self, state: str, message: str = "") -> None:
-        """The learner's state from now on, as in `StatusSnapshot.state`, with the reason where it is a final one."""
+        """The learner's state from now on, as in `StatusSnapshot.state`, with the reason where it is a final
+        one."""
         self._now = replace(self._now, state=state, message=message)
 
     @property

@@ -1,11 +1,12 @@
-"""Learners that died in one step, counted on disk: a group that kills every learner must not end the run for good.
+"""Learners that died in one step, counted on disk: a group that kills every learner must not end the run for
+good.
 
-A step is begun and ended. A start that finds a step begun and not ended counts a death for that step. Deaths while the
-learner waits for groups, or while it saves, do not count.
+A step is begun and ended. A start that finds a step begun and not ended counts a death for that step. Deaths
+while the learner waits for groups, or while it saves, do not count.
 
-Every group of the step has its own count, found by the bytes of its frame. So a replay continues the count, and a group that
-was sampled again starts at 0. The group that kills is found although the other groups of the step change: some of them are
-lost with the weights of the learner that died.
+Every group of the step has its own count, found by the bytes of its frame. So a replay continues the count,
+and a group that was sampled again starts at 0. The group that kills is found although the other groups of the
+step change: some of them are lost with the weights of the learner that died.
 """
 
 import json
@@ -17,8 +18,8 @@ import xxhash
 from asyncrl.best_effort import BestEffort
 from asyncrl.files import read_record, replace_text
 
-# Deaths in a row, in one step. Fewer than `control.max_restarts` allows by default; the count continues over several
-# `asyncrl up`.
+# Deaths in a row, in one step. Fewer than `control.max_restarts` allows by default; the count continues over
+# several `asyncrl up`.
 MAX_DEATHS = 3
 
 
@@ -28,7 +29,8 @@ def digest_of(frame: bytes) -> str:
 
 
 class StepDeaths:
-    """The count of one run. A file that cannot be read counts as none, one that cannot be written is tried again."""
+    """The count of one run. A file that cannot be read counts as none, one that cannot be written is tried
+    again."""
 
     def __init__(self, path: Path) -> None:
         """Counts a death if a step was begun and not ended."""
@@ -44,7 +46,10 @@ class StepDeaths:
         for version, step in self._steps.items():
             if step.get(digest, 0) >= MAX_DEATHS:
                 groups = sum(deaths >= MAX_DEATHS for deaths in step.values())
-                return f"{step[digest]} learners died as they trained on the {groups} groups of step {version + 1}"
+                return (
+                    f"{step[digest]} learners died as they trained on the {groups} groups of step "
+                    f"{version + 1}"
+                )
         return None
 
     def begin(self, version: int, frames: Sequence[bytes]) -> None:
@@ -66,11 +71,13 @@ class StepDeaths:
 
 
 def _read(path: Path) -> tuple[dict[int, dict[str, int]], int | None]:
-    """How many learners died with each group, by version of the step; and the step that was begun and not ended."""
+    """How many learners died with each group, by version of the step; and the step that was begun and not
+    ended."""
     record = read_record(path) or {}
     try:
         steps = {
-            int(version): {digest: int(deaths) for digest, deaths in step.items()} for version, step in record["steps"].items()
+            int(version): {digest: int(deaths) for digest, deaths in step.items()}
+            for version, step in record["steps"].items()
         }
         return steps, None if record["begun"] is None else int(record["begun"])
     except (KeyError, TypeError, ValueError, AttributeError):

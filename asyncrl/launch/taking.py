@@ -21,7 +21,8 @@ LAST_EVAL_S = 300.0
 
 
 class Taking:
-    """The learner's end of both lanes. It watches that no id is lost, and counts the learners that die within a step."""
+    """The learner's end of both lanes. It watches that no id is lost, and counts the learners that die within
+    a step."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class Taking:
         self._is_recovered = False
 
     def open(self, version: int) -> None:
-        """Announce newly published weights, and with them the credit. The first time, the store is made to agree as well."""
+        """Announce newly published weights, and with them the credit. The first time, the store is made to
+        agree as well."""
         if self._is_recovered:
             self._intake.open(version)
             self._evaluation.open(version)
@@ -77,13 +79,18 @@ class Taking:
         return self._evaluation.poll()
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
-        """The rounds that are still open after the last step, as they become complete; at most `LAST_EVAL_S` long."""
+        """The rounds that are still open after the last step, as they become complete; at most `LAST_EVAL_S`
+        long."""
         until_s = time.monotonic() + LAST_EVAL_S
         while self._evaluation.missing and time.monotonic() < until_s:
             self.heal(version)
             yield self._evaluation.wait(1.0)
         if missing := self._evaluation.missing:
-            log.warning("%d rounds of evaluation were not answered within %.0f s and are left out", missing, LAST_EVAL_S)
+            log.warning(
+                "%d rounds of evaluation were not answered within %.0f s and are left out",
+                missing,
+                LAST_EVAL_S,
+            )
 
     def close(self) -> None:
         """Tell the generators that no ticket will follow."""

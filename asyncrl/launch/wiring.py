@@ -18,13 +18,17 @@ from asyncrl.run.keys import JoinKeys, RunKeys
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
 
 
-def store_password(store: StoreConfig, url: str, keys: RunKeys | JoinKeys, environment: Mapping[str, str]) -> str | None:
-    """The password for `url`: a configured store's is in `environment`, that of the run's own store follows from `keys`."""
+def store_password(
+    store: StoreConfig, url: str, keys: RunKeys | JoinKeys, environment: Mapping[str, str]
+) -> str | None:
+    """The password for `url`: a configured store's is in `environment`, that of the run's own store follows
+    from `keys`."""
     return keys.store_password(user_of(url)) if store.url is None else environment.get(store.password_env)
 
 
 def open_exporter(config: Config, directory: RunDirectory, process: str) -> Exporter | None:
-    """`/metrics` and `/health` of the learner, or of the generator with the id `process`; None unless asked for."""
+    """`/metrics` and `/health` of the learner, or of the generator with the id `process`; None unless asked
+    for."""
     telemetry = config.telemetry
     if telemetry.prometheus_port is None:
         return None
@@ -43,12 +47,17 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
 
 def train_limits(config: Config, vocabulary: int) -> GroupLimits:
     """What a group must satisfy so that this run can train on it."""
-    return GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=_most_tokens(config))
+    return GroupLimits(
+        vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=_most_tokens(config)
+    )
 
 
 def eval_limits(config: Config, vocabulary: int) -> GroupLimits:
-    """What a held-out group must satisfy. A group with another number of samples was sampled before a resume."""
-    return GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=_most_tokens(config), whole=True)
+    """What a held-out group must satisfy. A group with another number of samples was sampled before a
+    resume."""
+    return GroupLimits(
+        vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=_most_tokens(config), whole=True
+    )
 
 
 def _most_tokens(config: Config) -> int:
@@ -72,7 +81,12 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
 
 def eval_rules(config: Config, prompts: int) -> dict[str, Any]:
     """What an id of the evaluation lane means, with so many held-out prompts."""
-    return {"prompts": prompts, "every": config.eval.every, "steps": config.learner.steps, "asked": eval_digest(config)}
+    return {
+        "prompts": prompts,
+        "every": config.eval.every,
+        "steps": config.learner.steps,
+        "asked": eval_digest(config),
+    }
 
 
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:

@@ -56,8 +56,17 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
 def machine_checks(config: Config | None) -> list[Check]:
     """Checks that every run needs; `config` names the disk that it would write to."""
     checks = [
-        Check(name="packages", run=stack.packages, fix="install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"),
-        Check(name="compiler", run=stack.compiler, fix="install one: apt-get install g++", limit_s=2 * stack.COMPILE_S),
+        Check(
+            name="packages",
+            run=stack.packages,
+            fix="install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment",
+        ),
+        Check(
+            name="compiler",
+            run=stack.compiler,
+            fix="install one: apt-get install g++",
+            limit_s=2 * stack.COMPILE_S,
+        ),
     ]
     imports = {
         "torch": stack.torch_loads,
@@ -65,12 +74,22 @@ def machine_checks(config: Config | None) -> list[Check]:
         "deepspeed": stack.deepspeed_loads,
         "vllm": stack.vllm_loads,
     }
-    checks += [Check(name=name, run=loads, fix=stack.reinstall(name), limit_s=IMPORT_S) for name, loads in imports.items()]
+    checks += [
+        Check(name=name, run=loads, fix=stack.reinstall(name), limit_s=IMPORT_S)
+        for name, loads in imports.items()
+    ]
     root = config.run.root if config else Path("runs")
     return [
         *checks,
-        Check(name="gpus", run=stack.gpus, fix="run nvidia-smi; reinstall the driver where it fails", limit_s=IMPORT_S),
-        Check(name="broadcast", run=stack.broadcast, fix="see GLOO_SOCKET_IFNAME", limit_s=2 * stack.BROADCAST_S),
+        Check(
+            name="gpus",
+            run=stack.gpus,
+            fix="run nvidia-smi; reinstall the driver where it fails",
+            limit_s=IMPORT_S,
+        ),
+        Check(
+            name="broadcast", run=stack.broadcast, fix="see GLOO_SOCKET_IFNAME", limit_s=2 * stack.BROADCAST_S
+        ),
         Check(name="shared memory", run=host.shared_memory, fix="remount /dev/shm"),
         Check(name="disk", run=partial(host.disk, root), fix="mount the disk of run.root again"),
         Check(name="clock", run=host.clock, fix="timedatectl set-ntp true"),
@@ -107,7 +126,11 @@ def run_checks(config: Config) -> list[Check]:
     ]
     if config.store.url:
         fix = f"check store.url and the password in {config.store.password_env}"
-        checks.append(Check(name="store", run=partial(this_run.configured_store, config), fix=fix, limit_s=60.0))
+        checks.append(
+            Check(name="store", run=partial(this_run.configured_store, config), fix=fix, limit_s=60.0)
+        )
     if config.control.bind:
-        checks.append(Check(name="port", run=partial(host.port, config.control.bind), fix="choose another control.bind"))
+        checks.append(
+            Check(name="port", run=partial(host.port, config.control.bind), fix="choose another control.bind")
+        )
     return checks

@@ -52,7 +52,12 @@ def memory_lines(config: Config, shape: ModelShape, machine: Machine) -> Iterato
     formed = "of the architecture in config.json, built without memory; tied ones once"
     yield count_line("the model", "parameters", shape.parameters, formed)
     size = DTYPE_BYTES[config.model.dtype]
-    yield bytes_line("the model", "weights", weights_bytes(shape, config.model), f"parameters x {size} ({config.model.dtype})")
+    yield bytes_line(
+        "the model",
+        "weights",
+        weights_bytes(shape, config.model),
+        f"parameters x {size} ({config.model.dtype})",
+    )
     rank, on_gpu, generator = _rank_bytes(config, shape), _on_gpu(config, machine), config.generator
     kv_bytes = int(generator.kv_cache_gib * GIB)
     if on_gpu:
@@ -67,9 +72,13 @@ def disk_lines(config: Config, shape: ModelShape) -> Iterator[Line]:
     """Disk space of the checkpoints."""
     one = checkpoint_bytes(shape, config.model, critic=_needs(config, "values_T"))
     critic = ", as much for the critic" if _needs(config, "values_T") else ""
-    yield bytes_line("this host", "checkpoint", one, f"weights, optimizer, Hugging Face export: parameters x 16{critic}")
+    yield bytes_line(
+        "this host", "checkpoint", one, f"weights, optimizer, Hugging Face export: parameters x 16{critic}"
+    )
     kept = config.checkpoint.keep
-    yield bytes_line("this host", "disk", one * (kept + 1), f"checkpoint x (keep {kept} + the one being written)")
+    yield bytes_line(
+        "this host", "disk", one * (kept + 1), f"checkpoint x (keep {kept} + the one being written)"
+    )
 
 
 def _on_gpu(config: Config, machine: Machine) -> bool:
@@ -82,7 +91,11 @@ def _needs(config: Config, column: str) -> bool:
 
 def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
     parts = trained_bytes(shape, config.model, config.learner)
-    models = {"learner weights": parts["weights"], "gradients": parts["gradients"], "optimizer": parts["optimizer"]}
+    models = {
+        "learner weights": parts["weights"],
+        "gradients": parts["gradients"],
+        "optimizer": parts["optimizer"],
+    }
     models["activations"] = activations_bytes(shape, config.model, config.learner)
     if config.algorithm.kl.coefficient or _needs(config, "reference_logprobs_T"):
         models["reference"] = parts["weights"]
@@ -97,8 +110,12 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
     master = half or learner.zero_stage > 0
     formed = {
         "learner weights": f"as above{sharded}",
-        "gradients": "parameters x 4, accumulated in float32" + (", x 2 of one backward pass" if half else "") + sharded,
-        "optimizer": "AdamW: parameters x 8" + (", x 4 of the float32 master copy" if master else "") + sharded,
+        "gradients": "parameters x 4, accumulated in float32"
+        + (", x 2 of one backward pass" if half else "")
+        + sharded,
+        "optimizer": "AdamW: parameters x 8"
+        + (", x 4 of the float32 master copy" if master else "")
+        + sharded,
         "activations": "estimate: tokens_per_microbatch x what layers keep, and the logits of one chunk",
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
@@ -116,20 +133,27 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     yield bytes_line(part, "generator weights", -(-weights // parallel), f"weights{by}")
     formed = "gpu_memory_utilization x GPU - weights" if on_gpu else "generator.kv_cache_gib"
     yield bytes_line(part, "KV cache", kv_bytes, formed)
-    formed = f"2 x {shape.layers} layers x {shape.kv} x {DTYPE_BYTES[config.model.dtype]} = {token:,} bytes a token{by}"
+    formed = (
+        f"2 x {shape.layers} layers x {shape.kv} x {DTYPE_BYTES[config.model.dtype]} = {token:,} bytes a "
+        f"token{by}"
+    )
     yield bytes_line(part, "KV of a sequence", sequence, formed)
     formed = f"KV cache / KV of a sequence; max_running is {config.generator.max_running}"
     yield count_line(part, "full sequences in KV", kv_bytes // sequence, formed)
 
 
-def _host_lines(config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine) -> Iterator[Line]:
+def _host_lines(
+    config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine
+) -> Iterator[Line]:
     ranks, count, weights = config.learner.ranks, config.generator.count, weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
     if not _on_gpu(config, machine):
         host += ranks * rank + count * (2 * weights + kv_bytes)
         formed += ", ranks, generators with one staged copy each"
-    yield bytes_line("this host", "host memory", host, f"{formed}; {data_size(machine.memory_bytes)} available")
+    yield bytes_line(
+        "this host", "host memory", host, f"{formed}; {data_size(machine.memory_bytes)} available"
+    )
     if _on_gpu(config, machine):
         for index, size_bytes in enumerate(machine.gpu_bytes):
             formed = f"of {data_size(size_bytes)}: ranks, and gpu_memory_utilization of each generator"

@@ -1,4 +1,5 @@
-"""`asyncrl plan`: predicts batches, staleness, store and memory of a run, each number with its formula, and warns of trouble."""
+"""`asyncrl plan`: predicts batches, staleness, store and memory of a run, each number with its formula, and
+warns of trouble."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,9 @@ def forecast(config: Config, shape: ModelShape, machine: Machine, *, rows: int |
         *disk_lines(config, shape),
     )
     plan = Forecast(lines=lines)
-    return Forecast(lines=lines, warnings=(*_flow_warnings(config, plan), *_memory_warnings(config, plan, machine)))
+    return Forecast(
+        lines=lines, warnings=(*_flow_warnings(config, plan), *_memory_warnings(config, plan, machine))
+    )
 
 
 def _step(config: Config) -> Iterator[Line]:
@@ -71,7 +74,9 @@ def _step(config: Config) -> Iterator[Line]:
     yield count_line(part, "tokens, at most", tokens, f"sequences x ({longest})")
     formed = f"batch.minibatches ({batch.minibatches}) x batch.epochs ({batch.epochs})"
     yield count_line(part, "optimizer steps", batch.minibatches * batch.epochs, formed)
-    formed = "of one optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks)"
+    formed = (
+        "of one optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks)"
+    )
     yield count_line(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
 
 
@@ -79,15 +84,28 @@ def _store(config: Config) -> Iterator[Line]:
     lag, groups, checkpoint = config.staleness.max_lag, config.batch.groups, config.checkpoint
     part = "staleness and store"
     opened = (lag + 1) * groups
-    yield count_line(part, "open groups, at most", opened, f"(max_lag {lag} + 1) x groups: under way or waiting")
-    yield count_line(part, "window", config.window_groups, "window_groups, or 0.3 x open groups: who may be overtaken")
-    yield count_line(part, "oldest group, in steps", config.lag_bound, "max_lag + ceil((window - 1) / groups)")
-    at_once = config.generator.count * (config.generator.max_running // (config.batch.group_size + wants_greedy(config)))
-    yield count_line(part, "groups being sampled", at_once, "generator.count x (max_running / group_size), at most")
+    yield count_line(
+        part, "open groups, at most", opened, f"(max_lag {lag} + 1) x groups: under way or waiting"
+    )
+    yield count_line(
+        part, "window", config.window_groups, "window_groups, or 0.3 x open groups: who may be overtaken"
+    )
+    yield count_line(
+        part, "oldest group, in steps", config.lag_bound, "max_lag + ceil((window - 1) / groups)"
+    )
+    at_once = config.generator.count * (
+        config.generator.max_running // (config.batch.group_size + wants_greedy(config))
+    )
+    yield count_line(
+        part, "groups being sampled", at_once, "generator.count x (max_running / group_size), at most"
+    )
     frame = frame_bytes(config)
     yield bytes_line(part, "a group, at most", frame, "one of full length, encoded")
     kept = checkpoint.keep * checkpoint.every * groups
-    formed = f"(open groups + checkpoint.keep x every x groups = {opened + kept:,}) x a group: kept while a checkpoint needs them"
+    formed = (
+        f"(open groups + checkpoint.keep x every x groups = {opened + kept:,}) x a group: kept while a "
+        "checkpoint needs them"
+    )
     yield bytes_line(part, "store, at most", (opened + kept) * frame, formed)
 
 
@@ -104,14 +122,21 @@ def frame_bytes(config: Config) -> int:
         reward_parts={function.part: 0.0 for function in config.reward.functions},
         answer="0" * ANSWER_CHARACTERS,
     )
-    group = Group(ticket_id=1, rollouts=(rollout,) * config.batch.group_size, generator_id="g0", finished_version=2)
+    group = Group(
+        ticket_id=1, rollouts=(rollout,) * config.batch.group_size, generator_id="g0", finished_version=2
+    )
     return len(encode_group(group, b"key"))
 
 
 def _run(config: Config, rows: int | None) -> Iterator[Line]:
     steps, groups, part = config.learner.steps, config.batch.groups, "the run"
     yield count_line(part, "steps", steps, "learner.steps")
-    yield count_line(part, "sequences in all", steps * config.batch.sequences, "steps x sequences, without what filters reject")
+    yield count_line(
+        part,
+        "sequences in all",
+        steps * config.batch.sequences,
+        "steps x sequences, without what filters reject",
+    )
     if rows is not None:
         yield count_line(part, "prompts", rows, f"rows of {config.data.train}")
         yield count_line(part, "steps per epoch", rows / groups, "prompts / groups")
@@ -125,32 +150,37 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     at_once, opened = plan["groups being sampled"], plan["open groups, at most"]
     if at_once > opened:
         yield (
-            f"generators could sample {at_once:,.0f} groups at a time, but only {opened:,.0f} may be open: some will wait; "
-            "raise staleness.max_lag or batch.groups, or lower generator.count or max_running"
+            f"generators could sample {at_once:,.0f} groups at a time, but only {opened:,.0f} may be open: "
+            "some will wait; raise staleness.max_lag or batch.groups, or lower generator.count or "
+            "max_running"
         )
 
 
 def _memory_warnings(config: Config, plan: Forecast, machine: Machine) -> Iterator[str]:
-    held, cure = plan["full sequences in KV"], "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
+    held, cure = (
+        plan["full sequences in KV"],
+        "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)",
+    )
     if held < 1:
         yield (
             f"the KV cache ({data_size(plan['KV cache'])}) holds no sequence of full length "
-            f"({data_size(plan['KV of a sequence'])}): vLLM will refuse to start; {cure}, or lower sampling.max_response_tokens"
+            f"({data_size(plan['KV of a sequence'])}): vLLM will refuse to start; {cure}, or lower "
+            "sampling.max_response_tokens"
         )
     elif held < config.batch.group_size:
         yield (
-            f"the KV cache holds {held:,.0f} sequences of full length, fewer than a group of {config.batch.group_size}: long "
-            f"answers will be put off and computed again; {cure}"
+            f"the KV cache holds {held:,.0f} sequences of full length, fewer than a group of "
+            f"{config.batch.group_size}: long answers will be put off and computed again; {cure}"
         )
     if (share := plan["host memory"] / machine.memory_bytes) > TIGHT:
         yield (
-            f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available ({share:.0%}); lower "
-            "generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
+            f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
+            f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
         )
     for index, size_bytes in enumerate(machine.gpu_bytes if config.learner.device != "cpu" else ()):
         if (share := plan[f"GPU {index}"] / size_bytes) > TIGHT + 0.05:
             yield (
-                f"GPU {index}: {data_size(plan[f'GPU {index}'])} of {data_size(size_bytes)} ({share:.0%}); lower "
-                "gpu_memory_utilization or tokens_per_microbatch, set gradient_checkpointing, or let learner and generators use "
-                "different GPUs"
+                f"GPU {index}: {data_size(plan[f'GPU {index}'])} of {data_size(size_bytes)} ({share:.0%}); "
+                "lower gpu_memory_utilization or tokens_per_microbatch, set gradient_checkpointing, or let "
+                "learner and generators use different GPUs"
             )

@@ -24,7 +24,8 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Memory of this machine. nvidia-smi reports the GPUs, so that no CUDA context is made. Raises DataError."""
+    """Memory of this machine. nvidia-smi reports the GPUs, so that no CUDA context is made. Raises
+    DataError."""
     memory_bytes, count = psutil.virtual_memory().available, count_gpus()
     if not count:
         return Machine(memory_bytes=memory_bytes, gpu_bytes=())
@@ -32,12 +33,17 @@ def this_machine() -> Machine:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(f"GPUs are there, but nvidia-smi does not show their memory ({error}); run `asyncrl doctor`") from error
-    return Machine(memory_bytes=memory_bytes, gpu_bytes=tuple(int(line) * MIB for line in said.split())[:count])
+        raise DataError(
+            f"GPUs are there, but nvidia-smi does not show their memory ({error}); run `asyncrl doctor`"
+        ) from error
+    return Machine(
+        memory_bytes=memory_bytes, gpu_bytes=tuple(int(line) * MIB for line in said.split())[:count]
+    )
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """The shape of a model, from its config.json: built on the meta device, which counts every parameter once.
+    """The shape of a model, from its config.json: built on the meta device, which counts every parameter
+    once.
 
     Raises:
         DataError: the config cannot be read, or transformers does not know the architecture.
@@ -52,7 +58,8 @@ def read_shape(model: ModelConfig) -> ModelShape:
             built = AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"model.path {model.path}: its size cannot be determined ({error}); give a Hugging Face directory or name"
+            f"model.path {model.path}: its size cannot be determined ({error}); give a Hugging Face "
+            "directory or name"
         ) from error
     text = config.get_text_config()
     heads = text.num_attention_heads

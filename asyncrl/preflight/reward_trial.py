@@ -1,6 +1,8 @@
-"""`asyncrl reward test`: tries the reward functions of a config on its own data, in the processes that a run would use.
+"""`asyncrl reward test`: tries the reward functions of a config on its own data, in the processes that a run
+would use.
 
-Each function is tried alone and scores one response at a time, so that times are its own and a failure hides no other.
+Each function is tried alone and scores one response at a time, so that times are its own and a failure hides
+no other.
 """
 
 import asyncio
@@ -51,7 +53,8 @@ class Tried:
 
     function: RewardFunctionConfig
     scores: dict[str, list[float]] = field(default_factory=dict)  # by kind of response
-    answers: list[str | None] = field(default_factory=list)  # `Rollout.answer` of the responses that were scored
+    # `Rollout.answer` of the responses that were scored.
+    answers: list[str | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
@@ -67,12 +70,15 @@ class Trial:
 
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> Trial:
-    """Score `count` responses from `samples`, or without it answers to `count` prompts of the data. Raises DataError."""
+    """Score `count` responses from `samples`, or without it answers to `count` prompts of the data. Raises
+    DataError."""
     config = validated_config(config_path, overrides)
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
-    return Trial(cases, [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions])
+    return Trial(
+        cases, [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions]
+    )
 
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
@@ -88,7 +94,8 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
 
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
-    """The newest `count` responses of a run directory, or the first of a JSONL file with `response` and the row's columns."""
+    """The newest `count` responses of a run directory, or the first of a JSONL file with `response` and the
+    row's columns."""
     if path.is_dir():
         records, finder = load_rows(str(RunDirectory(path).samples)), _RowFinder(config)
         chosen = range(len(records))[-count:]
@@ -98,11 +105,16 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     for index in chosen:
         record = records[index]
         if not isinstance(record.get("response"), str):
-            raise DataError(f"{records.place(index)}: no text in column `response`; it has {', '.join(record)}")
+            raise DataError(
+                f"{records.place(index)}: no text in column `response`; it has {', '.join(record)}"
+            )
         row = finder.row(record) if finder else record
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
         given = RewardInput(
-            prompt=prompt, response=record["response"], row=row, truncated=record.get("finish_reason") == "length"
+            prompt=prompt,
+            response=record["response"],
+            row=row,
+            truncated=record.get("finish_reason") == "length",
         )
         yield Case("sample", given)
 
@@ -113,7 +125,9 @@ class _RowFinder:
     def __init__(self, config: Config) -> None:
         self._train = load_rows(config.data.train, config.data.split)
         self._plan = SamplePlan(len(self._train), seed=config.run.seed, shuffle=config.data.shuffle)
-        self._eval: Rows | None = load_rows(config.data.eval, config.data.eval_split) if config.data.eval else None
+        self._eval: Rows | None = (
+            load_rows(config.data.eval, config.data.eval_split) if config.data.eval else None
+        )
         self._prompts = config.eval.prompts
 
     def row(self, record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,5 @@
-"""Checks every row of the data files for the columns that a run needs, before a model or tokenizer is loaded."""
+"""Checks every row of the data files for the columns that a run needs, before a model or tokenizer is
+loaded."""
 
 import difflib
 import string
@@ -27,7 +28,11 @@ def row_problems(config: Config) -> Iterator[Mistake]:
         if source is None or not is_local(source) or not Path(source).is_file():
             continue
         if Path(source).suffix not in FORMATS:
-            yield Mistake((key,), f"found the suffix `{Path(source).suffix}`; allowed are {', '.join(FORMATS)}; convert the file")
+            yield Mistake(
+                (key,),
+                f"found the suffix `{Path(source).suffix}`; allowed are {', '.join(FORMATS)}; convert the "
+                "file",
+            )
             continue
         try:
             rows = load_rows(source, split)
@@ -37,7 +42,8 @@ def row_problems(config: Config) -> Iterator[Mistake]:
             found: dict[tuple[str, ...], list[str]] = {}
             for keys, text in (*_lacking(config, key, rows, forms), *_unusable(config, key, rows)):
                 found.setdefault(keys, []).append(text)
-            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())  # one message per key
+            # One message per key.
+            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
 
 
 def _forms(config: Config) -> dict[str, Form]:
@@ -68,10 +74,18 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
             if len(indices) == len(rows):
                 close = difflib.get_close_matches(column, rows[0], n=1, cutoff=0.5)
                 hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
-                yield Mistake((name,), f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; {hint}")
+                yield Mistake(
+                    (name,),
+                    f"wants column `{column}`, which {rows.source} lacks; it has {', '.join(rows[0])}; "
+                    f"{hint}",
+                )
             else:
-                places = ", ".join(rows.place(index) for index in indices[:SHOWN]) + (", ..." if len(indices) > SHOWN else "")
-                text = f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants: {places}"
+                places = ", ".join(rows.place(index) for index in indices[:SHOWN]) + (
+                    ", ..." if len(indices) > SHOWN else ""
+                )
+                text = (
+                    f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants: {places}"
+                )
                 yield Mistake((key,), f"{text}; add it there, or remove the rows")
 
 

@@ -30,7 +30,9 @@ def source_problems(config: Config, root: Node) -> Iterator[Mistake]:
             reward_form(one.function)
         except Missing as missing:
             yield Mistake((f"reward.functions.{index}.function",), str(missing))
-    own_names = [(f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)]
+    own_names = [
+        (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
+    ]
     for keys, node in root.walk():
         chosen = node.child("name") if kind_at(keys) else None
         if chosen and isinstance(chosen.value, str) and ":" in chosen.value:
@@ -64,7 +66,11 @@ def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
     kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
     defaults = [kind.empty] * (len(positional) - len(arguments.defaults)) + [...] * len(arguments.defaults)
     found = [
-        kind(one.arg, kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD, default=default)
+        kind(
+            one.arg,
+            kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD,
+            default=default,
+        )
         for one, default in zip(positional, defaults, strict=True)
     ]
     found += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
@@ -76,14 +82,21 @@ def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
 
 
 def _definition(name: str) -> Definition | None:
-    """The definition of `path.py:name`; None for names in modules and names that are not defined by def or class."""
+    """The definition of `path.py:name`; None for names in modules and names that are not defined by def or
+    class."""
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py"):
         if "/" in place:
-            raise Missing(f"found no file {place}; a file is named as `path.py:function`; write `{place}.py:{attribute}`")
+            raise Missing(
+                f"found no file {place}; a file is named as `path.py:function`; write "
+                f"`{place}.py:{attribute}`"
+            )
         package = place.partition(".")[0]
         if PathFinder.find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
-            raise Missing(f"found no module `{package}`; install it, run from its directory, or give `path.py:{attribute}`")
+            raise Missing(
+                f"found no module `{package}`; install it, run from its directory, or give "
+                f"`path.py:{attribute}`"
+            )
         return None
     file = Path(place)
     if not file.is_file():
@@ -97,7 +110,9 @@ def _definition(name: str) -> Definition | None:
     if attribute not in found and not _is_bound(tree, attribute):
         close = difflib.get_close_matches(attribute, found, n=1)
         hint = f"did you mean `{close[0]}`?" if close else "correct the name"
-        raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}; {hint}")
+        raise Missing(
+            f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}; {hint}"
+        )
     return found.get(attribute)
 
 

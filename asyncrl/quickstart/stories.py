@@ -1,12 +1,14 @@
-"""A pretrained storyteller and the task to use two listed words: `python -m asyncrl.quickstart.stories DIRECTORY`.
+"""A pretrained storyteller and the task to use two listed words: `python -m asyncrl.quickstart.stories
+DIRECTORY`.
 
     DIRECTORY/model/        15 M parameters, 60 MB, from the Hugging Face hub; with wider heads
-    DIRECTORY/train.jsonl   {"prompt": "Words: pen, crab.\\nOnce upon a time, there was a", "words": ["pen", "crab"]}
+    DIRECTORY/train.jsonl   {"prompt": "Words: pen, crab.\\nOnce upon a time", "words": ["pen", "crab"]}
     DIRECTORY/test.jsonl    the same, with words that no training row has
 
-The model is stories15M by Andrej Karpathy (MIT licence), trained on TinyStories, as the hub has it under the name in
-`MODEL`. Its heads have 48 numbers, and vLLM's attention on CPUs takes 32, 64, 80, 96 and more. So the heads are
-widened to 96, which changes no output. A second argument names another hub model, or a directory with a copy.
+The model is stories15M by Andrej Karpathy (MIT licence), trained on TinyStories, as the hub has it under the
+name in `MODEL`. Its heads have 48 numbers, and vLLM's attention on CPUs takes 32, 64, 80, 96 and more. So the
+heads are widened to 96, which changes no output. A second argument names another hub model, or a directory
+with a copy.
 """
 
 import copy
@@ -25,18 +27,24 @@ from asyncrl.run.directory import write_directory
 
 MODEL, REVISION = "Xenova/llama2.c-stories15M", "17c2f1eabe1e163acc15ad35e225794e7b907682"
 HEAD = 96
-END_OF_STORY = [1, 2]  # the model was trained with the token for the start of the next story between two stories
+# The model was trained with the token for the start of the next story between two stories.
+END_OF_STORY = [1, 2]
 START = "Once upon a time, there was a"
 TRAINING = (
-    "apple bear bee bird boat book box bread bus butterfly cake candle car castle cat chair cloud coat cookie cow crab cup dog "
-    "doll door dragon drum duck egg farm fire fish flower fox frog garden ghost grass hat horse house ice juice key king kite "
-    "knife lamp leaf lion milk monkey moon mouse owl park pen pig rain robot snow sword"
+    "apple bear bee bird boat book box bread bus butterfly cake candle car castle cat chair cloud coat "
+    "cookie cow crab cup dog doll door dragon drum duck egg farm fire fish flower fox frog garden ghost "
+    "grass hat horse house ice juice key king kite knife lamp leaf lion milk monkey moon mouse owl park "
+    "pen pig rain robot snow sword"
 )
-HELD_OUT = "rabbit river rock ship shoe sky soup spider star stone sun tent tiger train truck turtle whale wolf worm zebra"
+HELD_OUT = (
+    "rabbit river rock ship shoe sky soup spider star stone sun tent tiger train truck turtle whale wolf "
+    "worm zebra"
+)
 
 
 def make_stories(directory: Path, model: str = MODEL) -> None:
-    """Write model and rows into `directory`, which must not exist. Raises DataError where the model cannot be loaded."""
+    """Write model and rows into `directory`, which must not exist. Raises DataError where the model cannot be
+    loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if directory.exists():
@@ -57,7 +65,9 @@ def make_stories(directory: Path, model: str = MODEL) -> None:
         tokenizer.save_pretrained(writing / "model")
         for name, words, count in (("train", TRAINING, 2000), ("test", HELD_OUT, 120)):
             rows = story_rows(words.split(), count)
-            (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            (writing / f"{name}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
 
 
 def story_rows(words: list[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -70,10 +80,12 @@ def story_rows(words: list[str], count: int, seed: int = 0) -> list[dict[str, An
 
 
 def widen_heads(narrow: Any, width: int) -> Any:
-    """The same Llama with heads of `width` numbers, a multiple of what they have; the new numbers are 0 and stay 0.
+    """The same Llama with heads of `width` numbers, a multiple of what they have; the new numbers are 0 and
+    stay 0.
 
     Number k of a head moves to place k * factor: there the rotary embedding turns it by the angle that it had
-    before. Attention divides by the square root of the width, so queries are multiplied by that of the factor.
+    before. Attention divides by the square root of the width, so queries are multiplied by that of the
+    factor.
     """
     config = copy.deepcopy(narrow.config)
     head = config.hidden_size // config.num_attention_heads
@@ -81,7 +93,9 @@ def widen_heads(narrow: Any, width: int) -> Any:
     config.head_dim = width
     places = torch.arange(head) * factor
     wide = type(narrow)(config).to(narrow.dtype)
-    wide.load_state_dict({name: _widened(name, tensor, head, width, places) for name, tensor in narrow.state_dict().items()})
+    wide.load_state_dict(
+        {name: _widened(name, tensor, head, width, places) for name, tensor in narrow.state_dict().items()}
+    )
     return wide
 
 

@@ -5,10 +5,10 @@
     directory/test.jsonl    sums that the training file has in neither order
     directory/build.json    the settings; a second request with the same settings returns immediately
 
-The supervised warm-up trains on sums, two in three of which forget every carry. So the model can add, but seldom does: with
-greedy decoding it is right where there is nothing to carry, in less than a third of the held-out sums. What is left to
-reinforcement learning is to find out which of these habits is rewarded. The same seed on the same machine gives the same
-weights.
+The supervised warm-up trains on sums, two in three of which forget every carry. So the model can add, but
+seldom does: with greedy decoding it is right where there is nothing to carry, in less than a third of the
+held-out sums. What is left to reinforcement learning is to find out which of these habits is rewarded. The
+same seed on the same machine gives the same weights.
 """
 
 import hashlib
@@ -42,7 +42,8 @@ class WarmupSettings:
     hidden: int = 128
     heads: int = 4  # head size 32, the smallest that vLLM's CPU attention supports
     intermediate: int = 384
-    # About 1 / sqrt(hidden). With the usual 0.02, so small a model needs three times as many sums to start learning.
+    # About 1 / sqrt(hidden). With the usual 0.02, so small a model needs three times as many sums to start
+    # learning.
     initializer_range: float = 0.08
     test_rows: int = 512
     correct_share: float = 0.35  # share of correct sums in the warm-up; the others forget the carries
@@ -79,14 +80,17 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
         report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
         return _result(directory, built)
     if directory.exists() and not record.is_file():
-        raise RunError(f"{directory} exists and holds no quick-start model; remove it or name another directory")
+        raise RunError(
+            f"{directory} exists and holds no quick-start model; remove it or name another directory"
+        )
     report(f"making the quick-start model in {directory}: about a minute, once")
     train, test = split_sums(settings.seed, settings.test_rows)
     with write_directory(directory) as writing:
         for name, rows in (("train", train), ("test", test)):
             (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # more threads slow so small a model down, and their number would change the result
+        # More threads slow so small a model down, and their number would change the result.
+        torch.set_num_threads(1)
         try:
             built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
         finally:
@@ -121,9 +125,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS[PAD]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=64
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=64,
     )
 
 
@@ -149,18 +159,25 @@ def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
     )
 
 
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> float:
+def greedy_accuracy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]
+) -> float:
     """Share of rows whose answer the model gives with greedy decoding."""
     tokens_BT, labels_BT = _encode(tokenizer, rows)
     with torch.no_grad():
-        # Greedy decoding gives the answer if and only if every answer token is the argmax after its true prefix.
+        # Greedy decoding gives the answer if and only if every answer token is the argmax after its true
+        # prefix.
         best_BT = model(input_ids=tokens_BT).logits[:, :-1].argmax(-1)
     wanted_BT = labels_BT[:, 1:]
     return float(((best_BT == wanted_BT) | (wanted_BT == IGNORED)).all(-1).float().mean())
 
 
 def _warm_up(
-    settings: WarmupSettings, train: Sequence[Row], test: Sequence[Row], target: Path, report: Callable[[str], None]
+    settings: WarmupSettings,
+    train: Sequence[Row],
+    test: Sequence[Row],
+    target: Path,
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, save model and tokenizer in `target`, and return accuracy and seconds."""
     started_at_s = time.monotonic()
@@ -180,7 +197,8 @@ def _warm_up(
         if step % settings.report_every == 0 or step == settings.steps:
             accuracy, seconds = greedy_accuracy(model, tokenizer, test), time.monotonic() - started_at_s
             report(
-                f"warm-up step {step}/{settings.steps}: loss {loss.item():.3f}, held-out accuracy {accuracy:.0%}, {seconds:.0f} s"
+                f"warm-up step {step}/{settings.steps}: loss {loss.item():.3f}, held-out accuracy "
+                f"{accuracy:.0%}, {seconds:.0f} s"
             )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -192,7 +210,8 @@ def _batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens_BT, labels_BT) of random sums, of which `correct_share` are correct."""
     careless = [{"prompt": row["prompt"], "answer": careless_sum(row["prompt"])} for row in train]
-    # One table for both, so that they have the same padding: first the correct answers, then the careless ones.
+    # One table for both, so that they have the same padding: first the correct answers, then the careless
+    # ones.
     tokens_NT, labels_NT = _encode(tokenizer, [*train, *careless])
     draw = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.steps):

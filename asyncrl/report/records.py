@@ -1,4 +1,5 @@
-"""Rollouts of a step for people to read: some that were trained, some that were not and why, some of an evaluation."""
+"""Rollouts of a step for people to read: some that were trained, some that were not and why, some of an
+evaluation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,14 +29,17 @@ def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]
 
 
 def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
-    """One record for each of at most `count` groups that were taken and not trained, with the best rollout of the group.
+    """One record for each of at most `count` groups that were taken and not trained, with the best rollout of
+    the group.
 
-    Each reason comes once before any reason comes twice. A dead group has no rollouts; its record has the reason alone.
+    Each reason comes once before any reason comes twice. A dead group has no rollouts; its record has the
+    reason alone.
     """
     by_reason: dict[str, list[tuple[Group, str]]] = {}
     for group, reason in step.collected.rejected:
         by_reason.setdefault(kind_of(reason), []).append((group, reason))
-    # One of each reason, then the second of each, and so on: the most frequent reason must not hide the others.
+    # One of each reason, then the second of each, and so on: the most frequent reason must not hide the
+    # others.
     turns = sorted(
         ((turn, group, reason) for found in by_reason.values() for turn, (group, reason) in enumerate(found)),
         key=lambda item: item[0],
@@ -64,16 +68,26 @@ def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleReco
 
 
 def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
-    """The first rollout of `count` evaluated prompts, after at most as many that could not be evaluated, with the reason."""
+    """The first rollout of `count` evaluated prompts, after at most as many that could not be evaluated, with
+    the reason."""
     scored = [group for group in groups if group.rollouts][:count]
-    lost = [(group, f"held-out, {group.dead_reason}") for group in groups if group.dead_reason is not None][:count]
+    lost = [(group, f"held-out, {group.dead_reason}") for group in groups if group.dead_reason is not None][
+        :count
+    ]
     return [_dropped(group, reason, version, decode) for group, reason in lost] + [
         _record(group, group.rollouts[0], version, decode, advantage=0.0, kind="eval") for group in scored
     ]
 
 
 def _record(
-    group: Group, rollout: Rollout, step: int, decode: Decode, *, advantage: float, kind: str, reason: str = ""
+    group: Group,
+    rollout: Rollout,
+    step: int,
+    decode: Decode,
+    *,
+    advantage: float,
+    kind: str,
+    reason: str = "",
 ) -> SampleRecord:
     return SampleRecord(
         step=step,

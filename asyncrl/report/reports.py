@@ -1,4 +1,5 @@
-"""Everything that the learner shows of its run: metrics, samples, timeline. Nothing in here can fail a step."""
+"""Everything that the learner shows of its run: metrics, samples, timeline. Nothing in here can fail a
+step."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +19,12 @@ class Reporting:
     """Trackers and timeline behind one guard."""
 
     def __init__(
-        self, trackers: Trackers, timeline: Timeline, decode: Callable[[Sequence[int]], str], *, samples_per_step: int
+        self,
+        trackers: Trackers,
+        timeline: Timeline,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        samples_per_step: int,
     ) -> None:
         self._trackers = trackers
         self._timeline = timeline
@@ -44,7 +50,9 @@ class Reporting:
         for result in results:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
-                self._trackers.samples(eval_records(result.groups, result.version, self._decode, EVAL_SAMPLES))
+                self._trackers.samples(
+                    eval_records(result.groups, result.version, self._decode, EVAL_SAMPLES)
+                )
 
     def checkpoint(self, version: int, seconds: float) -> None:
         """A checkpoint that has just been saved."""

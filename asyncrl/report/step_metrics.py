@@ -34,8 +34,8 @@ def step_metrics(step: Step) -> dict[str, float]:
     skipped = sums.pop("skipped_steps", 0.0)
     if skipped:
         log.warning(
-            "step %d: %d of %d optimizer steps were left out, as a loss or gradient was not finite; if it goes on, look at "
-            "policy/grad_norm and */ratio/max, and lower learner.optimizer.lr",
+            "step %d: %d of %d optimizer steps were left out, as a loss or gradient was not finite; if it "
+            "goes on, look at policy/grad_norm and */ratio/max, and lower learner.optimizer.lr",
             *(step.version, skipped, len(step.results)),
         )
     metrics = finish(sums)
@@ -47,7 +47,13 @@ def step_metrics(step: Step) -> dict[str, float]:
         "weights/version": step.version,
     }
     metrics |= _critic_metrics(step) | dict(step.coefficients) | dict(step.hook_metrics)
-    return metrics | _rollout_metrics(step) | _intake_metrics(step) | _staleness_metrics(step) | _time_metrics(step)
+    return (
+        metrics
+        | _rollout_metrics(step)
+        | _intake_metrics(step)
+        | _staleness_metrics(step)
+        | _time_metrics(step)
+    )
 
 
 def _critic_metrics(step: Step) -> dict[str, float]:
@@ -59,8 +65,8 @@ def _critic_metrics(step: Step) -> dict[str, float]:
     loss, skipped = sums.pop(LOSS, 0.0), sums.pop("skipped_steps", 0.0)
     if skipped:
         log.warning(
-            "step %d: %d of %d optimizer steps of the critic were left out, as a loss or gradient was not finite; if it goes "
-            "on, look at critic/grad_norm, and lower critic.optimizer.lr",
+            "step %d: %d of %d optimizer steps of the critic were left out, as a loss or gradient was not "
+            "finite; if it goes on, look at critic/grad_norm, and lower critic.optimizer.lr",
             *(step.version, skipped, len(results)),
         )
     return {
@@ -82,7 +88,10 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
     groups = step.collected.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
-    parts = {name: [r.reward_parts[name] for r in rollouts if name in r.reward_parts] for name in step.plan.rewards.parts}
+    parts = {
+        name: [r.reward_parts[name] for r in rollouts if name in r.reward_parts]
+        for name in step.plan.rewards.parts
+    }
     return {
         **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items() if values},
         **_answer_metrics(groups),
@@ -95,12 +104,17 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
 
 
 def _answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Who has an answer, and how often the most frequent one of a group is right; if rewards say what the answer is."""
+    """Who has an answer, and how often the most frequent one of a group is right; if rewards say what the
+    answer is."""
     if not (votes := votes_of(groups)):
         return {}
     return {
-        "completions/answered_share": float(np.mean([bool(answer) for answers, _ in votes for answer in answers])),
-        "group/majority": float(np.mean([maj_at_k(answers, solved, len(answers)) for answers, solved in votes])),
+        "completions/answered_share": float(
+            np.mean([bool(answer) for answers, _ in votes for answer in answers])
+        ),
+        "group/majority": float(
+            np.mean([maj_at_k(answers, solved, len(answers)) for answers, solved in votes])
+        ),
     }
 
 
@@ -114,18 +128,25 @@ def _intake_metrics(step: Step) -> dict[str, float]:
         reason: [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
         for reason, groups in rejected.items()
     }
-    collapsed = Counter(_collapsed(group) for group in (*collected.groups, *(group for group, _ in collected.rejected)))
+    collapsed = Counter(
+        _collapsed(group) for group in (*collected.groups, *(group for group, _ in collected.rejected))
+    )
     return {
         "groups/trained": len(collected.groups),
         "groups/takes": collected.takes,
         **{f"groups/rejected_{reason}": len(groups) for reason, groups in rejected.items()},
-        **{f"groups/length_rejected_{reason}": float(np.mean(lengths[reason])) for reason in rejected if lengths[reason]},
+        **{
+            f"groups/length_rejected_{reason}": float(np.mean(lengths[reason]))
+            for reason in rejected
+            if lengths[reason]
+        },
         **{f"groups/collapsed_{where}": collapsed[where] for where in COLLAPSED},
     }
 
 
 def _collapsed(group: Group) -> str | None:
-    """Where the rewards of a group lie if they are all equal: in group-relative training it teaches nothing."""
+    """Where the rewards of a group lie if they are all equal: in group-relative training it teaches
+    nothing."""
     rewards = [rollout.reward for rollout in group.rollouts]
     if len(rewards) < 2 or max(rewards) - min(rewards) > EQUAL:
         return None
@@ -136,7 +157,8 @@ def _collapsed(group: Group) -> str | None:
 
 
 def _staleness_metrics(step: Step) -> dict[str, float]:
-    """Lag per action token, split into what passed while sampling and what passed while waiting; and what masks took out."""
+    """Lag per action token, split into what passed while sampling and what passed while waiting; and what
+    masks took out."""
     trained = step.version - 1
     lag, in_queue = [], []
     for group in step.collected.groups:

@@ -1,7 +1,8 @@
-"""What the learner knows of a run's timeline: its own steps, the life of every group, the weights' way to each generator.
+"""What the learner knows of a run's timeline: its own steps, the life of every group, the weights' way to
+each generator.
 
-Times come from the clock of the process that acted. The moments of a group are put in order: if the clocks of two hosts differ,
-a span of its life is shorter or longer than it was, and never negative.
+Times come from the clock of the process that acted. The moments of a group are put in order: if the clocks of
+two hosts differ, a span of its life is shorter or longer than it was, and never negative.
 """
 
 import contextlib
@@ -17,12 +18,14 @@ from asyncrl.types import Group
 from asyncrl.weights.base import UpdateReport
 
 LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
-# The life of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for the step, trained.
+# The life of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for
+# the step, trained.
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
 
 
 class Timeline:
-    """Written as it happens. What cannot be written is left out with one message, the next is tried again; the run goes on."""
+    """Written as it happens. What cannot be written is left out with one message, the next is tried again;
+    the run goes on."""
 
     def __init__(self, path: Path | None) -> None:
         """None: nothing is written."""
@@ -42,7 +45,9 @@ class Timeline:
     def checkpoint(self, version: int, seconds: float) -> None:
         """A checkpoint that has just been saved."""
         now_at = time.time()
-        self._write(lambda trace: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at))
+        self._write(
+            lambda trace: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at)
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -74,7 +79,9 @@ def trace_step(trace: TraceWriter, step: Step) -> None:
     if not spans:
         return
     (_, started_at, _), (_, _, ended_at) = spans[0], spans[-1]
-    trace.slice(LEARNER, STEPS, f"step {step.version}", started_at, ended_at, groups=len(step.collected.groups))
+    trace.slice(
+        LEARNER, STEPS, f"step {step.version}", started_at, ended_at, groups=len(step.collected.groups)
+    )
     for span in spans:
         trace.slice(LEARNER, STEPS, *span)
     training = next((start, end) for name, start, end in spans if name == "train")
@@ -84,15 +91,29 @@ def trace_step(trace: TraceWriter, step: Step) -> None:
         _trace_group(trace, step, group, (), f"rejected: {reason}")
 
 
-def _trace_group(trace: TraceWriter, step: Step, group: Group, training: Sequence[float], outcome: str) -> None:
+def _trace_group(
+    trace: TraceWriter, step: Step, group: Group, training: Sequence[float], outcome: str
+) -> None:
     times, taken_at = group.times, step.collected.taken_at.get(group.ticket_id)
     if times is None or taken_at is None:
         return
     sampled_at = times.sampling_at + group.sampling_s
-    known = [times.leased_at, times.sampling_at, sampled_at, sampled_at + group.reward_s, times.put_at, taken_at, *training]
+    known = [
+        times.leased_at,
+        times.sampling_at,
+        sampled_at,
+        sampled_at + group.reward_s,
+        times.put_at,
+        taken_at,
+        *training,
+    ]
     moments = list(accumulate(known, max))
     versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-    details = {"outcome": outcome, "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1)}
+    details = {
+        "outcome": outcome,
+        "oldest_version": min(versions, default=-1),
+        "newest_version": max(versions, default=-1),
+    }
     process, track = group.generator_id, trace.lane(group.generator_id, moments[0], moments[-1])
     trace.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
     for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
@@ -102,5 +123,11 @@ def _trace_group(trace: TraceWriter, step: Step, group: Group, training: Sequenc
 def trace_update(trace: TraceWriter, generator_id: str, report: UpdateReport) -> None:
     """An update that ends now."""
     now_at = time.time()
-    details = {"outcome": report.reason or "applied", "paused_s": report.paused_s, "probe_max": report.probe_max}
-    trace.slice(generator_id, WEIGHTS, f"version {report.version}", now_at - report.transfer_s, now_at, **details)
+    details = {
+        "outcome": report.reason or "applied",
+        "paused_s": report.paused_s,
+        "probe_max": report.probe_max,
+    }
+    trace.slice(
+        generator_id, WEIGHTS, f"version {report.version}", now_at - report.transfer_s, now_at, **details
+    )

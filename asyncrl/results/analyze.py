@@ -33,15 +33,22 @@ class Metric:
 def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> dict[str, Metric]:
     """The metrics that match, or without patterns all metrics. With `to`, write them as .html or .csv too."""
     if to is not None and to.suffix not in FORMATS:
-        raise RunError(f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}")
+        raise RunError(
+            f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}"
+        )
     if to is not None and not patterns:
-        raise RunError(f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all that there are")
+        raise RunError(
+            f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all that there "
+            "are"
+        )
     try:
         archive = read_archive(find_run(run))
     except RunNotUp as error:
         if run is None:
             raise
-        raise RunNotUp(f"{error}; if `{run}` is a metric, name the run before it: `asyncrl analyze RUN {run}`") from error
+        raise RunNotUp(
+            f"{error}; if `{run}` is a metric, name the run before it: `asyncrl analyze RUN {run}`"
+        ) from error
     known = metrics_of(archive)
     chosen = choose(known, patterns) if patterns else known
     if to is not None:
@@ -54,13 +61,18 @@ def metrics_of(archive: Archive) -> dict[str, Metric]:
     found = {name: Metric("step", archive.series(name)) for name in archive.names}
     for generator, rows in archive.generators.items():
         for name in sorted({name for row in rows for name in row if name not in ("time", "step")}):
-            series = tuple((int(row["time"] - archive.began_at), row[name]) for row in rows if {"time", name} <= row.keys())
+            series = tuple(
+                (int(row["time"] - archive.began_at), row[name])
+                for row in rows
+                if {"time", name} <= row.keys()
+            )
             found[f"{generator}/{name}"] = Metric("s", series)
     return {name: metric for name, metric in found.items() if metric.series}
 
 
 def choose(known: Mapping[str, Metric], patterns: Sequence[str]) -> dict[str, Metric]:
-    """Metrics that match, in the order of the patterns. Raises RunError, with similar names, if a pattern matches nothing."""
+    """Metrics that match, in the order of the patterns. Raises RunError, with similar names, if a pattern
+    matches nothing."""
     chosen: dict[str, Metric] = {}
     for pattern in patterns:
         names = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
@@ -87,7 +99,8 @@ def statistics(chosen: Mapping[str, Metric]) -> Table:
 
 
 def values(chosen: Mapping[str, Metric]) -> Iterator[Table]:
-    """Tables of at most `MOST_ROWS` evenly spread values; metrics measured at the same places share a table."""
+    """Tables of at most `MOST_ROWS` evenly spread values; metrics measured at the same places share a
+    table."""
     together: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, metric in chosen.items():
         together.setdefault((metric.axis, tuple(at for at, _ in metric.series)), []).append(name)
@@ -105,7 +118,9 @@ def _csv(archive: Archive, chosen: Mapping[str, Metric]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("metric", "axis", "at", "value"))
-    writer.writerows((name, metric.axis, at, value) for name, metric in chosen.items() for at, value in metric.series)
+    writer.writerows(
+        (name, metric.axis, at, value) for name, metric in chosen.items() for at, value in metric.series
+    )
     return text.getvalue()
 
 

@@ -1,4 +1,5 @@
-"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card. The run may still go on."""
+"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card. The run may
+still go on."""
 
 import math
 from collections.abc import Iterator
@@ -24,13 +25,15 @@ LEARNER = "learner"
 
 @dataclass(frozen=True)
 class Archive:
-    """A run, as its files describe it. Reading it needs neither its processes nor a config that this release accepts."""
+    """A run, as its files describe it. Reading it needs neither its processes nor a config that this release
+    accepts."""
 
     directory: RunDirectory
     config: dict[str, Any]
     status: StatusSnapshot | None
     history: History
-    learner_times: list[float]  # Unix seconds of every line of the learner, also of steps that a resume repeated
+    # Unix seconds of every line of the learner, also of steps that a resume repeated.
+    learner_times: list[float]
     generators: dict[str, list[Row]]  # metric lines of each generator
     starts: list[Start] = field(default_factory=list)
 
@@ -71,7 +74,8 @@ class Archive:
 
     @property
     def wall_s(self) -> float:
-        """Sum of the seconds from each start of the learner to its last line, without the pauses between them."""
+        """Sum of the seconds from each start of the learner to its last line, without the pauses between
+        them."""
         times = self.learner_times
         total_s = 0.0
         for begin, end in pairwise([*(start.time for start in self.starts), math.inf]):
@@ -85,11 +89,15 @@ class Archive:
 
     @property
     def sampled_tokens(self) -> float:
-        """Number of tokens sampled by all generators. Each counts from its own start, so the growth is added up."""
+        """Number of tokens sampled by all generators. Each counts from its own start, so the growth is added
+        up."""
         total = 0.0
         for rows in self.generators.values():
             counts = [row.get("sampled_tokens", 0.0) for row in rows]
-            total += sum(now - before if now >= before else now for before, now in zip([0.0, *counts], counts, strict=False))
+            total += sum(
+                now - before if now >= before else now
+                for before, now in zip([0.0, *counts], counts, strict=False)
+            )
         return total
 
     @property
@@ -109,7 +117,8 @@ class Archive:
 
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """Rollouts in the order in which they were written, one at a time, since the file may be large; none without a file."""
+    """Rollouts in the order in which they were written, one at a time, since the file may be large; none
+    without a file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -152,5 +161,7 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise RunError(f"{path} cannot be read: {error}; it is written when a run starts") from error
     if not isinstance(values, dict):
-        raise RunError(f"{path} holds {type(values).__name__}, not a mapping; it is written when a run starts")
+        raise RunError(
+            f"{path} holds {type(values).__name__}, not a mapping; it is written when a run starts"
+        )
     return values

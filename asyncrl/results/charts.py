@@ -22,7 +22,9 @@ class Chart:
     figure: Any  # a plotly figure
 
 
-def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False) -> Chart:
+def lines(
+    title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
+) -> Chart:
     """A curve for each name; `x` and `y` name the axes."""
     figure = _figure(x, y)
     for index, (name, points) in enumerate(series.items()):
@@ -43,7 +45,8 @@ def lines(title: str, series: Mapping[str, Points], *, x: str = "step", y: str =
 
 
 def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "") -> Chart:
-    """Stacked areas, parts of a whole. The axis cuts off the few sums far above the others, such as the first step's."""
+    """Stacked areas, parts of a whole. The axis cuts off the few sums far above the others, such as the first
+    step's."""
     chart = lines(title, series, x=x, y=y)
     chart.figure.update_traces(stackgroup="all", mode="lines", line={"width": 0.5})
     sums: dict[float, float] = {}
@@ -80,7 +83,13 @@ def _label(name: str) -> str:
 def _figure(x: str, y: str) -> Any:
     with from_extra("report"):
         import plotly.graph_objects as go
-    axis = {"gridcolor": GRID, "linecolor": GRID, "zerolinecolor": GRID, "automargin": True, "title": {"standoff": 6}}
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": GRID,
+        "zerolinecolor": GRID,
+        "automargin": True,
+        "title": {"standoff": 6},
+    }
     figure = go.Figure()
     figure.update_layout(
         template="none",

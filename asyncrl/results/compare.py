@@ -13,7 +13,8 @@ from asyncrl.results.run_charts import CURVES
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.text import duration, number
 
-OVER_TIME = ("eval/accuracy", "reward/mean")  # plotted over minutes too: a run with fewer steps may need more time
+# Plotted over minutes too: a run with fewer steps may need more time.
+OVER_TIME = ("eval/accuracy", "reward/mean")
 ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
@@ -22,7 +23,9 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
     directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
     if len(directories) < 2 or len(directories) < len(runs):
         given = ", ".join(map(str, runs))
-        raise RunError(f"compare needs at least two runs, each once, got {given}; give run directories or names")
+        raise RunError(
+            f"compare needs at least two runs, each once, got {given}; give run directories or names"
+        )
     archives = labelled([read_archive(directory) for directory in directories.values()])
     if to:
         write_text(to, compare_page(archives))
@@ -42,7 +45,10 @@ def compare_page(archives: Mapping[str, Archive]) -> str:
 def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
     """Archives by the name of the run, or by its directory where two runs have the same name."""
     names = [archive.name for archive in archives]
-    return {archive.name if names.count(archive.name) == 1 else str(archive.directory.path): archive for archive in archives}
+    return {
+        archive.name if names.count(archive.name) == 1 else str(archive.directory.path): archive
+        for archive in archives
+    }
 
 
 def results(archives: Mapping[str, Archive]) -> Table:
@@ -65,7 +71,11 @@ def results(archives: Mapping[str, Archive]) -> Table:
         ("time/step in s, mean", lambda run: _mean(run, "time/step")),
         ("alarms", lambda run: ", ".join(run.alarms) or "none"),
     ]
-    return Table(("", *archives), [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows], "results")
+    return Table(
+        ("", *archives),
+        [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows],
+        "results",
+    )
 
 
 def differences(archives: Mapping[str, Archive]) -> list[Table]:
@@ -104,12 +114,15 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
         if by_step and name in OVER_TIME:
             by_time = {label: over_time(archives[label], name) for label in by_step}
-            charts.append(lines(f"{curve.title} over time", by_time, x="minutes since the first step", y=curve.y))
+            charts.append(
+                lines(f"{curve.title} over time", by_time, x="minutes since the first step", y=curve.y)
+            )
     return charts
 
 
 def over_time(archive: Archive, name: str) -> list[tuple[float, float]]:
-    """(minutes since the end of the first step, value): the time to load models says nothing about learning."""
+    """(minutes since the end of the first step, value): the time to load models says nothing about
+    learning."""
     rows = [row for _, row in sorted(archive.history.rows.items()) if "time" in row]
     began = min((row["time"] for row in rows if "time/step" in row), default=0.0)
     return [((row["time"] - began) / 60, row[name]) for row in rows if name in row]

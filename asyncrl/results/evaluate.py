@@ -1,7 +1,8 @@
-"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, with the same engine and rewards as in training.
+"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, with the same engine and rewards as in
+training.
 
-The engine runs in a process of its own session. A terminal's Ctrl-C would otherwise reach all processes of vLLM, which then
-print tracebacks or wait for one another.
+The engine runs in a process of its own session. A terminal's Ctrl-C would otherwise reach all processes of
+vLLM, which then print tracebacks or wait for one another.
 """
 
 import asyncio
@@ -37,7 +38,10 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
     """Held-out metrics of a run's newest checkpoint or of a model directory. Raises RunError."""
     if config_path is None:
         if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
-            raise RunError(f"{model} is a model, not a run; name the config with the held-out prompts: asyncrl eval {model} FILE")
+            raise RunError(
+                f"{model} is a model, not a run; name the config with the held-out prompts: asyncrl eval "
+                f"{model} FILE"
+            )
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
     overrides = [*overrides, f"model.path={model}"]
@@ -56,9 +60,11 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
 
 
 def _status_of(argv: Sequence[str]) -> int:
-    """Exit status of a process that, with all its children, ends with this one. Raises RunError if it was killed."""
+    """Exit status of a process that, with all its children, ends with this one. Raises RunError if it was
+    killed."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
-    process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)  # libraries print to stdout
+    # Libraries print to stdout.
+    process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
     try:
         status = process.wait()
     finally:
@@ -77,7 +83,9 @@ def main() -> None:
     try:
         said = {"metrics": asyncio.run(_evaluate(load_config(Path(config), overrides)))}
     except AsyncRLError as error:
-        Path(answer).write_text(json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8")
+        Path(answer).write_text(
+            json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8"
+        )
         sys.exit(USER_ERROR)
     Path(answer).write_text(json.dumps(said), encoding="utf-8")
 
@@ -108,5 +116,6 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # in the engine's processes, which wait minutes for a dead parent before they load our plugin
+# In the engine's processes, which wait minutes for a dead parent before they load our plugin.
+elif __name__ == "__mp_main__":
     die_with_spawner()

@@ -1,4 +1,5 @@
-"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a model card."""
+"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a model
+card."""
 
 import shutil
 from importlib import resources
@@ -16,12 +17,25 @@ from asyncrl.telemetry.text import duration, number, visible, visible_lines
 
 CARD = "README.md"
 SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
-# Sections of the config that the weights depend on. The others hold hosts, ports and paths, which stay private.
-TRAINING_PARTS = ("model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval")
+# Sections of the config that the weights depend on. The others hold hosts, ports and paths, which stay
+# private.
+TRAINING_PARTS = (
+    "model",
+    "data",
+    "reward",
+    "batch",
+    "sampling",
+    "staleness",
+    "algorithm",
+    "critic",
+    "learner",
+    "eval",
+)
 
 
 def export_model(directory: RunDirectory, to: Path) -> Path:
-    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model card.
+    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model
+    card.
 
     Returns the directory that was copied.
     """
@@ -42,7 +56,9 @@ def newest_export(directory: RunDirectory) -> Path:
 
     newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()
     if newest is None:
-        raise RunError(f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made")
+        raise RunError(
+            f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made"
+        )
     return newest / EXPORT
 
 
@@ -52,7 +68,8 @@ def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bo
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)  # Markdown
+    # Markdown.
+    environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template).render(
         front_matter=_front_matter(archive),
         name=visible(archive.name),
@@ -84,7 +101,11 @@ def _front_matter(archive: Archive) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith((".jsonl", ".parquet"))
+    return (
+        name.count("/") == 1
+        and not name.startswith((".", "/", "~"))
+        and not name.endswith((".jsonl", ".parquet"))
+    )
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

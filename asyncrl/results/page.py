@@ -1,7 +1,7 @@
 """One HTML file with tables, charts and samples that needs no network, no server and no other files.
 
-The template escapes text and shows control characters as signs. If a model's text became markup all the same, the page's
-Content-Security-Policy would run no script except the two that it names by hash, and load nothing.
+The template escapes text and shows control characters as signs. If a model's text became markup all the same,
+the page's Content-Security-Policy would run no script except the two that it names by hash, and load nothing.
 """
 
 import base64

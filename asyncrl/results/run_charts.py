@@ -27,7 +27,9 @@ class Curve:
 CURVES = (
     Curve("Reward", ("reward/mean", "reward/*/mean")),
     Curve("Held-out accuracy", ("eval/accuracy", "eval/pass@*", "eval/maj@*"), "share"),
-    Curve("Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"),
+    Curve(
+        "Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"
+    ),
     Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
     Curve("Entropy", ("policy/entropy",), "nats"),
     Curve("Gradient norm, before clipping", ("policy/grad_norm", "critic/grad_norm")),
@@ -67,8 +69,8 @@ def learning_charts(archive: Archive) -> list[Chart]:
     for curve in CURVES:
         found: dict[str, Series] = {}
         for name, series in _series(archive, curve.names).items():
-            # A series that repeats an earlier one is left out: the only part of a reward is the reward, pass@1 is the
-            # accuracy. Constant series, such as zeros, are shown for each metric.
+            # A series that repeats an earlier one is left out: the only part of a reward is the reward,
+            # pass@1 is the accuracy. Constant series, such as zeros, are shown for each metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series
         if curve.log:
@@ -108,7 +110,13 @@ def dropped_charts(archive: Archive) -> list[Chart]:
         for name in ("staleness/masked_share", "policy/left_out", "weight/zero")
     }
     if any(share for shares in by_band.values() for share in shares.values()):
-        charts.append(bars("Tokens out of the loss, by length of the response", by_band, y="share of them, mean over steps"))
+        charts.append(
+            bars(
+                "Tokens out of the loss, by length of the response",
+                by_band,
+                y="share of them, mean over steps",
+            )
+        )
     if not archive.series("tokens/short"):
         return charts
     trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
@@ -129,20 +137,35 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     idle = _of_generators(archive, "idle_s", began)
     paused = _of_generators(archive, "paused_s", began)
     # `time/sampling_s` and `time/reward_s` are measured per group in the generators, not per step.
-    phases = [name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))]
+    phases = [
+        name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))
+    ]
     charts = [
         lines(
-            "Waiting: learner for groups, generators for leave", {"learner": learner, **idle}, x="minutes", y="share of the time"
+            "Waiting: learner for groups, generators for leave",
+            {"learner": learner, **idle},
+            x="minutes",
+            y="share of the time",
         )
     ]
     if phases:
         charts.append(
-            areas("A step of the learner", {name.removeprefix("time/"): archive.series(name) for name in phases}, y="s")
+            areas(
+                "A step of the learner",
+                {name.removeprefix("time/"): archive.series(name) for name in phases},
+                y="s",
+            )
         )
     if any(paused.values()):
-        charts.append(lines("Generators standing still for new weights", paused, x="minutes", y="share of the time"))
+        charts.append(
+            lines("Generators standing still for new weights", paused, x="minutes", y="share of the time")
+        )
     speed = {
-        generator: [((row["time"] - began) / 60, row["tokens_per_s"]) for row in rows if {"time", "tokens_per_s"} <= row.keys()]
+        generator: [
+            ((row["time"] - began) / 60, row["tokens_per_s"])
+            for row in rows
+            if {"time", "tokens_per_s"} <= row.keys()
+        ]
         for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
         if rows
     }
@@ -152,7 +175,8 @@ def waiting_charts(archive: Archive) -> list[Chart]:
 
 
 def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(Unix seconds, share of the time since the line before) of a counter of seconds, which a restart resets."""
+    """(Unix seconds, share of the time since the line before) of a counter of seconds, which a restart
+    resets."""
     shares = []
     for before, now in pairwise(rows):
         if {name, "alive_s", "time"} <= now.keys():
@@ -166,7 +190,9 @@ def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
 
 def _of_generators(archive: Archive, name: str, began: float) -> dict[str, Points]:
     shares = {generator: growth_shares(rows, name) for generator, rows in archive.generators.items()}
-    worst = sorted(shares, key=lambda generator: -sum(share for _, share in shares[generator]))[:MOST_GENERATORS]
+    worst = sorted(shares, key=lambda generator: -sum(share for _, share in shares[generator]))[
+        :MOST_GENERATORS
+    ]
     return {
         generator: [((at - began) / 60, share) for at, share in shares[generator]]
         for generator in sorted(worst)
@@ -176,7 +202,9 @@ def _of_generators(archive: Archive, name: str, began: float) -> dict[str, Point
 
 def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
     """The series of all metrics that match, in the order of the patterns."""
-    names = dict.fromkeys(name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern))
+    names = dict.fromkeys(
+        name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)
+    )
     return {name: archive.series(name) for name in names}
 
 

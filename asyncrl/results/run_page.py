@@ -15,8 +15,8 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.text import duration, number
 
 HEADLINES = (
-    "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean", "policy/entropy",
-    "staleness/mean", "idle/learner",
+    "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean",
+    "policy/entropy", "staleness/mean", "idle/learner",
 )  # fmt: skip
 HIGHER_IS_BETTER = ("eval/", "reward/")  # prefixes of metrics whose largest value is the best
 SHOWN = 4  # samples of each kind
@@ -37,21 +37,28 @@ def report_page(archive: Archive) -> str:
         Section(title="Learning", charts=learning_charts(archive)),
         Section(
             title="Staleness",
-            note="The age of a token: optimizer steps between sampling it and training on it. In flight: while its group was "
-            "being sampled; in queue: while the group waited in the buffer.",
+            note="The age of a token: optimizer steps between sampling it and training on it. In flight: "
+            "while its group was being sampled; in queue: while the group waited in the buffer.",
             charts=staleness_charts(archive),
         ),
         Section(
             title="Dropped against trained",
-            note="What is dropped should be as long as what is trained: else a rule against old or useless groups has become a "
-            "filter on length.",
+            note="What is dropped should be as long as what is trained: else a rule against old or useless "
+            "groups has become a filter on length.",
             charts=dropped_charts(archive),
         ),
-        Section(title="Who waited for whom", note="The slow part is the one that never waits.", charts=waiting_charts(archive)),
+        Section(
+            title="Who waited for whom",
+            note="The slow part is the one that never waits.",
+            charts=waiting_charts(archive),
+        ),
         *_sample_sections(read_samples(archive.directory.samples)),
         _setup(archive),
     ]
-    model, data = archive.config.get("model", {}).get("path", "?"), archive.config.get("data", {}).get("train", "?")
+    model, data = (
+        archive.config.get("model", {}).get("path", "?"),
+        archive.config.get("data", {}).get("train", "?"),
+    )
     subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
     filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
     return render_page(archive.name, subtitle, filled)
@@ -73,7 +80,9 @@ def _summary(archive: Archive) -> Section:
     if audit:
         facts.insert(7, ("groups lost", f"{audit.missing:,} of {audit.issued:,}"))
     message = archive.status.message if archive.status else ""
-    return Section(title="Summary", note=message, facts=facts, tables=[headline_table(archive), *_alarms(archive)])
+    return Section(
+        title="Summary", note=message, facts=facts, tables=[headline_table(archive), *_alarms(archive)]
+    )
 
 
 def headline_table(archive: Archive) -> Table:
@@ -81,7 +90,11 @@ def headline_table(archive: Archive) -> Table:
     rows = []
     for name in [name for wanted in HEADLINES for name in archive.names if fnmatchcase(name, wanted)]:
         series = archive.series(name)
-        best = [max(series, key=lambda point: (point[1], -point[0]))] if name.startswith(HIGHER_IS_BETTER) else []
+        best = (
+            [max(series, key=lambda point: (point[1], -point[0]))]
+            if name.startswith(HIGHER_IS_BETTER)
+            else []
+        )
         cells = [f"{number(value)} (step {step})" for step, value in (series[0], series[-1], *best)]
         rows.append((name, *cells, *([] if best else [""])))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
@@ -110,10 +123,16 @@ def _sample_sections(samples: Iterable[SampleRecord]) -> list[Section]:
             _keep(worst, (-sample.reward, index, sample))
     return [
         Section(title="Held-out samples", note="Newest last.", samples=newest["eval"]),
-        Section(title="Best samples", note="Of those that were kept of each step; the newest of equals.", samples=_sorted(best)),
+        Section(
+            title="Best samples",
+            note="Of those that were kept of each step; the newest of equals.",
+            samples=_sorted(best),
+        ),
         Section(title="Worst samples", note="The same from the other end.", samples=_sorted(worst)),
         Section(
-            title="Dropped samples", note="Of groups that were taken and not trained, with the reason.", samples=newest["dropped"]
+            title="Dropped samples",
+            note="Of groups that were taken and not trained, with the reason.",
+            samples=newest["dropped"],
         ),
     ]
 
@@ -136,13 +155,18 @@ def _setup(archive: Archive) -> Section:
         tables.append(Table(("software", "release"), rows, "at the last start"))
         starts, before = [], archive.starts[0].versions
         for start in archive.starts:
-            names = sorted(name for name in before | start.versions if before.get(name) != start.versions.get(name))
+            names = sorted(
+                name for name in before | start.versions if before.get(name) != start.versions.get(name)
+            )
             changes = ", ".join(f"{name} {before.get(name)} -> {start.versions.get(name)}" for name in names)
             starts.append((_date(start.time), str(start.step), changes))
             before = start.versions
         tables.append(Table(("started", "from step", "other releases than before"), starts))
     return Section(
-        title="Setup", tables=tables, text=archive.directory.config.read_text(encoding="utf-8"), text_title="resolved config"
+        title="Setup",
+        tables=tables,
+        text=archive.directory.config.read_text(encoding="utf-8"),
+        text_title="resolved config",
     )
 
 

@@ -34,20 +34,30 @@ class Wanted:
 
     def fits(self, sample: SampleRecord) -> bool:
         """Whether the sample has the step and kind."""
-        return (self.step is None or sample.step == self.step) and (self.kind is None or sample.kind == self.kind)
+        return (self.step is None or sample.step == self.step) and (
+            self.kind is None or sample.kind == self.kind
+        )
 
     def choose(self, samples: Iterable[SampleRecord]) -> list[SampleRecord]:
-        """The first `count` samples in this order, in one pass; the newest come in the order in which they were written."""
+        """The first `count` samples in this order, in one pass; the newest come in the order in which they
+        were written."""
         fitting = filter(self.fits, samples)
         if self.order == "newest":
             return list(deque(fitting, maxlen=self.count))
         sign = 1.0 if self.order == "best" else -1.0
-        ranked = ((sign * sample.reward, index, sample) for index, sample in enumerate(fitting) if not math.isnan(sample.reward))
+        ranked = (
+            (sign * sample.reward, index, sample)
+            for index, sample in enumerate(fitting)
+            if not math.isnan(sample.reward)
+        )
         return [sample for _, _, sample in heapq.nlargest(self.count, ranked, key=lambda item: item[:2])]
 
 
-def wanted(count: int, step: int | None, kind: str | None, *, best: bool, worst: bool, dropped: bool) -> Wanted:
-    """The selection that the options of the command describe. Raises RunError where they contradict each other."""
+def wanted(
+    count: int, step: int | None, kind: str | None, *, best: bool, worst: bool, dropped: bool
+) -> Wanted:
+    """The selection that the options of the command describe. Raises RunError where they contradict each
+    other."""
     if best + worst + dropped > 1:
         raise RunError("--best, --worst and --dropped exclude each other; choose one")
     if kind not in (None, *KINDS):
@@ -62,7 +72,8 @@ def wanted(count: int, step: int | None, kind: str | None, *, best: bool, worst:
 
 
 def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[SampleRecord]:
-    """The selected samples; with `follow` also new ones until the run is over. Raises RunError when there are none."""
+    """The selected samples; with `follow` also new ones until the run is over. Raises RunError when there are
+    none."""
     directory = find_run(run)
     if follow and wanted.order != "newest":
         raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
@@ -70,7 +81,10 @@ def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[Sa
         return _followed(directory, wanted)
     chosen = wanted.choose(read_samples(directory.samples))
     if not chosen:
-        raise RunError(f"{directory.samples} holds no such sample; telemetry.samples_per_step are written after each step")
+        raise RunError(
+            f"{directory.samples} holds no such sample; telemetry.samples_per_step are written after each "
+            "step"
+        )
     return chosen
 
 
@@ -91,9 +105,21 @@ def sample_head(sample: SampleRecord) -> tuple[str, str]:
     head += f" ({sample.reason})" if sample.reason else ""
     head += f": reward {number(sample.reward)}" if not math.isnan(sample.reward) else ""
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
-    advantage = "" if math.isnan(sample.advantage) or sample.kind != "train" else f"advantage {number(sample.advantage)}"
+    advantage = (
+        ""
+        if math.isnan(sample.advantage) or sample.kind != "train"
+        else f"advantage {number(sample.advantage)}"
+    )
     spans = ", ".join(f"v{version} {tokens}" for version, tokens in sample.versions)
     tokens = f"tokens by version: {spans}" if spans else ""
     answer = f"answer {sample.answer}" if sample.answer else ""
-    details = (answer, parts, advantage, tokens, sample.finish_reason, sample.generator_id, f"ticket {sample.ticket_id}")
+    details = (
+        answer,
+        parts,
+        advantage,
+        tokens,
+        sample.finish_reason,
+        sample.generator_id,
+        f"ticket {sample.ticket_id}",
+    )
     return head, " · ".join(detail for detail in details if detail)

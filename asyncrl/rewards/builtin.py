@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-_NUMBER = re.compile(r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+")
+_NUMBER = re.compile(
+    r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+"
+)
 _FINAL = re.compile(r"####\s*(" + _NUMBER.pattern + ")")
 
 
@@ -41,7 +43,9 @@ def words_used(prompt: str, response: str, words: Sequence[str]) -> float:
     """Share of the column `words` that the response uses as whole words, plural included, in any case."""
     if isinstance(words, str) or not words:
         raise ValueError(f"column `words` must be a list of at least one word, found {words!r}")
-    return sum(bool(re.search(rf"\b{re.escape(word)}(s|es)?\b", response, re.IGNORECASE)) for word in words) / len(words)
+    return sum(
+        bool(re.search(rf"\b{re.escape(word)}(s|es)?\b", response, re.IGNORECASE)) for word in words
+    ) / len(words)
 
 
 def _compare(found: str | None, expected: Decimal) -> tuple[float, str | None]:

@@ -2,7 +2,7 @@
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
-    verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score` and perhaps `pred`
+    verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
 
 A function of any form is called for one response at a time: TRL's lists have one item. If the prompts of the
 data are chat messages, TRL's functions get messages, as in TRL.
@@ -16,8 +16,8 @@ from typing import Any
 from asyncrl.errors import RewardError
 
 ALLOWED = (
-    "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's (data_source, solution_str, "
-    "ground_truth, extra_info=None) -> float are known by these names"
+    "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's "
+    "(data_source, solution_str, ground_truth, extra_info=None) -> float are known by these names"
 )
 # In place of an answer: the function returns no answers. (None means that the response contains none.)
 UNSAID = object()
@@ -44,7 +44,9 @@ class Form:
         """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - {TRUNCATED})
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def arguments(
+        self, prompt: str, response: str, row: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Positional and named arguments of the call for one response."""
         return (prompt, response), self._wanted(row, without={"prompt", "response"})
 
@@ -53,7 +55,9 @@ class Form:
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
     def _wanted(self, values: Mapping[str, Any], *, without: set[str]) -> dict[str, Any]:
-        return {k: v for k, v in values.items() if (self.takes_all or k in self.accepted) and k not in without}
+        return {
+            k: v for k, v in values.items() if (self.takes_all or k in self.accepted) and k not in without
+        }
 
 
 class TRLForm(Form):
@@ -62,7 +66,9 @@ class TRLForm(Form):
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def arguments(
+        self, prompt: str, response: str, row: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
         messages = row.get("prompt")
         is_chat = isinstance(messages, list)
         completion = [{"role": "assistant", "content": response}] if is_chat else response
@@ -75,7 +81,8 @@ class TRLForm(Form):
             [one] = returned
         except (TypeError, ValueError):
             raise RewardError(
-                f"returned {str(returned)[:80]!r} for one completion; a function of TRL's form returns a list of one number"
+                f"returned {str(returned)[:80]!r} for one completion; a function of TRL's form returns a "
+                "list of one number"
             ) from None
         return one, UNSAID
 
@@ -85,17 +92,29 @@ class VerlForm(Form):
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         missing = Form.lacking(self, row)
-        given = {"data_source", "solution_str", "extra_info"} | ({"ground_truth"} if _ground_truth(row) is not None else set())
+        given = {"data_source", "solution_str", "extra_info"} | (
+            {"ground_truth"} if _ground_truth(row) is not None else set()
+        )
         return [name for name in missing if name not in given]
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-        given = {"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info"), "solution_str": response}
+    def arguments(
+        self, prompt: str, response: str, row: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        given = {
+            "data_source": row.get("data_source", ""),
+            "extra_info": row.get("extra_info"),
+            "solution_str": response,
+        }
         given["ground_truth"] = _ground_truth(row)
         others = self._wanted(row, without={"prompt", "response"})
         return (), others | self._wanted(given, without=set())
 
     def read(self, returned: Any) -> tuple[Any, Any]:
-        return (returned.get("score"), returned.get("pred", UNSAID)) if isinstance(returned, Mapping) else (returned, UNSAID)
+        return (
+            (returned.get("score"), returned.get("pred", UNSAID))
+            if isinstance(returned, Mapping)
+            else (returned, UNSAID)
+        )
 
 
 def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
@@ -111,11 +130,13 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
     has_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if len(positional) < 2 and not has_any:
-        raise RewardError(f"takes ({', '.join(map(str, parameters))}); allowed is {ALLOWED}; take prompt and response first")
+        raise RewardError(
+            f"takes ({', '.join(map(str, parameters))}); allowed is {ALLOWED}; take prompt and response first"
+        )
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         raise RewardError(
-            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get the other's value; "
-            "swap the two parameters"
+            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get "
+            "the other's value; swap the two parameters"
         )
     return _form(Form, parameters[2:] if len(positional) >= 2 else parameters[len(positional) :])
 

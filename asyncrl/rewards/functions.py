@@ -19,7 +19,8 @@ ANSWER_CHARACTERS = 64
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function`, `path.py:function` or a built-in's name means. Raises RewardError."""
+    """Return the function that `package.module:function`, `path.py:function` or a built-in's name means.
+    Raises RewardError."""
     if ":" not in name:
         if name in BUILTINS:
             return BUILTINS[name]
@@ -34,10 +35,12 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
-    """A caller that hands `function` what its form asks for, awaits it if it is async, and checks what it returns.
+    """A caller that hands `function` what its form asks for, awaits it if it is async, and checks what it
+    returns.
 
-    It returns the reward and the answer (see `Rollout.answer`). Raises RewardError for a function of no known form; the caller
-    for a missing column and for anything that is no finite number or no answer. What the function itself raises passes through.
+    It returns the reward and the answer (see `Rollout.answer`). Raises RewardError for a function of no known
+    form; the caller for a missing column and for anything that is no finite number or no answer. What the
+    function itself raises passes through.
     """
     form = _form_of(function)
 
@@ -63,7 +66,10 @@ def _form_of(function: Callable[..., Any]) -> Form:
 def checked_reward(value: object) -> float:
     """`value` as a float, or RewardError: a bool, None, text, NaN or infinity is a mistake, not a reward."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RewardError(f"returned {type(value).__name__} `{str(value)[:80]}`; a reward is one finite number (float or int)")
+        raise RewardError(
+            f"returned {type(value).__name__} `{str(value)[:80]}`; a reward is one finite number (float or "
+            "int)"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -74,13 +80,14 @@ def checked_reward(value: object) -> float:
 
 
 def checked_answer(answer: object) -> str:
-    """`answer` as a short text, empty for none; RewardError for what two equal answers need not have in common."""
+    """`answer` as a short text, empty for none; RewardError for what two equal answers need not have in
+    common."""
     if answer is None:
         return ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
         raise RewardError(
-            f"returned {type(answer).__name__} `{str(answer)[:80]}` as the answer; an answer is a text, a number, or None where "
-            "the response has none"
+            f"returned {type(answer).__name__} `{str(answer)[:80]}` as the answer; an answer is a text, a "
+            "number, or None where the response has none"
         )
     data = str(answer).strip().encode("utf-8", "replace")
     text = data.decode()

@@ -1,10 +1,10 @@
 """Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
 
-Each worker scores one response at a time. The time limit of a call starts when the worker reports that it has begun, so
-waiting for a free worker does not count. A worker that is late, dies, or is interrupted within a call is killed with its
-process group, and the next call starts another one; so no reply can be mistaken for that of another call. Before a worker
-reports that it has begun, no user code has seen the response. If it fails before that, the call is repeated with another
-worker.
+Each worker scores one response at a time. The time limit of a call starts when the worker reports that it has
+begun, so waiting for a free worker does not count. A worker that is late, dies, or is interrupted within a
+call is killed with its process group, and the next call starts another one; so no reply can be mistaken for
+that of another call. Before a worker reports that it has begun, no user code has seen the response. If it
+fails before that, the call is repeated with another worker.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def start(self) -> None:
-        """Start all workers, so that a function that cannot be loaded stops the run and not the first tickets."""
+        """Start all workers, so that a function that cannot be loaded stops the run and not the first
+        tickets."""
         if self._sandbox and (problem := self._sandbox.problem()):
             raise RewardError(problem)
         await asyncio.gather(*(worker.load() for worker in self._workers))
@@ -95,7 +96,9 @@ class RewardPool:
         total = sum(function.weight * parts[function.part] for function in self._config.functions)
         for name, value in (*parts.items(), ("weighted sum", total)):
             if not abs(value) <= MOST_REWARD:
-                raise RewardError(f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down")
+                raise RewardError(
+                    f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down"
+                )
         return Score(total=total, parts=parts, answer=answer)
 
 
@@ -111,7 +114,8 @@ class _Worker:
         """Of the output of this process and of killed ones that are still ending."""
 
     async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
-        """All reward parts of one response, and its answer. A worker that fails or gets out of step is killed."""
+        """All reward parts of one response, and its answer. A worker that fails or gets out of step is
+        killed."""
         in_step = False
         try:
             await self._begin(_packed(_request(one)))
@@ -119,9 +123,12 @@ class _Worker:
             answer: str | None = None
             is_spent = False
             for function in self._config.functions:
-                reply = await self._receive("value", float, self._config.timeout_s, f"reward part `{function.part}`")
+                reply = await self._receive(
+                    "value", float, self._config.timeout_s, f"reward part `{function.part}`"
+                )
                 if "error" in reply:
-                    in_step = self._sandbox is None  # what failed there may have filled /tmp or used up descriptors
+                    # What failed there may have filled /tmp or used up descriptors.
+                    in_step = self._sandbox is None
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
                 parts[function.part] = reply["value"]
                 answer = reply.get("answer") if answer is None else answer
@@ -133,7 +140,8 @@ class _Worker:
                 self.kill()
 
     async def load(self) -> None:
-        """`start`, repeated with another process if this one dies or hangs. An error that it reports is not repeated."""
+        """`start`, repeated with another process if this one dies or hangs. An error that it reports is not
+        repeated."""
         await self._insist(self.start, (_Lost, OSError), "load the functions")
 
     async def _begin(self, request: bytes) -> None:
@@ -146,21 +154,26 @@ class _Worker:
 
         await self._insist(begin, (RewardError, OSError), "begin a call")
 
-    async def _insist(self, attempt: Callable[[], Awaitable[None]], may_pass: tuple[type[Exception], ...], what: str) -> None:
+    async def _insist(
+        self, attempt: Callable[[], Awaitable[None]], may_pass: tuple[type[Exception], ...], what: str
+    ) -> None:
         for left in reversed(range(BEGINNINGS)):
             try:
                 await attempt()
             except may_pass as error:  # such as no memory for one more process
                 self.kill()
                 if not left:
-                    raise RewardError(f"{BEGINNINGS} reward workers in a row did not {what}; the last: {error}") from error
+                    raise RewardError(
+                        f"{BEGINNINGS} reward workers in a row did not {what}; the last: {error}"
+                    ) from error
                 log.warning("a reward worker did not %s, which another one is asked to do: %s", what, error)
                 await asyncio.sleep(AGAIN_S)
             else:
                 return
 
     async def start(self) -> None:
-        """Start the process and have it load the functions, unless it is running. Raises RewardError and OSError."""
+        """Start the process and have it load the functions, unless it is running. Raises RewardError and
+        OSError."""
         if self._process is not None and self._process.returncode is None:
             return
         self.kill()
@@ -181,7 +194,12 @@ class _Worker:
                 self.kill()
 
     async def _fork(self) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "asyncrl.rewards.worker", str(PARENT_PID if self._sandbox else os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.rewards.worker",
+            str(PARENT_PID if self._sandbox else os.getpid()),
+        ]
         with contextlib.ExitStack() as stack:
             filters = []
             if self._sandbox:
@@ -238,7 +256,9 @@ class _Worker:
             async with asyncio.timeout(START_S):
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
-            raise _Lost(f"the reward worker takes no calls ({type(error).__name__}){self._output()}") from error
+            raise _Lost(
+                f"the reward worker takes no calls ({type(error).__name__}){self._output()}"
+            ) from error
 
     async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
         """The next reply, which has `key` with a value of `kind`, or `error`."""
@@ -247,16 +267,24 @@ class _Worker:
             async with asyncio.timeout(limit_s):
                 (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
                 if length > MAX_REPLY_BYTES:
-                    raise RewardError(f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}")
+                    raise RewardError(
+                        f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}"
+                    )
                 reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
             raise _Lost(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
-            raise _Lost(f"{doing}: the worker process died ({await self._status()}){self._output()}") from error
+            raise _Lost(
+                f"{doing}: the worker process died ({await self._status()}){self._output()}"
+            ) from error
         if not isinstance(reply, dict) or not (
-            "error" in reply or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
+            "error" in reply
+            or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
         ):
-            raise RewardError(f"{doing}: the reward worker is out of step, because user code wrote to its pipe{self._output()}")
+            raise RewardError(
+                f"{doing}: the reward worker is out of step, because user code wrote to its "
+                f"pipe{self._output()}"
+            )
         return reply
 
     async def _status(self) -> str:
@@ -271,7 +299,12 @@ class _Worker:
     def _output(self) -> str:
         text = self._printed.tail.decode("utf-8", "replace").strip()
         dropped = self._printed.total_bytes - len(self._printed.tail)
-        return f"; it last printed{f' ({dropped:,} bytes before were dropped)' if dropped else ''}: {text[-500:]}" if text else ""
+        return (
+            f"; it last printed{f' ({dropped:,} bytes before were dropped)' if dropped else ''}: "
+            f"{text[-500:]}"
+            if text
+            else ""
+        )
 
 
 @dataclass(slots=True)
@@ -300,4 +333,8 @@ def _packed(message: Mapping[str, Any]) -> bytes:
 
 def _request(one: RewardInput) -> dict[str, Any]:
     """The call as the worker gets it."""
-    return {"prompt": one.prompt, "response": one.response, "columns": {"truncated": one.truncated} | dict(one.row)}
+    return {
+        "prompt": one.prompt,
+        "response": one.response,
+        "columns": {"truncated": one.truncated} | dict(one.row),
+    }

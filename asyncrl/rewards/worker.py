@@ -1,13 +1,15 @@
-"""One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. Runs user code, so it may be killed at any moment.
+"""One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. Runs user code, so it may be killed at
+any moment.
 
 Messages on standard input and output, as in `asyncrl.workers`:
 
     in   {functions: [[part, function], ...],     once        out  {ready: true} | {error: reason}
           limits: {RLIMIT_ name: value}, sandboxed}
     in   {prompt, response, columns}              each call   out  {started: true}, then for each part
-                                                                   {value: float, answer: text or nil} | {error: reason},
-                                                                   up to the first error; with {spent: true} where it
-                                                                   wants to be replaced
+                                                                   {value: float, answer: text or nil} |
+                                                                   {error: reason}, up to the first error;
+                                                                   with {spent: true} where it wants to be
+                                                                   replaced
 
 User code never sees these pipes: its standard input is empty and what it prints goes to standard error.
 """
@@ -75,14 +77,17 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         reply({"started": True})
         for reward in rewards:
             judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
-            message = {"error": judged} if isinstance(judged, str) else {"value": judged[0], "answer": judged[1]}
+            message = (
+                {"error": judged} if isinstance(judged, str) else {"value": judged[0], "answer": judged[1]}
+            )
             reply(message | (_tidied() if is_alone else {}))
             if isinstance(judged, str):
                 break
 
 
 def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
-    """Set soft and hard limits, unless they are lower already. In a sandbox, close our pipes to what rewards start."""
+    """Set soft and hard limits, unless they are lower already. In a sandbox, close our pipes to what rewards
+    start."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
@@ -93,7 +98,8 @@ def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
 
 
 def _tidied() -> dict[str, bool]:
-    """In a sandbox: end everything that a call started, and report whether the next call needs a new sandbox."""
+    """In a sandbox: end everything that a call started, and report whether the next call needs a new
+    sandbox."""
     if os.getpid() != SANDBOXED_PID:  # a child that user code forked came back to us
         return {}
     _end_everybody()
@@ -101,7 +107,8 @@ def _tidied() -> dict[str, bool]:
 
 
 def _end_everybody() -> None:
-    """Kill every process that a reward left running. Only in a sandbox: -1 means every process that we can see."""
+    """Kill every process that a reward left running. Only in a sandbox: -1 means every process that we can
+    see."""
     try:
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -114,7 +121,10 @@ def _is_spent() -> bool:
     """Whether earlier calls have used up half of the space for files, or half of the descriptors."""
     usages = [shutil.disk_usage(place) for place in SCRATCH]
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return any(usage.used > usage.total / 2 for usage in usages) or 2 * len(os.listdir("/proc/self/fd")) > descriptors
+    return (
+        any(usage.used > usage.total / 2 for usage in usages)
+        or 2 * len(os.listdir("/proc/self/fd")) > descriptors
+    )
 
 
 def _load(function: str) -> Reward:
@@ -122,7 +132,8 @@ def _load(function: str) -> Reward:
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns, or why there is none as text. User code may raise whatever it likes, `SystemExit` too."""
+    """What `work` returns, or why there is none as text. User code may raise whatever it likes, `SystemExit`
+    too."""
     try:
         return work(*arguments)
     except RewardError as error:

@@ -1,8 +1,9 @@
 """Atomic checkpoints: written to another name, signed, made durable, then renamed.
 
-A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, states of random number generators, `hf/` export), the
-learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key. DeepSpeed's files are
-pickles, so a directory is loaded only if its manifest verifies. Order of a save, each line durable before the next:
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, states of random number generators,
+`hf/` export), the learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the
+run's key. DeepSpeed's files are pickles, so a directory is loaded only if its manifest verifies. Order of a
+save, each line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
@@ -10,8 +11,8 @@ pickles, so a directory is loaded only if its manifest verifies. Order of a save
     NEWEST                        the number of the step, so that a directory that is gone is missed
     removal of the oldest
 
-A run that has saved a checkpoint never begins again by itself: if none can be loaded, `load` raises CheckpointsRefused with
-the reason for each directory.
+A run that has saved a checkpoint never begins again by itself: if none can be loaded, `load` raises
+CheckpointsRefused with the reason for each directory.
 """
 
 import hashlib
@@ -49,17 +50,20 @@ class Saveable(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others follow."""
+    """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others
+    follow."""
 
     def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
-        """Open the checkpoints in `directory`, keeping the newest `keep`. `key` signs and verifies manifests."""
+        """Open the checkpoints in `directory`, keeping the newest `keep`. `key` signs and verifies
+        manifests."""
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
 
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
-        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step. `state` must be JSON values.
+        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step. `state` must
+        be JSON values.
 
-        A step that has a valid checkpoint is not written again. Raises CheckpointError on every rank if a rank cannot
-        write: older checkpoints are unchanged, and the space of the attempt is free again.
+        A step that has a valid checkpoint is not written again. Raises CheckpointError on every rank if a
+        rank cannot write: older checkpoints are unchanged, and the space of the attempt is free again.
         """
         writing = self._directory / f"{UNFINISHED}{_name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
@@ -80,10 +84,11 @@ class CheckpointStore:
         return newest
 
     def load(self, trainer: Saveable) -> dict[str, Any] | None:
-        """Restore `trainer` from the newest valid checkpoint and return its state; None if nothing was ever saved.
+        """Restore `trainer` from the newest valid checkpoint and return its state; None if nothing was ever
+        saved.
 
-        Newer checkpoints that do not verify are renamed to `rejected-...`, so that they count neither as kept nor as newest.
-        Raises CheckpointsRefused if something was saved and nothing of it verifies.
+        Newer checkpoints that do not verify are renamed to `rejected-...`, so that they count neither as kept
+        nor as newest. Raises CheckpointsRefused if something was saved and nothing of it verifies.
         """
         step = self._on_rank_0(trainer, self._choose)
         if step < 0:
@@ -93,13 +98,15 @@ class CheckpointStore:
         return self.state(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The learner's state of a kept step, which says what the store may forget. Raises CheckpointError."""
+        """The learner's state of a kept step, which says what the store may forget. Raises
+        CheckpointError."""
         directory = self._directory / _name(step)
         self._verify_state(directory)
         return dict(json.loads(_read(directory / STATE)))
 
     def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose state verifies, and that state. Quick, because no other file is read."""
+        """The newest checkpoint whose state verifies, and that state. Quick, because no other file is
+        read."""
         newest, _ = self._newest(self._verify_state)
         return None if newest is None else (newest, self.state(_step(newest)))
 
@@ -116,28 +123,38 @@ class CheckpointStore:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
         manifest = self._manifest(directory)
         if _name(manifest["step"]) != directory.name:
-            raise CheckpointError(f"{directory}: signed as step {manifest['step']}; give the directory its name back")
+            raise CheckpointError(
+                f"{directory}: signed as step {manifest['step']}; give the directory its name back"
+            )
         expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
         found.pop(MANIFEST)
         if expected.keys() != found.keys():
             names = sorted(expected.keys() ^ found.keys())
             raise CheckpointError(
-                f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or remove it"
+                f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or "
+                "remove it"
             )
         for name, path in found.items():
             if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
-                raise CheckpointError(f"{directory}: {name} is not what was written; restore the directory or remove it")
+                raise CheckpointError(
+                    f"{directory}: {name} is not what was written; restore the directory or remove it"
+                )
 
     def _verify_state(self, directory: Path) -> None:
         if self._manifest(directory)["files"].get(STATE) != _sha256(directory / STATE):
-            raise CheckpointError(f"{directory}: {STATE} is not what was written; restore the directory or remove it")
+            raise CheckpointError(
+                f"{directory}: {STATE} is not what was written; restore the directory or remove it"
+            )
 
     def _manifest(self, directory: Path) -> dict[str, Any]:
         """The manifest, if it is signed with our key. Raises CheckpointError."""
         manifest = _parse(directory / MANIFEST)
-        if not hmac.compare_digest(self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()):
+        if not hmac.compare_digest(
+            self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()
+        ):
             raise CheckpointError(
-                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it or remove it"
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it "
+                "or remove it"
             )
         return manifest
 
@@ -169,8 +186,9 @@ class CheckpointStore:
         if reasons:
             lines = "".join(f"\n  {reason}" for reason in reasons)
             raise CheckpointsRefused(
-                f"{self._directory}: training was saved here, and nothing of it can be loaded:{lines}\n"
-                "restore one of these directories, or run.key, from a copy; --fresh deletes what was trained and starts again"
+                f"{self._directory}: training was saved here, and nothing of it can be "
+                f"loaded:{lines}\nrestore one of these directories, or run.key, from a copy; --fresh "
+                "deletes what was trained and starts again"
             )
 
     def _newest_saved(self) -> int:
@@ -196,7 +214,8 @@ class CheckpointStore:
         return _result(trainer.broadcast(json.dumps(outcome).encode()))
 
     def _prepare(self, step: int, writing: Path) -> bool:
-        """Remove leftovers of crashed saves and make the directory; False if the step has a valid checkpoint."""
+        """Remove leftovers of crashed saves and make the directory; False if the step has a valid
+        checkpoint."""
         target = self._directory / _name(step)
         if target.exists():
             try:
@@ -215,8 +234,8 @@ class CheckpointStore:
         needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
         if (free := self._files.free_bytes(self._directory)) < needed:
             raise CheckpointError(
-                f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has {free / 2**20:.1f} MiB "
-                "left for the next one; make room there"
+                f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has "
+                f"{free / 2**20:.1f} MiB left for the next one; make room there"
             )
         writing.mkdir()
         return True
@@ -225,14 +244,19 @@ class CheckpointStore:
         try:
             self._files.remove(writing)
         except OSError as error:
-            log.warning("%s is incomplete and could not be removed (%s); the next save removes it", writing, error)
+            log.warning(
+                "%s is incomplete and could not be removed (%s); the next save removes it", writing, error
+            )
 
     def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
         files = list(_files_in(writing))
         for path in files:
             self._files.fsync(path)
-        manifest: dict[str, Any] = {"step": step, "files": {str(path.relative_to(writing)): _sha256(path) for path in files}}
+        manifest: dict[str, Any] = {
+            "step": step,
+            "files": {str(path.relative_to(writing)): _sha256(path) for path in files},
+        }
         manifest["hmac"] = self._sign(manifest)
         self._files.write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
         self._files.fsync(writing / MANIFEST)
@@ -243,7 +267,8 @@ class CheckpointStore:
         return True
 
     def _conclude(self, step: int) -> int:
-        """Record a durable checkpoint as the newest, remove old ones, and return the oldest step that is kept."""
+        """Record a durable checkpoint as the newest, remove old ones, and return the oldest step that is
+        kept."""
         if self._newest_saved() != step:
             self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
             self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
@@ -264,7 +289,9 @@ class CheckpointStore:
             log.warning("checkpoint passed over: %s", reason)
             self._set_aside(directory, reason)
         if self._newest_saved() > _step(newest) and not passed_over:
-            log.warning("step %d was saved and is gone; the run goes on from %s", self._newest_saved(), newest)
+            log.warning(
+                "step %d was saved and is gone; the run goes on from %s", self._newest_saved(), newest
+            )
         return _step(newest)
 
     def _set_aside(self, directory: Path, reason: object) -> None:
@@ -276,7 +303,10 @@ class CheckpointStore:
 
     def _steps(self) -> list[Path]:
         """Directories of checkpoints, oldest first."""
-        return sorted((self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)), key=_step)
+        return sorted(
+            (self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)),
+            key=_step,
+        )
 
     def _names(self) -> list[str]:
         """Names of all entries. Raises OSError if the directory exists and cannot be listed."""
@@ -324,7 +354,9 @@ def _parse(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it")
+        raise CheckpointError(
+            f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it"
+        )
     return manifest
 
 

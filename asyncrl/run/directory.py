@@ -15,7 +15,15 @@ import psutil
 from safetensors import SafetensorError
 
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.files import make_directory, read_record, replace_text, sync, sync_below, tell_unreadable, with_cure
+from asyncrl.files import (
+    make_directory,
+    read_record,
+    replace_text,
+    sync,
+    sync_below,
+    tell_unreadable,
+    with_cure,
+)
 from asyncrl.processes import find_holder
 from asyncrl.run.checkpoint import UNFINISHED
 from asyncrl.run.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
@@ -45,15 +53,18 @@ class RunDirectory:
     starts = _Below("starts.jsonl")  # starts of the learner with their software, JSONL
     status = _Below("status.json")  # the learner's status, written every second
     processes = _Below("processes.json")  # process ids, written by the supervisor
-    # The wanted number of generators, written by `asyncrl scale`. It exists while a supervisor starts generators.
+    # The wanted number of generators, written by `asyncrl scale`. It exists while a supervisor starts
+    # generators.
     scale = _Below("scale.json")
     checkpoints = _Below("checkpoints")  # checkpoint directories
     store = _Below("store")  # data of a store that was started for this run
     weights = _Below("weights")  # published weights of the disk transport
     saved_mark = _Below("saved")  # a file that exists since the first checkpoint
-    step_under_way = _Below("step.json")  # the step that the learner is in, and the number of learners that died in it
+    # The step that the learner is in, and the number of learners that died in it.
+    step_under_way = _Below("step.json")
     lock = _Below("learner.lock")  # the lock that the learner holds
-    # The lock that the supervisor holds. It proves that the supervisor lives, unlike a time or a reused process id.
+    # The lock that the supervisor holds. It proves that the supervisor lives, unlike a time or a reused
+    # process id.
     supervisor_lock = _Below("supervisor.lock")
     secret_path = _Below("run.key")  # the file of the run's secret
 
@@ -67,14 +78,18 @@ class RunDirectory:
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
-            raise RunError(f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it yourself")
+            raise RunError(
+                f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it "
+                "yourself"
+            )
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
         make_directory(self.path, private=True)
 
     def create(self, *, fresh: bool) -> None:
-        """Make the directories; with `fresh`, first remove everything that an earlier run of this name left."""
+        """Make the directories; with `fresh`, first remove everything that an earlier run of this name
+        left."""
         self.make()
         if fresh:
             for entry in self.path.iterdir():
@@ -82,13 +97,13 @@ class RunDirectory:
                     _remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(
-                f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or begin again with "
-                "--fresh"
+                f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or "
+                "begin again with --fresh"
             )
         elif self.saved_mark.exists() and not self._saved:
             raise RunError(
-                f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; restore it from a copy, "
-                "or begin again with --fresh"
+                f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; "
+                "restore it from a copy, or begin again with --fresh"
             )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +115,8 @@ class RunDirectory:
         return [name for name in names if not name.startswith(UNFINISHED)]
 
     def mark_saved(self) -> None:
-        """Record that a checkpoint was saved: from now on an empty `checkpoints/` is a loss and not a new run."""
+        """Record that a checkpoint was saved: from now on an empty `checkpoints/` is a loss and not a new
+        run."""
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
@@ -130,24 +146,28 @@ class RunDirectory:
         Raises RunError if no supervisor ever ran here, or if it is not visible from here.
         """
         if not self.was_up:
-            raise RunError(f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one")
+            raise RunError(
+                f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one"
+            )
         was_locked = is_locked(self.supervisor_lock)
         found = find_holder(self.supervisor_lock)
         if found is None and was_locked and is_locked(self.supervisor_lock):
             raise RunError(
-                f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen from here: it is of "
-                "another user, container or host; give the command there"
+                f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen "
+                "from here: it is of another user, container or host; give the command there"
             )
         return found
 
     def draw_secret(self) -> None:
-        """Make the run's secret unless it exists. Raises RunError if it is missing and checkpoints are signed with it."""
+        """Make the run's secret unless it exists. Raises RunError if it is missing and checkpoints are signed
+        with it."""
         if os.path.lexists(self.secret_path):
             return
         if saved := self._saved:
             raise RunError(
-                f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({', '.join(sorted(saved)[:3])}, ...) can be "
-                "loaded without it; restore it from a copy, or begin again with --fresh"
+                f"{self.secret_path} is missing, and nothing in {self.checkpoints} "
+                f"({', '.join(sorted(saved)[:3])}, ...) can be loaded without it; restore it from a copy, "
+                "or begin again with --fresh"
             )
         replace_text(self.secret_path, secrets.token_hex(32), durable=True, private=True)
 
@@ -166,8 +186,8 @@ class RunDirectory:
             return keys
         found = "no secret" if keys is None else "a join.key"
         raise RunError(
-            f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: restore it from a copy, or begin again with "
-            "--fresh"
+            f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: restore it from a copy, "
+            "or begin again with --fresh"
         )
 
     def checkpoint_key(self) -> bytes:
@@ -195,7 +215,8 @@ class RunDirectory:
             return None
 
     def socket_path(self, name: str) -> Path:
-        """A path for a unix socket: in the run directory, or in a private directory if that path is too long."""
+        """A path for a unix socket: in the run directory, or in a private directory if that path is too
+        long."""
         path = (self.path / name).resolve()
         if len(str(path)) < 100:  # the kernel allows 107 bytes
             return path
@@ -224,18 +245,26 @@ def _remove(entry: Path) -> None:
 
 
 def find_run(run: Path | None) -> RunDirectory:
-    """The run that a user named: a directory, a name below runs/, or by default the newest run there. Raises RunNotUp."""
+    """The run that a user named: a directory, a name below runs/, or by default the newest run there. Raises
+    RunNotUp."""
     root = Path("runs")
-    candidates = [run, root / run] if run else sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    candidates = (
+        [run, root / run]
+        if run
+        else sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    )
     for path in candidates:
         directory = RunDirectory(path.parent if path.name == "config.yaml" else path)
         if directory.config.exists():
             return directory
-    raise RunNotUp(f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml")
+    raise RunNotUp(
+        f"no run found at {run or root}; give the directory that `asyncrl up` printed, it holds a config.yaml"
+    )
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file that a user asked for, atomically: readers see the old or the new content. Raises RunError."""
+    """Write a file that a user asked for, atomically: readers see the old or the new content. Raises
+    RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, private=private)
@@ -267,5 +296,6 @@ def write_directory(path: Path) -> Iterator[Path]:
 
 
 def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
-    reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # copying collects errors: the first
+    # Copying collects errors: the first.
+    reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")

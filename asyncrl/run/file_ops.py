@@ -1,4 +1,5 @@
-"""The file operations on which the durability of checkpoints rests, as one object, so that tests can make each fail."""
+"""The file operations on which the durability of checkpoints rests, as one object, so that tests can make
+each fail."""
 
 import shutil
 from pathlib import Path

@@ -1,10 +1,11 @@
 """The secrets of a run: one is drawn, all others are derived from it, and a generator gets only its own.
 
-    run.key    the learner's side: signs checkpoints, the learner's store password, its half of the control plane
-      '-> join.key    a generator's: the key of frames and messages, its store password, its half of the control plane
+    run.key         the learner's: signs checkpoints; its store password, its half of the control plane
+      '-> join.key  a generator's: signs frames and messages; its store password, its half of the plane
 
-Copied to another host, `join.key` lets generators in; it cannot be turned back into `run.key`. Secrets come in files or in the
-environment, never as arguments, which every user of a machine can see. Entry points read them and pass them on as keys.
+Copied to another host, `join.key` lets generators in; it cannot be turned back into `run.key`. Secrets come
+in files or in the environment, never as arguments, which every user of a machine can see. Entry points read
+them and pass them on as keys.
 """
 
 import errno
@@ -101,22 +102,28 @@ def parse_keys(text: str) -> RunKeys | JoinKeys:
     if len(values) == 2 * _KEY_BYTES:
         return JoinKeys(values[:_KEY_BYTES], values[_KEY_BYTES:])
     raise MalformedSecret(
-        f"the run's secret is {'malformed' if text.strip() else 'not known'}; copy join.key from the learner's run directory and "
-        f"name the copy in {SECRET_FILE_VARIABLE}, or set {SECRET_VARIABLE} to what it holds (128 hexadecimal digits)"
+        f"the run's secret is {'malformed' if text.strip() else 'not known'}; copy join.key from the "
+        f"learner's run directory and name the copy in {SECRET_FILE_VARIABLE}, or set {SECRET_VARIABLE} to "
+        "what it holds (128 hexadecimal digits)"
     )
 
 
 def read_secret(path: Path) -> str:
-    """A file that holds a secret. Raises RunError: unreadable, or readable by others, because then it is none."""
+    """A file that holds a secret. Raises RunError: unreadable, or readable by others, because then it is
+    none."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if path.stat().st_mode & 0o077:
-            raise RunError(f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did read it")
+            raise RunError(
+                f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did "
+                "read it"
+            )
         return path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
         raise RunError(
-            f"{path} holds a secret and cannot be read ({error.strerror}); restore it from a copy, or give it back to its owner"
+            f"{path} holds a secret and cannot be read ({error.strerror}); restore it from a copy, or give "
+            "it back to its owner"
         ) from error
 
 
@@ -131,7 +138,8 @@ def read_keys(environment: Mapping[str, str]) -> RunKeys | JoinKeys:
     if file and not text:
         if not Path(file).exists():
             raise RunNotUp(
-                f"{SECRET_FILE_VARIABLE} names {file}, which does not exist; the learner writes join.key when it starts"
+                f"{SECRET_FILE_VARIABLE} names {file}, which does not exist; the learner writes join.key "
+                "when it starts"
             )
         text = read_secret(Path(file))
     return parse_keys(text)
@@ -147,7 +155,10 @@ def run_keys(environment: Mapping[str, str]) -> RunKeys:
     """The learner's keys; see `read_keys`. Raises RunError for a join.key."""
     keys = read_keys(environment)
     if not isinstance(keys, RunKeys):
-        raise RunError(f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where run.key is")
+        raise RunError(
+            f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where "
+            "run.key is"
+        )
     return keys
 
 

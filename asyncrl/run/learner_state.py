@@ -15,7 +15,8 @@ class LearnerState:
     ledger: Mapping[str, Any] = field(default_factory=dict)  # of the training lane, as its intake wrote it
     history: History = INITIAL  # lineages of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state`
-    fixed: dict[str, Any] = field(default_factory=dict)  # config values that must not change: `config.resume.fixed_values`
+    # Config values that must not change: `config.resume.fixed_values`.
+    fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class RunLock:
                 raise
         except OSError as error:
             raise RunError(
-                f"{path} cannot be locked: {error}; it must be a file that you may write, on a file system with locks"
+                f"{path} cannot be locked: {error}; it must be a file that you may write, on a file system "
+                "with locks"
             ) from error
 
     def _take(self, path: Path) -> None:
@@ -40,7 +41,8 @@ class RunLock:
             except BlockingIOError:
                 if attempt == LOCK_ATTEMPTS - 1:
                     raise RunError(
-                        f"{path}: this run is held by {holder_of(path)}; stop that process first, or choose another run.name"
+                        f"{path}: this run is held by {holder_of(path)}; stop that process first, or choose "
+                        "another run.name"
                     ) from None
                 time.sleep(LOCK_PAUSE_S)
         with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
@@ -48,13 +50,16 @@ class RunLock:
             self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        """Free the lock. The file stays: deleting it could delete a file that another process has just locked."""
+        """Free the lock. The file stays: deleting it could delete a file that another process has just
+        locked."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -66,7 +71,8 @@ def is_locked(path: Path) -> bool:
         return False
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error}; it says whether the run is up, and must be a file that you may read"
+            f"{path} cannot be read: {error}; it says whether the run is up, and must be a file that you "
+            "may read"
         ) from error
     with file:
         try:

@@ -1,4 +1,5 @@
-"""Checks before a run is resumed: whether its config may continue the run, and whether anything is left to train."""
+"""Checks before a run is resumed: whether its config may continue the run, and whether anything is left to
+train."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ class Saved(NamedTuple):
 def read_saved(directory: RunDirectory) -> Saved | None:
     """The newest checkpoint; None before the first one, so that the run begins again."""
     with needing(directory.path):
-        if not os.path.lexists(directory.secret_path):  # nothing can be verified; `up` reports it if something was saved
+        # Nothing can be verified; `up` reports it if something was saved.
+        if not os.path.lexists(directory.secret_path):
             return None
         newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
         return Saved(*newest) if newest else None
@@ -53,7 +55,8 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 
 
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
-    """Why there is nothing to train; empty if there is, or if the last weights may still have to be evaluated."""
+    """Why there is nothing to train; empty if there is, or if the last weights may still have to be
+    evaluated."""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
@@ -66,7 +69,8 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
 
 
 def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
-    """A mistake if `path` is the config of a run whose directory has moved: run.root and run.name would begin another run."""
+    """A mistake if `path` is the config of a run whose directory has moved: run.root and run.name would begin
+    another run."""
     found, meant = path.parent.resolve(), config.run.directory.resolve()
     is_asked_for = any(root.nearest(("run", key)).place.startswith("override") for key in ("name", "root"))
     if path.name != "config.yaml" or not (found / "checkpoints").is_dir() or found == meant or is_asked_for:
@@ -76,6 +80,7 @@ def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
         cure = f"give the directory its name back ({found.with_name(config.run.name)}) and {cure}"
     yield Mistake(
         ("run.root",),
-        f"found the config of the run in {found}, but with run.name it leads to {meant}, which would be another run; to go on "
-        f"with the one in {found.name}, {cure}; to begin another one, give run.name as an override",
+        f"found the config of the run in {found}, but with run.name it leads to {meant}, which would be "
+        f"another run; to go on with the one in {found.name}, {cure}; to begin another one, give run.name "
+        "as an override",
     )

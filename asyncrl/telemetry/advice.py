@@ -1,8 +1,8 @@
 """Which side of a run waits for the other, and how many generators would remove the bottleneck.
 
-In a steady state generators and learner handle the same number X of groups per second. A side that is idle for a share w
-of the time could handle X / (1 - w). So n generators that are idle for a share g do the work of n (1 - g) busy ones, and
-n (1 - g) / (1 - l) generators would keep busy a learner that is idle for a share l.
+In a steady state generators and learner handle the same number X of groups per second. A side that is idle
+for a share w of the time could handle X / (1 - w). So n generators that are idle for a share g do the work of
+n (1 - g) busy ones, and n (1 - g) / (1 - l) generators would keep busy a learner that is idle for a share l.
 """
 
 import math
@@ -13,7 +13,9 @@ WAITING = 0.3  # a share of idle time that is worth advice
 PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
-MOST_TIMES = 3  # never advise more than this many times the current generators: rates change with their number
+MOST_TIMES = (
+    3  # never advise more than this many times the current generators: rates change with their number
+)
 FIRST_STEPS = 3  # in the first steps start-up counts as waiting, so they give no advice
 
 
@@ -28,10 +30,15 @@ def waiting_for(state: DashboardState) -> str | None:
         return "waiting for the evaluation of the last weights"
     if not state.members:
         others = [name for name in state.doing if name not in ("learner", "supervisor")]
-        return "waiting for the first generator: " + ("; ".join(f"{n}{_doing(state, n)}" for n in others) or "none has started")
+        return "waiting for the first generator: " + (
+            "; ".join(f"{n}{_doing(state, n)}" for n in others) or "none has started"
+        )
     dirty = [member.generator_id for member in state.members if member.state == "dirty"]
     if len(dirty) == len(state.members):
-        return f"no generator has weights that it may sample with ({', '.join(dirty)}): each update failed, the log says why"
+        return (
+            f"no generator has weights that it may sample with ({', '.join(dirty)}): each update failed, "
+            "the log says why"
+        )
     audit = status.audit
     groups = f": {audit.ready} are ready, {audit.leased} are being sampled" if audit else ""
     return f"waiting for the groups of step {state.step + 1}{groups}"
@@ -58,7 +65,9 @@ def bottleneck(state: DashboardState) -> str:
     if idle > WAITING:
         count = len(state.members)
         needed = _needed(count, idle, learner)
-        cure = f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"
+        cure = (
+            f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"
+        )
         return f"generators wait {idle:.0%} of the time: {cure}"
     queued = state.latest("staleness/in_queue") or 0.0
     if queued >= QUEUED_STEPS and learner < BUSY:

@@ -1,4 +1,5 @@
-"""Alarms: metrics of a step that announce a failing run. Each logs one line when it begins and one when it ends.
+"""Alarms: metrics of a step that announce a failing run. Each logs one line when it begins and one when it
+ends.
 
     entropy     the policy has stopped exploring
     ess         the step rests on few of its tokens
@@ -25,22 +26,24 @@ from asyncrl.telemetry.text import number
 log = logging.getLogger(__name__)
 
 PREFIX = "alarm/"
-# Entropy in nats per token. 0.02 means that one token in 35 is a fair coin and all others are certain: the rollouts
-# of a group are nearly the same. This bound is for runs that begin with a low entropy.
+# Entropy in nats per token. 0.02 means that one token in 35 is a fair coin and all others are certain: the
+# rollouts of a group are nearly the same. This bound is for runs that begin with a low entropy.
 ENTROPY_NATS = 0.02
-# Share of the first entropy. Runs trade entropy for reward, most of it early (arXiv:2505.22617): the last tenth gains
-# little, and a run that is stopped here can continue from a checkpoint that still explores.
+# Share of the first entropy. Runs trade entropy for reward, most of it early (arXiv:2505.22617): the last
+# tenth gains little, and a run that is stopped here can continue from a checkpoint that still explores.
 ENTROPY_SHARE = 0.1
 ESS = 0.5
 PROBE_SHARE = 0.5  # share of weights.probe_limit: look before generators reject the weights and stop sampling
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
-# Mean length against the mean of the window. Reasoning may lengthen responses over a whole run, but should not double
-# them within one window.
+# Mean length against the mean of the window. Reasoning may lengthen responses over a whole run, but should
+# not double them within one window.
 GROWTH = 2.0
 TRUNCATED = 0.5
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
-QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold must not log every step
+QUIET_STEPS = (
+    5  # steps in a row without cause that end an alarm: a metric at its threshold must not log every step
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +83,23 @@ def _flat(value: float, past: Past) -> bool:
 
 
 ALARMS: Mapping[str, Alarm] = {
-    "entropy": Alarm("policy/entropy", _entropy, "raise clip_high or set algorithm.entropy; go on from an earlier checkpoint"),
-    "ess": Alarm("mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"),
+    "entropy": Alarm(
+        "policy/entropy",
+        _entropy,
+        "raise clip_high or set algorithm.entropy; go on from an earlier checkpoint",
+    ),
+    "ess": Alarm(
+        "mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"
+    ),
     "probe": Alarm(
         "weights/probe_max",
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
         "generators and learner compute differently: compare model.dtype float32, and their releases",
     ),
     "skipped": Alarm("policy/skipped_steps", _skipped, "lower learner.optimizer.lr; see policy/grad_norm"),
-    "length": Alarm("completions/length_mean", _length, "the reward may pay for length: shape it; see the samples"),
+    "length": Alarm(
+        "completions/length_mean", _length, "the reward may pay for length: shape it; see the samples"
+    ),
     "truncated": Alarm(
         "completions/truncated_share",
         lambda value, past: value > TRUNCATED,
@@ -97,28 +108,33 @@ ALARMS: Mapping[str, Alarm] = {
     "no_signal": Alarm(
         "group/zero_variance",
         _flat,
-        "all rewards of a group are equal: easier or harder prompts, another reward (`asyncrl reward test`); see the samples",
+        "all rewards of a group are equal: easier or harder prompts, another reward (`asyncrl reward "
+        "test`); see the samples",
     ),
     "untrainable": Alarm(
         "groups/rejected_untrainable",
         lambda value, past: value > 0,
-        "groups of settings before a resume, else a generator that samples nonsense: `asyncrl samples --dropped` has the reasons",
+        "groups of settings before a resume, else a generator that samples nonsense: `asyncrl samples "
+        "--dropped` has the reasons",
     ),
     "deadly": Alarm(
         "groups/rejected_deadly",
         lambda value, past: value > 0,
-        "processes died of these groups: `asyncrl audit` and `asyncrl samples --dropped` name them, the logs have the deaths",
+        "processes died of these groups: `asyncrl audit` and `asyncrl samples --dropped` name them, the "
+        "logs have the deaths",
     ),
     "audit": Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,
-        "the learner heals it; another client changed the store, or asyncrl is at fault: keep the run directory, report it",
+        "the learner heals it; another client changed the store, or asyncrl is at fault: keep the run "
+        "directory, report it",
     ),
 }
 
 
 def causes(metrics: Mapping[str, float], past: Past) -> dict[str, bool]:
-    """Whether each alarm has cause, for alarms whose metric is present: records of evaluations and checkpoints have none."""
+    """Whether each alarm has cause, for alarms whose metric is present: records of evaluations and
+    checkpoints have none."""
     values = {name: metrics[alarm.metric] for name, alarm in ALARMS.items() if alarm.metric in metrics}
     return {name: not math.isnan(value) and ALARMS[name].rings(value, past) for name, value in values.items()}
 
@@ -139,7 +155,9 @@ class Alarms:
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """`alarm/<name>`, 1 or 0, for each alarm whose metric is present. Logs alarms that begin or end."""
-        watched = {alarm.metric: metrics[alarm.metric] for alarm in ALARMS.values() if alarm.metric in metrics}
+        watched = {
+            alarm.metric: metrics[alarm.metric] for alarm in ALARMS.values() if alarm.metric in metrics
+        }
         if not watched:
             return {}
         self._first = {name: value for name, value in watched.items() if not math.isnan(value)} | self._first
@@ -149,7 +167,9 @@ class Alarms:
             alarm, was_active = ALARMS[name], name in self._quiet_steps
             value = number(watched[alarm.metric])
             if has_cause and not was_active:
-                log.warning("step %d: alarm `%s` begins: %s is %s; %s", step, name, alarm.metric, value, alarm.cure)
+                log.warning(
+                    "step %d: alarm `%s` begins: %s is %s; %s", step, name, alarm.metric, value, alarm.cure
+                )
             if has_cause or was_active:
                 self._quiet_steps[name] = 0 if has_cause else self._quiet_steps[name] + 1
             if self._quiet_steps.get(name) == QUIET_STEPS:

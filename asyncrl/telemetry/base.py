@@ -1,6 +1,7 @@
 """The interface of trackers, and what they share: samples, distributions and tables of samples.
 
-A tracker that fails never stops training: the failure is logged, and the tracker is tried again later (`fanout.py`).
+A tracker that fails never stops training: the failure is logged, and the tracker is tried again later
+(`fanout.py`).
 """
 
 import re
@@ -10,8 +11,8 @@ from typing import Protocol
 
 BIN = re.compile(r"(?P<name>.+)/(?P<at>\d+)")  # `NAME/3`: the share of the distribution NAME at the value 3
 COLUMNS = (
-    "step", "kind", "prompt", "response", "reward", "parts", "advantage", "versions", "finish_reason", "generator_id", "reason",
-    "answer",
+    "step", "kind", "prompt", "response", "reward", "parts", "advantage", "versions", "finish_reason",
+    "generator_id", "reason", "answer",
 )  # fmt: skip
 SAMPLES_EVERY = 10  # steps between two tables of one kind: a table at every step would dominate the upload
 
@@ -63,7 +64,8 @@ class Histogram:
 
 
 def split(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """(plain numbers, distributions by name). Files keep bins as numbers, trackers can draw them as histograms."""
+    """(plain numbers, distributions by name). Files keep bins as numbers, trackers can draw them as
+    histograms."""
     numbers: dict[str, float] = {}
     bins: dict[str, dict[int, float]] = {}
     for name, value in metrics.items():
@@ -84,7 +86,8 @@ class SampleTables:
         self._shown_step: dict[str, int] = {}
 
     def rows(self, records: Sequence[SampleRecord]) -> list[list[str | int | float]]:
-        """One row of `COLUMNS` per record; none within `SAMPLES_EVERY` steps after the last table of this kind."""
+        """One row of `COLUMNS` per record; none within `SAMPLES_EVERY` steps after the last table of this
+        kind."""
         if not records:
             return []
         step, kind = records[-1].step, records[-1].kind

@@ -1,6 +1,7 @@
 """The dashboard as a pure function of a state, the most urgent lines first.
 
-Every line is a `Text` cut to the width. Sections share the height: figures always, then the curve, generators, samples.
+Every line is a `Text` cut to the width. Sections share the height: figures always, then the curve,
+generators, samples.
 """
 
 from collections import Counter
@@ -30,7 +31,9 @@ STATE_STYLES = {
     "failed": "red",
     "stopped": "yellow",
 }
-UNLIMITED_LINES = 40  # height below the figures that is assumed where the height of the terminal does not matter
+UNLIMITED_LINES = (
+    40  # height below the figures that is assumed where the height of the terminal does not matter
+)
 Line = Text
 
 
@@ -59,20 +62,29 @@ def _header(state: DashboardState, width: int) -> Line:
     name = status.state if status else "no status yet"
     total = status.total_steps if status else 0
     head = Text.assemble(
-        (visible(state.run), "bold"), "  ", (name, STATE_STYLES.get(name, "yellow")), f"  step {state.step}/{total}  "
+        (visible(state.run), "bold"),
+        "  ",
+        (name, STATE_STYLES.get(name, "yellow")),
+        f"  step {state.step}/{total}  ",
     )
     remaining = f", {duration(state.eta_s)} left" if state.eta_s is not None else ""
     tail = Text(f"  v{status.version if status else 0}  {duration(state.elapsed_s)}{remaining}")
     done = min(1.0, state.step / total) if total else 0.0
     room = max(0, width - head.cell_len - tail.cell_len - 5)
-    bar = Text.assemble(("━" * int(done * room), "green"), ("─" * (room - int(done * room)), "dim"), f" {done:4.0%}")
+    bar = Text.assemble(
+        ("━" * int(done * room), "green"), ("─" * (room - int(done * room)), "dim"), f" {done:4.0%}"
+    )
     return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
 
 
 def _advice(state: DashboardState, width: int) -> Line:
     if state.silent_s > SILENT_S:
         return one_line(
-            Text(f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl", "bold red"), width
+            Text(
+                f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl",
+                "bold red",
+            ),
+            width,
         )
     if state.status and state.status.message:
         return one_line(Text(visible(state.status.message), "bold"), width)
@@ -112,10 +124,17 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
         ("held-out", of("eval/accuracy") + record),
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
-        ("mismatch", f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}"),
+        (
+            "mismatch",
+            f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}",
+        ),
     ]
     machinery = [
-        ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {percent('staleness/masked_share')}"),
+        (
+            "staleness",
+            f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked "
+            f"{percent('staleness/masked_share')}",
+        ),
         ("", f"{of('staleness/in_flight', 2)} in flight + {of('staleness/in_queue', 2)} in queue"),
         ("generate", f"{state.generated_tokens_per_s:,.0f} tok/s"),
         ("learn", f"{of('perf/learner_tokens_per_s')} tok/s  {of('time/step')} s/step"),
@@ -136,16 +155,29 @@ def _ledger(state: DashboardState, width: int) -> list[Line]:
     lines = []
     if audit:
         parts = [
-            f"{count:,} {name}" for name in ("leased", "reissue", "ready", "taken", "done") if (count := getattr(audit, name))
+            f"{count:,} {name}"
+            for name in ("leased", "reissue", "ready", "taken", "done")
+            if (count := getattr(audit, name))
         ]
         verdict = (f"{audit.missing:,} missing", "bold red") if audit.missing else ("0 missing", "green")
-        text = Text.assemble(("buffer   ", "dim"), f"{audit.issued:,} = {' + '.join(parts) or '0'}  ", verdict)
+        text = Text.assemble(
+            ("buffer   ", "dim"), f"{audit.issued:,} = {' + '.join(parts) or '0'}  ", verdict
+        )
         size = f"  {data_size(audit.payload_bytes)}"
         lines.append(one_line(text.append(size if text.cell_len + len(size) <= width else "", "dim"), width))
-    dropped = "  ".join(f"{visible(name)} {count:,}" for name, count in sorted(state.dropped.items()) if count) or "nothing"
+    dropped = (
+        "  ".join(f"{visible(name)} {count:,}" for name, count in sorted(state.dropped.items()) if count)
+        or "nothing"
+    )
     control = state.status.counters if state.status else {}
-    joined = "  ".join(f"{name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name))
-    lines.append(one_line(Text.assemble(("dropped  ", "dim"), dropped, (f"  {joined}" if joined else "", "yellow")), width))
+    joined = "  ".join(
+        f"{name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name)
+    )
+    lines.append(
+        one_line(
+            Text.assemble(("dropped  ", "dim"), dropped, (f"  {joined}" if joined else "", "yellow")), width
+        )
+    )
     return lines
 
 
@@ -172,7 +204,10 @@ def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
     if not state.members:
         return [Text("no generators have joined", "yellow")]
     newest = state.status.version if state.status else max(member.version for member in state.members)
-    by_name = sorted(state.members, key=lambda member: (not _in_trouble(member), len(member.generator_id), member.generator_id))
+    by_name = sorted(
+        state.members,
+        key=lambda member: (not _in_trouble(member), len(member.generator_id), member.generator_id),
+    )
     fit = len(by_name) < height
     if fit:
         shown = by_name
@@ -205,7 +240,9 @@ def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
     name.pad_right(id_width - name.cell_len)
     silent = f"  silent {duration(member.silent_s)}" if member.silent_s > SILENT_S else ""
     # A generator has no version while weights arrive: it cannot sample with half of them.
-    version, behind = (f"v{member.version}", str(newest - member.version)) if member.version >= 0 else ("-", "-")
+    version, behind = (
+        (f"v{member.version}", str(newest - member.version)) if member.version >= 0 else ("-", "-")
+    )
     figures = f" {version:>8} {behind:>6} {number(tokens):>8} {number(running):>7}"
     state_text = (f" {member.state:<16.16}", STATE_STYLES.get(member.state, "yellow"))
     return Text.assemble(name, state_text, figures, (silent, "red"))
@@ -217,8 +254,16 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
     states = Counter(member.state for member in members)
     behind = max((newest - member.version for member in members if member.version >= 0), default=0)
     silent = sum(member.silent_s > SILENT_S for member in members)
-    parts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda item: (item[0] != "dirty", -item[1]))]
-    parts = [*([f"{silent} silent"] if silent else []), *parts, f"at most {behind} behind", f"{tokens:,.0f} tok/s"]
+    parts = [
+        f"{count} {name}"
+        for name, count in sorted(states.items(), key=lambda item: (item[0] != "dirty", -item[1]))
+    ]
+    parts = [
+        *([f"{silent} silent"] if silent else []),
+        *parts,
+        f"at most {behind} behind",
+        f"{tokens:,.0f} tok/s",
+    ]
     text = f"all {len(members)}: {parts[0]}"
     for part in parts[1:]:
         if cell_len(f"{text}, {part}") <= width:
@@ -227,7 +272,8 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
 
 
 def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
-    """The newest rollouts: a head line, the end of the prompt, and as much of the response as there is room for."""
+    """The newest rollouts: a head line, the end of the prompt, and as much of the response as there is room
+    for."""
     if height < 3:
         return []
     count = max(1, min(3, height // 4))
@@ -240,8 +286,14 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
     width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = [version for version, _ in sample.versions]
-    ages = f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "") if versions else "v?"
-    head = f"{sample.kind} {sample.step}  reward {number(sample.reward)}" + (f" ({parts})" if len(sample.parts) > 1 else "")
+    ages = (
+        f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "")
+        if versions
+        else "v?"
+    )
+    head = f"{sample.kind} {sample.step}  reward {number(sample.reward)}" + (
+        f" ({parts})" if len(sample.parts) > 1 else ""
+    )
     head += f"  advantage {number(sample.advantage)}  {ages}  {sample.finish_reason}  {sample.generator_id}"
     style = "green" if sample.reward > 0 else "yellow"
     prompt, response = visible(sample.prompt), visible(sample.response)

@@ -1,4 +1,5 @@
-"""Finds in the output of a dead process the one line that says why, and counts deaths with the same reason."""
+"""Finds in the output of a dead process the one line that says why, and counts deaths with the same
+reason."""
 
 import re
 from dataclasses import dataclass
@@ -7,26 +8,40 @@ from pathlib import Path
 READ_BYTES = 1 << 20  # read at most this much of the end of a log: engines print thousands of lines
 LONGEST, LINES = 400, 40
 # Colour codes, and the prefix of lines that vLLM's processes print.
-NOISE = re.compile(r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*")
+NOISE = re.compile(
+    r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|"
+    r"^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*"
+)
 # The last line of a traceback, and the message with which our own processes end.
-ERROR = re.compile(r"(?:[A-Za-z_][\w.]*\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Gap|Fenced))\b: (?P<text>.*\S)")
+ERROR = re.compile(
+    r"(?:[A-Za-z_][\w.]*\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Gap|Fenced))\b: "
+    r"(?P<text>.*\S)"
+)
 # Errors that only point to another failure.
 VAGUE = re.compile(r"see (?:root cause|the) |failed core proc|TimeoutError|cancelled", re.IGNORECASE)
 
 
 def last_error(text: str) -> str:
-    """The error that ended a process, with the first error where the last one is vague; without errors, the last line."""
+    """The error that ended a process, with the first error where the last one is vague; without errors, the
+    last line."""
     lines = [_plain(line) for line in text.splitlines()]
-    errors = [found for line in lines if (found := ERROR.fullmatch(line) or ERROR.search(line.partition(": ")[2]))]
+    errors = [
+        found for line in lines if (found := ERROR.fullmatch(line) or ERROR.search(line.partition(": ")[2]))
+    ]
     said = [f"{found['name']}: {found['text']}" for found in errors]
     if not said:
         return next((line for line in reversed(lines) if line), "")[:LONGEST]
     last, first = said[-1], said[0]
-    return f"{last[:LONGEST]} (first: {first[:LONGEST]})" if VAGUE.search(last) and first != last else last[:LONGEST]
+    return (
+        f"{last[:LONGEST]} (first: {first[:LONGEST]})"
+        if VAGUE.search(last) and first != last
+        else last[:LONGEST]
+    )
 
 
 def last_message(text: str) -> str:
-    """The last error with all lines below it, since our errors may list several mistakes; without errors, the last lines."""
+    """The last error with all lines below it, since our errors may list several mistakes; without errors, the
+    last lines."""
     lines = text.rstrip().splitlines()[-LINES:]
     for index in reversed(range(len(lines))):
         if found := ERROR.search(_plain(lines[index])):

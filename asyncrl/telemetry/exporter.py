@@ -1,14 +1,18 @@
-"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 while nothing moves.
+"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 while
+nothing moves.
 
-The address is written to a file in the run directory, in the format of Prometheus's file-based discovery, so that one
-scrape configuration finds every process of every run, including processes that restart or join later.
+The address is written to a file in the run directory, in the format of Prometheus's file-based discovery, so
+that one scrape configuration finds every process of every run, including processes that restart or join
+later.
 
 One rule makes the Prometheus name from a name in docs/metrics.md:
 
-    asyncrl_ + the name with `_` for every other character + _ + its unit, unless the name ends with the unit already
+    asyncrl_ + the name with `_` for every other character + _ + its unit, unless the name ends with the unit
+    already
 
-`time/step` becomes `asyncrl_time_step_seconds`, `completions/truncated_share` `asyncrl_completions_truncated_share`, and the
-bin `staleness/in_queue/3` `asyncrl_staleness_in_queue_share{bin="3"}`. Metrics of generators begin with `asyncrl_generator_`.
+`time/step` becomes `asyncrl_time_step_seconds`, `completions/truncated_share`
+`asyncrl_completions_truncated_share`, and the bin `staleness/in_queue/3`
+`asyncrl_staleness_in_queue_share{bin="3"}`. Metrics of generators begin with `asyncrl_generator_`.
 """
 
 import contextlib
@@ -45,7 +49,10 @@ UNITS = (
     ("", r"(reward|hook|alarm)/.*"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
-    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)|eval/(accuracy|pass@.*|maj@.*)"),
+    (
+        "share",
+        r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)|eval/(accuracy|pass@.*|maj@.*)",
+    ),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?|critic/(explained_variance|value_clipped)"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
     ("nats", r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|abs_log_ratio/max)"),
@@ -57,7 +64,9 @@ UNITS = (
 class Exporter(Collector):
     """A tracker that keeps the newest values and serves them over HTTP."""
 
-    def __init__(self, *, host: str, port: int, target: Path, run: str, process: str, prefix: str, stall_s: float) -> None:
+    def __init__(
+        self, *, host: str, port: int, target: Path, run: str, process: str, prefix: str, stall_s: float
+    ) -> None:
         """Listen on `host`.
 
         Args:
@@ -87,9 +96,13 @@ class Exporter(Collector):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_text(target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
         except OSError as error:
-            log.warning("%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, self.port, error)
+            log.warning(
+                "%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, self.port, error
+            )
         threading.Thread(target=self._server.serve_forever, name="asyncrl-metrics", daemon=True).start()
-        log.info("metrics are at port %d of %s, for Prometheus in %s", self.port, host or "all interfaces", target)
+        log.info(
+            "metrics are at port %d of %s, for Prometheus in %s", self.port, host or "all interfaces", target
+        )
 
     @property
     def port(self) -> int:
@@ -97,7 +110,8 @@ class Exporter(Collector):
         return int(self._server.server_address[1])
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Keep the newest values. A whole step replaces the last one; without a step, `PROGRESS` shows progress."""
+        """Keep the newest values. A whole step replaces the last one; without a step, `PROGRESS` shows
+        progress."""
         if step is None:
             self.moved(*(metrics.get(name) for name in PROGRESS))
         is_whole = step is None or "time/step" in metrics
@@ -134,17 +148,24 @@ class Exporter(Collector):
         age_s = time.monotonic() - self._moved_at_s
         own = (
             *self._families,
-            gauge("asyncrl_progress_age_seconds", "since something was sampled, arrived or was trained", age_s),
+            gauge(
+                "asyncrl_progress_age_seconds", "since something was sampled, arrived or was trained", age_s
+            ),
             gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
         )
         return {family.name: family for family in (*logged.values(), *own)}.values()
 
     def _health(self) -> tuple[int, dict[str, float]]:
         age_s = time.monotonic() - self._moved_at_s
-        return (200 if age_s < self._stall_s else 503), {"progress_age_s": round(age_s, 3), "stall_s": self._stall_s}
+        return (200 if age_s < self._stall_s else 503), {
+            "progress_age_s": round(age_s, 3),
+            "stall_s": self._stall_s,
+        }
 
 
-def _handler(registry: CollectorRegistry, health: Callable[[], tuple[int, dict[str, float]]]) -> type[MetricsHandler]:
+def _handler(
+    registry: CollectorRegistry, health: Callable[[], tuple[int, dict[str, float]]]
+) -> type[MetricsHandler]:
     class Handler(MetricsHandler):
         def do_GET(self) -> None:
             match self.path.partition("?")[0]:
@@ -171,8 +192,8 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise RunError(
-                f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this machine (127.0.0.1 for "
-                "itself only) and a port above 1023"
+                f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this "
+                "machine (127.0.0.1 for itself only) and a port above 1023"
             ) from error
         log.warning("port %d of %s for metrics is taken; any free one is used", port, host)
         return ThreadingHTTPServer((host, 0), handler)
@@ -195,8 +216,11 @@ def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
 
 
 def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> list[Metric]:
-    """The learner's status as metrics, with the limits to compare it with: the store's bytes and the probe's nats."""
-    info = GaugeMetricFamily("asyncrl_run_info", "1, with the name and the state of the run", labels=["run", "state"])
+    """The learner's status as metrics, with the limits to compare it with: the store's bytes and the probe's
+    nats."""
+    info = GaugeMetricFamily(
+        "asyncrl_run_info", "1, with the name and the state of the run", labels=["run", "state"]
+    )
     info.add_metric([status.run, status.state], 1.0)
     return [
         info,
@@ -206,7 +230,10 @@ def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: fl
         gauge("asyncrl_weights_probe_limit_nats", "weights.probe_limit", probe_limit),
         *(_buffer(status.audit) if status.audit else ()),
         *_members(status.members),
-        *(gauge(prometheus_name(f"weights/{name}")[0], f"weights/{name}", value) for name, value in status.counters.items()),
+        *(
+            gauge(prometheus_name(f"weights/{name}")[0], f"weights/{name}", value)
+            for name, value in status.counters.items()
+        ),
     ]
 
 
@@ -220,7 +247,9 @@ def _buffer(audit: Audit) -> Iterable[Metric]:
     yield groups
     yield events
     yield gauge("asyncrl_buffer_issued_groups", "ids issued so far", audit.issued)
-    yield gauge("asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: always 0", audit.missing)
+    yield gauge(
+        "asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: always 0", audit.missing
+    )
     yield gauge("asyncrl_buffer_payload_bytes", "stored groups", audit.payload_bytes)
 
 
@@ -228,8 +257,12 @@ def _members(members: Iterable[MemberStatus]) -> Iterable[Metric]:
     version = GaugeMetricFamily(
         "asyncrl_member_version", "policy version of a generator, -1: dirty weights", labels=["generator"]
     )
-    silent = GaugeMetricFamily("asyncrl_member_silent_seconds", "since its last heartbeat", labels=["generator"])
-    states = GaugeMetricFamily("asyncrl_member_state", "1, with what a generator is doing", labels=["generator", "state"])
+    silent = GaugeMetricFamily(
+        "asyncrl_member_silent_seconds", "since its last heartbeat", labels=["generator"]
+    )
+    states = GaugeMetricFamily(
+        "asyncrl_member_state", "1, with what a generator is doing", labels=["generator", "state"]
+    )
     for member in members:
         version.add_metric([member.generator_id], member.version)
         silent.add_metric([member.generator_id], member.silent_s)

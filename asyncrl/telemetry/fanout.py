@@ -1,4 +1,5 @@
-"""Sends metrics to all trackers and alarms. A tracker that fails is logged once and tried again; training goes on."""
+"""Sends metrics to all trackers and alarms. A tracker that fails is logged once and tried again; training
+goes on."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,8 @@ BACKOFF = Backoff(1.0, 300.0)
 
 
 class Trackers:
-    """Passes every call to every tracker. A tracker that fails is skipped for a while, then opened or called again."""
+    """Passes every call to every tracker. A tracker that fails is skipped for a while, then opened or called
+    again."""
 
     def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
         """Open each tracker. `alarms` watch the metrics that are logged by step."""
@@ -95,17 +97,15 @@ def open_trackers(
     resolved: Mapping[str, Any],
     step: int = 0,
 ) -> Trackers:
-    """The learner's trackers: JSONL always, the others if the config asks for them, importing their libraries only then.
+    """The learner's trackers: JSONL always, the others if the config asks for them, importing their libraries
+    only then.
 
     Args:
-        config: the telemetry section.
-        run: name of the run.
-        key_id: id of the run's key. A fresh run of the same name has another, so it does not overwrite old curves.
-        directory: the run directory.
-        metrics: JSONL file for metrics.
-        samples: JSONL file for rollouts.
-        resolved: the whole config as plain values: trackers show it, alarms take their limits from it.
-        step: finished steps. Later steps that an earlier process logged will be logged again.
+        config: the telemetry section. run: name of the run. key_id: id of the run's key. A fresh run of the
+        same name has another, so it does not overwrite old curves. directory: the run directory. metrics:
+        JSONL file for metrics. samples: JSONL file for rollouts. resolved: the whole config as plain values:
+        trackers show it, alarms take their limits from it. step: finished steps. Later steps that an earlier
+        process logged will be logged again.
     """
     run_id = f"{run}-{key_id}"
 
@@ -113,7 +113,12 @@ def open_trackers(
         from asyncrl.telemetry.wandb import WandbTracker
 
         return WandbTracker(
-            mode=mode, project=config.wandb_project, name=run, run_id=run_id, directory=directory, config=resolved
+            mode=mode,
+            project=config.wandb_project,
+            name=run,
+            run_id=run_id,
+            directory=directory,
+            config=resolved,
         )
 
     def open_tensorboard() -> Tracker:

@@ -25,7 +25,8 @@ def thinned(points: Points, most: int) -> Points:
 
 
 class Tail:
-    """Reads a growing JSONL file: each call returns the complete lines that were added since the last call."""
+    """Reads a growing JSONL file: each call returns the complete lines that were added since the last
+    call."""
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
         """Start at the beginning, or at most `last_bytes` before the end."""
@@ -81,8 +82,8 @@ def numbers(record: Mapping[str, Any]) -> Row:
 class History:
     """Metrics by step. A step that is logged again, after a resume, replaces that step and all later ones.
 
-    An evaluation may be logged steps later, and again after a resume: `eval/` metrics are added to their step and replace
-    nothing else.
+    An evaluation may be logged steps later, and again after a resume: `eval/` metrics are added to their step
+    and replace nothing else.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,11 @@ class History:
         step = record.get("step")
         if not isinstance(step, int):
             return
-        values = {name: float(value) for name, value in numbers(record).items() if name != "step" and not isinstance(value, bool)}
+        values = {
+            name: float(value)
+            for name, value in numbers(record).items()
+            if name != "step" and not isinstance(value, bool)
+        }
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
@@ -107,7 +112,9 @@ class History:
             bisect.insort(self.steps, step)
         row = self.rows.setdefault(step, {})
         self.rejected.update(_rejected(values))
-        row.update({name: value for name, value in values.items() if name != "time" or training or "time" not in row})
+        row.update(
+            {name: value for name, value in values.items() if name != "time" or training or "time" not in row}
+        )
 
     def series(self, name: str) -> Series:
         """All values of a metric, by step."""
@@ -119,4 +126,6 @@ class History:
 
 
 def _rejected(row: Row) -> dict[str, int]:
-    return {name.removeprefix(REJECTED): int(value) for name, value in row.items() if name.startswith(REJECTED)}
+    return {
+        name.removeprefix(REJECTED): int(value) for name, value in row.items() if name.startswith(REJECTED)
+    }

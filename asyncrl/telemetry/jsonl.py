@@ -1,4 +1,5 @@
-"""Metrics and samples as JSON lines: always written, readable with any tool, complete up to the last line after a crash."""
+"""Metrics and samples as JSON lines: always written, readable with any tool, complete up to the last line
+after a crash."""
 
 import errno
 import json
@@ -21,13 +22,15 @@ WAITING = 1000  # lines that are kept while their file cannot be written
 
 
 class JsonlTracker:
-    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step": null`.
+    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step":
+    null`.
 
     JSON has no NaN and no infinity. Such a value becomes null, and `nonfinite` counts them by name.
     """
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
-        """Append metrics to the file `metrics`, and rollouts to the file `samples` if this process writes any."""
+        """Append metrics to the file `metrics`, and rollouts to the file `samples` if this process writes
+        any."""
         self._metrics = Lines(metrics)
         self._samples = Lines(samples) if samples else None
         self._nonfinite: Counter[str] = Counter()
@@ -99,7 +102,9 @@ class Lines:
 
     def _flush(self) -> None:
         try:
-            is_replaced = self._file and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+            is_replaced = self._file and not os.path.samestat(
+                os.fstat(self._file.fileno()), self._path.stat()
+            )
         except OSError:  # the file has been deleted
             is_replaced = True
         if is_replaced:
@@ -114,7 +119,12 @@ class Lines:
             raise
         self._waiting.clear()
         if self._lost:
-            log.warning("%s lacks %d lines: only %d could wait until it was written again", self._path, self._lost, WAITING)
+            log.warning(
+                "%s lacks %d lines: only %d could wait until it was written again",
+                self._path,
+                self._lost,
+                WAITING,
+            )
             self._lost = 0
 
 

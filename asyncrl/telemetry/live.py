@@ -1,4 +1,5 @@
-"""Shows a running run: a dashboard on a terminal, otherwise one line per step, per warning, and for long waits."""
+"""Shows a running run: a dashboard on a terminal, otherwise one line per step, per warning, and for long
+waits."""
 
 import re
 import time
@@ -16,7 +17,8 @@ from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
-# Silence before a line says what the run waits for. Once steps were made, the same wait is repeated less often.
+# Silence before a line says what the run waits for. Once steps were made, the same wait is repeated less
+# often.
 QUIET_S, LONG_QUIET_S = 9.0, 60.0
 REPEAT_S = 60.0  # a warning that differs only in its numbers is repeated after this long
 
@@ -51,7 +53,8 @@ class Dashboard:
 
 
 class PlainReporter:
-    """Lines for logs and pipes: one per step and per new warning, and during silence one that says what the run waits for."""
+    """Lines for logs and pipes: one per step and per new warning, and during silence one that says what the
+    run waits for."""
 
     def __init__(self, write: Callable[[str], object], *, since: float = 0.0) -> None:
         """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
@@ -84,7 +87,10 @@ class PlainReporter:
         quiet_s, waiting = state.now - self._said_at, waiting_for(state)
         if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not steps else LONG_QUIET_S):
             self._waiting = waiting
-            self._say(f"{duration(state.elapsed_s)}  {waiting}" if state.elapsed_s is not None else waiting, state.now)
+            self._say(
+                f"{duration(state.elapsed_s)}  {waiting}" if state.elapsed_s is not None else waiting,
+                state.now,
+            )
 
     def close(self) -> None:
         """Do nothing: lines need no cleanup."""
@@ -99,7 +105,9 @@ def step_line(state: DashboardState, step: int) -> str:
     row = state.history.rows[step]
     at = row.get
     total = f"/{state.status.total_steps}" if state.status else ""
-    accuracy = next((value for known, value in reversed(state.series("eval/accuracy")) if known <= step), None)
+    accuracy = next(
+        (value for known, value in reversed(state.series("eval/accuracy")) if known <= step), None
+    )
     parts = [
         f"step {step}{total}",
         f"reward {number(at('reward/mean'))}",
@@ -119,7 +127,8 @@ def step_line(state: DashboardState, step: int) -> str:
 def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> DashboardState:
     """Show a run until `over()` is true or its status is final, and return the last state.
 
-    On a terminal this is the dashboard, otherwise lines. Ctrl-C raises KeyboardInterrupt after restoring the terminal.
+    On a terminal this is the dashboard, otherwise lines. Ctrl-C raises KeyboardInterrupt after restoring the
+    terminal.
     """
     console = console or Console()
     view: View = (

@@ -1,4 +1,5 @@
-"""Reads from the logs of all processes what a person should see: warnings, errors, and what each process is doing."""
+"""Reads from the logs of all processes what a person should see: warnings, errors, and what each process is
+doing."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from asyncrl.telemetry.history import Tail
 
 LAST_BYTES = 1 << 16  # read at most this much of a log that exists already
 LOUD = ("warning", "error", "critical")
-# Loggers of our modules and of modules that are started with -m. Libraries warn about much that is harmless here.
+# Loggers of our modules and of modules that are started with -m. Libraries warn about much that is harmless
+# here.
 OWN = ("asyncrl", "__main__")
 BEGINS = re.compile(r"log of process \d+ begins")
 LONGEST = 600
@@ -34,7 +36,8 @@ class NoteReader:
     """Reads the logs of a run directory again and again, each time only what is new."""
 
     def __init__(self, directory: Path, *, since: float, without: str = "") -> None:
-        """Read the logs in `directory`, except lines from before `since` (Unix seconds) and the log of `without`."""
+        """Read the logs in `directory`, except lines from before `since` (Unix seconds) and the log of
+        `without`."""
         self._directory = directory
         self._without = without
         self._since = since
@@ -45,9 +48,16 @@ class NoteReader:
         """New warnings and errors, in order of time."""
         for path in (path for path in sorted(self._directory.glob("*.jsonl")) if path.stem != self._without):
             self._tails.setdefault(path.stem, Tail(path, last_bytes=LAST_BYTES))
-        found = [note for tail in self._tails.values() for record in tail.read() if (note := _note(record)) is not None]
+        found = [
+            note
+            for tail in self._tails.values()
+            for record in tail.read()
+            if (note := _note(record)) is not None
+        ]
         found = sorted((note for note in found if note.at >= self._since), key=lambda note: note.at)
-        self.doing.update({note.process: BEGINS.sub("starting", note.text) for note in found if note.level == "info"})
+        self.doing.update(
+            {note.process: BEGINS.sub("starting", note.text) for note in found if note.level == "info"}
+        )
         return [note for note in found if note.level in LOUD]
 
 

@@ -1,4 +1,5 @@
-"""The state that a dashboard shows, read from the files of a run directory by any process, also after the run."""
+"""The state that a dashboard shows, read from the files of a run directory by any process, also after the
+run."""
 
 import math
 import time
@@ -20,7 +21,8 @@ SAMPLES = 8  # rollouts kept for showing
 SAMPLE_BYTES = 1 << 20
 RECENT_ROWS = 12  # metric lines of a generator (one minute) that give its recent idle share
 RECENT_STEPS = 20  # steps that give the speed for the time left, and the learner's idle share
-# After this long without a step, and after the usual time of this many steps, the past speed predicts nothing.
+# After this long without a step, and after the usual time of this many steps, the past speed predicts
+# nothing.
 STUCK_S, STUCK_STEPS = 30.0, 5.0
 NOTES = 8
 # Counters of the buffer that count work given up or repeated.
@@ -60,7 +62,9 @@ class DashboardState:
     @property
     def alarms(self) -> list[str]:
         """Names of the alarms that ring, by the newest trained step."""
-        newest = next((step for step in reversed(self.history.steps) if "time/step" in self.history.rows[step]), 0)
+        newest = next(
+            (step for step in reversed(self.history.steps) if "time/step" in self.history.rows[step]), 0
+        )
         return ringing(self.history.rows.get(newest, {}))
 
     @property
@@ -71,12 +75,16 @@ class DashboardState:
     @property
     def idle_learner(self) -> float | None:
         """Share of the time of the last steps in which the learner had nothing to train on."""
-        known = (row for step in reversed(self.history.steps) if "idle/learner" in (row := self.history.rows[step]))
+        known = (
+            row for step in reversed(self.history.steps) if "idle/learner" in (row := self.history.rows[step])
+        )
         rows = list(islice(known, RECENT_STEPS))
         seconds = [row.get("time/step", 1.0) for row in rows]
         if not rows or sum(seconds) <= 0:
             return None
-        return sum(row["idle/learner"] * step_s for row, step_s in zip(rows, seconds, strict=True)) / sum(seconds)
+        return sum(row["idle/learner"] * step_s for row, step_s in zip(rows, seconds, strict=True)) / sum(
+            seconds
+        )
 
     @property
     def generated_tokens_per_s(self) -> float:
@@ -93,13 +101,19 @@ class DashboardState:
     @property
     def silent_s(self) -> float:
         """Seconds since the learner last wrote its status; 0 once the run is over."""
-        return 0.0 if self.status is None or self.status.is_final else max(0.0, self.now - self.status.updated_at)
+        return (
+            0.0
+            if self.status is None or self.status.is_final
+            else max(0.0, self.now - self.status.updated_at)
+        )
 
     @property
     def eta_s(self) -> float | None:
         """Time left at the speed of the last steps."""
         rows = self.history.rows
-        trained = (step for step in reversed(self.history.steps) if {"time", "time/step"} <= rows[step].keys())
+        trained = (
+            step for step in reversed(self.history.steps) if {"time", "time/step"} <= rows[step].keys()
+        )
         recent = [(step, rows[step]["time"]) for step in islice(trained, RECENT_STEPS + 1)][::-1]
         if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
             return None
@@ -113,7 +127,9 @@ class DashboardState:
         """Number of groups that were not trained on or were sampled again, by reason."""
         counts = Counter(self.history.rejected)
         if self.status and self.status.audit:
-            counts.update({name: count for name, count in self.status.audit.counters.items() if name in DROPS})
+            counts.update(
+                {name: count for name, count in self.status.audit.counters.items() if name in DROPS}
+            )
         return dict(counts)
 
 
@@ -123,13 +139,15 @@ class StateReader:
     def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
         """Read the run directory `directory`, which need not be complete yet.
 
-        `since` is the start of a run that was just started: status and notes from before it are left out. The notes of the
-        process `without` are left out too.
+        `since` is the start of a run that was just started: status and notes from before it are left out. The
+        notes of the process `without` are left out too.
         """
         self.directory = directory
         self._since = since or 0.0
         status = None if since else read_status(directory / "status.json")
-        self._note_reader = NoteReader(directory / "logs", since=status.started_at if status else self._since, without=without)
+        self._note_reader = NoteReader(
+            directory / "logs", since=status.started_at if status else self._since, without=without
+        )
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._learner = Tail(directory / "metrics" / "learner.jsonl")
         self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)
@@ -175,8 +193,18 @@ def read_state(directory: Path) -> DashboardState:
 
 def sample_from(record: Mapping[str, Any]) -> SampleRecord:
     """A rollout from its JSON object. Null becomes NaN, unknown fields are left out."""
-    known = {item.name: record[item.name] for item in fields(SampleRecord) if record.get(item.name) is not None}
-    nothing = {"step": 0, "ticket_id": 0, "prompt": "", "response": "", "reward": math.nan, "parts": {}, "advantage": math.nan}
+    known = {
+        item.name: record[item.name] for item in fields(SampleRecord) if record.get(item.name) is not None
+    }
+    nothing = {
+        "step": 0,
+        "ticket_id": 0,
+        "prompt": "",
+        "response": "",
+        "reward": math.nan,
+        "parts": {},
+        "advantage": math.nan,
+    }
     return SampleRecord(**{**nothing, "versions": (), "finish_reason": "", "generator_id": "", **known})
 
 
@@ -184,7 +212,8 @@ def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> t
     """The generators in the learner's status; before it writes one, those that write metrics."""
     if status is not None:
         return tuple(
-            replace(member, metrics={**_last(rows.get(member.generator_id)), **member.metrics}) for member in status.members
+            replace(member, metrics={**_last(rows.get(member.generator_id)), **member.metrics})
+            for member in status.members
         )
     return tuple(
         MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=_last(lines))

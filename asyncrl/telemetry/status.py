@@ -59,7 +59,8 @@ def write_status(path: Path, snapshot: StatusSnapshot) -> None:
 
 
 def read_status(path: Path) -> StatusSnapshot | None:
-    """The newest status; None when there is none or it cannot be read, since the learner rewrites it every second."""
+    """The newest status; None when there is none or it cannot be read, since the learner rewrites it every
+    second."""
     values = read_record(path)
     if values is None:
         return None

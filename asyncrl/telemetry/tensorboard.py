@@ -49,7 +49,9 @@ class TensorBoardTracker:
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts as text, every few steps."""
         if rows := self._tables.rows(records):
-            text = "\n\n".join("\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in rows)
+            text = "\n\n".join(
+                "\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in rows
+            )
             self._writer.add_text(f"samples/{records[-1].kind}", _code(text), global_step=records[-1].step)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Text and numbers for a terminal. Text of a model is never read as markup, and its control codes become visible."""
+"""Text and numbers for a terminal. Text of a model is never read as markup, and its control codes become
+visible."""
 
 import math
 import unicodedata
@@ -47,7 +48,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def share(value: float | None) -> str:
     """A share as a percentage."""
-    return "-" if value is None or math.isnan(value) else f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return (
+        "-" if value is None or math.isnan(value) else f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    )
 
 
 def duration(seconds: float | None) -> str:
@@ -57,7 +60,8 @@ def duration(seconds: float | None) -> str:
     whole = int(seconds)
     for unit, small, size in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
         if whole >= size:
-            return f"{whole // size}{unit}{whole % size * 60 // size if unit != 'd' else whole % size // 3600:02d}{small}"
+            rest = whole % size // 3600 if unit == "d" else whole % size * 60 // size
+            return f"{whole // size}{unit}{rest:02d}{small}"
     return f"{whole}s"
 
 

@@ -1,7 +1,8 @@
-"""A timeline for Perfetto: events of the Chrome trace format, one per line, in a JSON array that is never closed.
+"""A timeline for Perfetto: events of the Chrome trace format, one per line, in a JSON array that is never
+closed.
 
-Perfetto accepts such an unfinished array, so the file can be opened while it grows. Of plain JSON lines it would read only
-one.
+Perfetto accepts such an unfinished array, so the file can be opened while it grows. Of plain JSON lines it
+would read only one.
 """
 
 import json
@@ -27,15 +28,24 @@ class TraceWriter:
         self._lanes: dict[str, list[float]] = {}
         self._file = self._open()
 
-    def slice(self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any) -> None:
-        """Add an event from `start_at` to `end_at`, in Unix seconds. Overlapping events of a track must nest."""
+    def slice(
+        self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any
+    ) -> None:
+        """Add an event from `start_at` to `end_at`, in Unix seconds. Overlapping events of a track must
+        nest."""
         with self._lock:
             self._name(process, track)
-            event = {"ph": "X", "name": name, "ts": round(start_at * 1e6), "dur": round(end_at * 1e6) - round(start_at * 1e6)}
+            event = {
+                "ph": "X",
+                "name": name,
+                "ts": round(start_at * 1e6),
+                "dur": round(end_at * 1e6) - round(start_at * 1e6),
+            }
             self._write(event | _where(process, track) | {"args": details})
 
     def lane(self, process: str, start_at: float, end_at: float) -> str:
-        """Reserve a track of `process` from `start_at` to `end_at`, for events that do not nest, and return its name."""
+        """Reserve a track of `process` from `start_at` to `end_at`, for events that do not nest, and return
+        its name."""
         with self._lock:
             ends = self._lanes.setdefault(process, [])
             free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))

@@ -9,7 +9,8 @@ from asyncrl.telemetry.jsonl import to_json
 
 
 class TrackioTracker:
-    """A Trackio run with the name of ours, continued by a resume. `TRACKIO_DIR` sets the place of the database."""
+    """A Trackio run with the name of ours, continued by a resume. `TRACKIO_DIR` sets the place of the
+    database."""
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any]) -> None:
         """Open the run."""
@@ -19,13 +20,22 @@ class TrackioTracker:
         self._trackio = trackio
         self._tables = SampleTables()
         self._run = trackio.init(
-            project=project, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+            project=project,
+            name=name,
+            config=dict(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log by step; without a step, in order of time."""
         numbers, histograms = split(metrics)
-        drawn = {name: self._trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()}
+        drawn = {
+            name: self._trackio.Histogram(np_histogram=(one.counts, one.edges))
+            for name, one in histograms.items()
+        }
         self._run.log(to_json(numbers) | drawn, step=step)
 
     def samples(self, records: Sequence[SampleRecord]) -> None:

@@ -1,4 +1,5 @@
-"""Weights & Biases, online or offline: metrics by step, distributions, and a table of samples every few steps."""
+"""Weights & Biases, online or offline: metrics by step, distributions, and a table of samples every few
+steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,21 @@ from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
 
 INIT_TIMEOUT_S = 60.0
-# Shown in the run's summary with the last value: best reward, lowest entropy, whether an alarm was ever active.
-BEST = {"reward/mean": "max", "eval/accuracy": "max", "policy/entropy": "min", "mismatch/ess": "min", "alarm/*": "max"}
+# Shown in the run's summary with the last value: best reward, lowest entropy, whether an alarm was ever
+# active.
+BEST = {
+    "reward/mean": "max",
+    "eval/accuracy": "max",
+    "policy/entropy": "min",
+    "mismatch/ess": "min",
+    "alarm/*": "max",
+}
 # Logged a second time under one prefix, because W&B makes one section of a workspace for each prefix.
 # `deploy/wandb_overview.py` makes a report of them.
 OVERVIEW = (
-    "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm", "mismatch/k3",
-    "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step", "perf/learner_tokens_per_s",
+    "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm",
+    "mismatch/k3", "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step",
+    "perf/learner_tokens_per_s",
 )  # fmt: skip
 
 
@@ -38,7 +47,9 @@ class WandbTracker:
 
         if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             # Without this check, W&B would prompt on an unattended terminal.
-            raise RuntimeError("no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline")
+            raise RuntimeError(
+                "no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
         self._tables = SampleTables()
@@ -60,8 +71,13 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log by step; without a step, by time."""
         numbers, histograms = split(metrics)
-        overview = {f"overview/{name.replace('/', ' ')}": numbers[name] for name in OVERVIEW if name in numbers}
-        drawn = {name: self._wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()}
+        overview = {
+            f"overview/{name.replace('/', ' ')}": numbers[name] for name in OVERVIEW if name in numbers
+        }
+        drawn = {
+            name: self._wandb.Histogram(np_histogram=(one.counts, one.edges))
+            for name, one in histograms.items()
+        }
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:

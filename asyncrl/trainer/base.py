@@ -79,7 +79,9 @@ class Trainer(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+    def measure(
+        self, microbatches: Sequence[MicroBatch], columns: Collection[str]
+    ) -> list[dict[str, Tensor]]:
         """The requested `COLUMNS` of each micro-batch under the current weights: float32 [T], no gradient.
 
         `values_T[t]` is the critic's estimate of the return from token t onward, given only the tokens before

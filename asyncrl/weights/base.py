@@ -165,7 +165,9 @@ class Publisher(Protocol):
         """Whether all generators are on the learner's host and so can open its paths."""
         ...
 
-    def publish(self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]) -> float:
+    def publish(
+        self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]
+    ) -> float:
         """Copy all parameters into a free slot and make `version` the newest; returns the seconds it took.
 
         Never waits for senders.
@@ -173,7 +175,8 @@ class Publisher(Protocol):
         ...
 
     def open_sender(self, workers: int) -> Sender:
-        """Start a sender process for a generator of `workers` workers (tensor parallelism). Raises OSError."""
+        """Start a sender process for a generator of `workers` workers (tensor parallelism). Raises
+        OSError."""
         ...
 
     def close(self) -> None:

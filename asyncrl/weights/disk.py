@@ -19,7 +19,8 @@ KEPT_VERSIONS = 2
 
 
 def write_version(root: Path, version: int, buffer: Tensor, layout: Layout) -> Path:
-    """Write `buffer` unless it is there, and return its directory. Deletes all but the newest two versions."""
+    """Write `buffer` unless it is there, and return its directory. Deletes all but the newest two
+    versions."""
     final, partial = root / f"v{version}", root / f"partial-v{version}"
     if not final.is_dir():
         partial.mkdir(parents=True, exist_ok=True)
@@ -29,11 +30,15 @@ def write_version(root: Path, version: int, buffer: Tensor, layout: Layout) -> P
                 if path.exists():
                     continue
                 unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-                save_file({layout.specs[i].name: layout.view(buffer, i) for i in range(bucket.first, bucket.end)}, unfinished)
+                save_file(
+                    {layout.specs[i].name: layout.view(buffer, i) for i in range(bucket.first, bucket.end)},
+                    unfinished,
+                )
                 os.rename(unfinished, path)
             os.rename(partial, final)
         except OSError:
-            if not final.is_dir():  # else another sender has finished, and renamed, the same directory meanwhile
+            # Else another sender has finished, and renamed, the same directory meanwhile.
+            if not final.is_dir():
                 raise
     versions = {directory: int(directory.name.rpartition("v")[2]) for directory in root.iterdir()}
     for directory in sorted(versions, key=lambda each: versions[each])[:-KEPT_VERSIONS]:

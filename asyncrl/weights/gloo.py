@@ -52,7 +52,9 @@ class _Operation(NamedTuple):
     work: Any
 
 
-def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None) -> Group:
+def open_group(
+    rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener: socket.socket | None = None
+) -> Group:
     """Open the group with the other member, within `deadline_s`, which also bounds every later transfer.
 
     Args:
@@ -75,8 +77,8 @@ def open_group(rendezvous: Rendezvous, *, rank: int, deadline_s: float, listener
         process_group = ProcessGroupGloo(PrefixStore(name, store), rank, _MEMBERS, options)
     except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise TransferError(
-            f"gloo group {rendezvous.get('name')!r}, rank {rank}: not opened within {deadline_s:g} s ({_brief(error)}); "
-            "the next order brings a new group"
+            f"gloo group {rendezvous.get('name')!r}, rank {rank}: not opened within {deadline_s:g} s "
+            f"({_brief(error)}); the next order brings a new group"
         ) from error
     return Group(name, process_group, store, deadline_s)
 
@@ -103,7 +105,9 @@ def receive(group: Group, buffer: Tensor, layout: Layout, checksums: Sequence[in
 def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket], None]) -> None:
     """Broadcast every bucket in order, and call `moved` with each one while the next is under way."""
     if group.spoilt:
-        raise TransferError(f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name")
+        raise TransferError(
+            f"gloo group {group.name!r}: an earlier transfer failed in it; open one with a new name"
+        )
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until all buckets have been moved
     pending: list[_Operation] = []
@@ -129,7 +133,9 @@ def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket]
     group.spoilt = False
 
 
-def _open_store(rendezvous: Rendezvous, timeout: timedelta, listener: socket.socket | None) -> tuple[Store, str]:
+def _open_store(
+    rendezvous: Rendezvous, timeout: timedelta, listener: socket.socket | None
+) -> tuple[Store, str]:
     """The store in which the members exchange addresses, and the address for this side's Gloo sockets."""
     if "directory" in rendezvous:
         path = Path(rendezvous["directory"]) / str(rendezvous["name"])

@@ -31,7 +31,9 @@ class IpcTransport:
         from torch.multiprocessing.reductions import reduce_tensor
 
         if not torch.cuda.is_available():
-            raise TransferError("ipc transport: this host shows no CUDA device to the sender; use gloo or disk")
+            raise TransferError(
+                "ipc transport: this host shows no CUDA device to the sender; use gloo or disk"
+            )
         if self._copy is None:
             self._copy = torch.empty(self.setup.layout.total_bytes, dtype=torch.uint8, device="cuda")
         self._copy.copy_(job.buffer)
@@ -69,6 +71,8 @@ def _lower(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _lift(plain: list[Any], dtype: str) -> tuple[Any, ...]:
     lifted = [tuple(value) if isinstance(value, list) else value for value in plain]
-    for position, value in zip(_CLASSES, (Tensor, torch.storage.TypedStorage, getattr(torch, dtype)), strict=True):
+    for position, value in zip(
+        _CLASSES, (Tensor, torch.storage.TypedStorage, getattr(torch, dtype)), strict=True
+    ):
         lifted[position] = value
     return tuple(lifted)

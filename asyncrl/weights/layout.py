@@ -50,7 +50,9 @@ class Layout:
             if spec.name in seen:
                 raise TransferError(f"layout: tensor {spec.name!r} is given twice; names must differ")
             if min(spec.shape, default=0) < 0:
-                raise TransferError(f"layout: tensor {spec.name!r} has shape {list(spec.shape)}; sizes must be 0 or more")
+                raise TransferError(
+                    f"layout: tensor {spec.name!r} has shape {list(spec.shape)}; sizes must be 0 or more"
+                )
             seen.add(spec.name)
             end = offsets[-1] + _size_bytes(spec)
             offsets.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
@@ -64,16 +66,24 @@ class Layout:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for a message: about 60 bytes per tensor."""
-        return {"specs": [[s.name, s.dtype, list(s.shape)] for s in self.specs], "bucket_bytes": self.bucket_bytes}
+        return {
+            "specs": [[s.name, s.dtype, list(s.shape)] for s in self.specs],
+            "bucket_bytes": self.bucket_bytes,
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """The inverse of `to_plain`. Raises TransferError if `plain` is malformed."""
         try:
-            specs = [TensorSpec(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s)) for n, d, s in plain["specs"]]
+            specs = [
+                TensorSpec(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s))
+                for n, d, s in plain["specs"]
+            ]
             bucket_bytes = int(plain["bucket_bytes"])
         except (KeyError, TypeError, ValueError) as error:
-            raise TransferError(f"layout of an update order: malformed ({error!r}); expected specs and bucket_bytes") from error
+            raise TransferError(
+                f"layout of an update order: malformed ({error!r}); expected specs and bucket_bytes"
+            ) from error
         return cls.plan(specs, bucket_bytes)
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
@@ -94,7 +104,9 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
         TransferError: a checksum differs; the message names the first such tensor.
     """
     if len(expected) != len(layout.specs):
-        raise TransferError(f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed")
+        raise TransferError(
+            f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed"
+        )
     first, end = (bucket.first, bucket.end) if bucket else (0, len(layout.specs))
     for index in range(first, end):
         found = checksum(buffer, layout, index)
@@ -125,7 +137,9 @@ def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 def _dtype(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise TransferError(f"layout: tensor {spec.name!r} has dtype {spec.dtype!r}; use a torch dtype such as bfloat16")
+        raise TransferError(
+            f"layout: tensor {spec.name!r} has dtype {spec.dtype!r}; use a torch dtype such as bfloat16"
+        )
     return dtype
 
 

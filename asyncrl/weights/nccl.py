@@ -27,7 +27,9 @@ class NcclTransport:
     def prepare(self, job: Job) -> dict[str, Any]:
         """Describe the tensors, and a new group if there is none yet."""
         if not torch.cuda.is_available():
-            raise TransferError("nccl transport: this host shows no CUDA device to the sender; use gloo or disk")
+            raise TransferError(
+                "nccl transport: this host shows no CUDA device to the sender; use gloo or disk"
+            )
         specs = self.setup.layout.specs
         return {
             "init": None if self._communicator else self._new_init(),
@@ -49,7 +51,9 @@ class NcclTransport:
             )
         # A disabled communicator accepts every call and sends nothing.
         if self._communicator.disabled:
-            raise TransferError("nccl transport: vLLM disabled its communicator; its NCCL library could not be loaded or used")
+            raise TransferError(
+                "nccl transport: vLLM disabled its communicator; its NCCL library could not be loaded or used"
+            )
         packed_nccl_broadcast_producer(
             iterator=(
                 (spec.name, self.setup.layout.view(job.buffer, index).to("cuda"))

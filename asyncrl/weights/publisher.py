@@ -1,7 +1,7 @@
 """Publishing: one copy of the weights into shared memory, from which all senders read the newest version.
 
-`publish` runs in the training loop; `open_sender` and the senders' bookkeeping run in the control plane's thread.
-The lock between them is held for bookkeeping only, never during a copy or a transfer.
+`publish` runs in the training loop; `open_sender` and the senders' bookkeeping run in the control plane's
+thread. The lock between them is held for bookkeeping only, never during a copy or a transfer.
 """
 
 import secrets
@@ -25,11 +25,9 @@ class SharedMemoryPublisher:
     """Implements `weights.base.Publisher`.
 
     Args:
-        layout: layout of the parameters that every `publish` gets.
-        probe_ids: the fixed token sequence of the probe.
-        directory: emptied and owned by this object; holds rendezvous files and the versions of the disk transport.
-        deadline_s: bound on one transfer.
-        history: history of the weights that are published.
+        layout: layout of the parameters that every `publish` gets. probe_ids: the fixed token sequence of the
+        probe. directory: emptied and owned by this object; holds rendezvous files and the versions of the
+        disk transport. deadline_s: bound on one transfer. history: history of the weights that are published.
         interface: address of this host for generators on other hosts; None if all are on this host.
     """
 
@@ -43,8 +41,9 @@ class SharedMemoryPublisher:
         interface: str | None = None,
         history: History = INITIAL,
     ) -> None:
-        # Files of an earlier learner may have the same version numbers with other weights. Some may be impossible to
-        # remove, because a process on another host has them open; so versions get a directory with a new name.
+        # Files of an earlier learner may have the same version numbers with other weights. Some may be
+        # impossible to remove, because a process on another host has them open; so versions get a directory
+        # with a new name.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         self._layout = layout
@@ -66,7 +65,9 @@ class SharedMemoryPublisher:
         """See `Publisher`."""
         return self._interface is None
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]) -> float:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]
+    ) -> float:
         """See `Publisher`. Raises TransferError if `tensors` are not those of the layout."""
         started_s = time.perf_counter()
         with self._lock:
@@ -75,7 +76,9 @@ class SharedMemoryPublisher:
             if slot is newest:
                 self._newest = None  # until the slot holds a whole version again
         checksums = self._copy(slot, tensors)
-        published = Published(version=version, slot=slot, checksums=checksums, probe_logprobs=tuple(probe_logprobs))
+        published = Published(
+            version=version, slot=slot, checksums=checksums, probe_logprobs=tuple(probe_logprobs)
+        )
         with self._lock:
             self._newest = published
         return time.perf_counter() - started_s
@@ -116,12 +119,15 @@ class SharedMemoryPublisher:
             index = self._index.get(name)
             if index is None or index in sums or tuple(tensor.shape) != self._layout.specs[index].shape:
                 raise TransferError(
-                    f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another shape than the layout's"
+                    f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another "
+                    "shape than the layout's"
                 )
             self._layout.view(slot.buffer, index).copy_(tensor)
             sums[index] = checksum(slot.buffer, self._layout, index)
         if missing := [spec.name for index, spec in enumerate(self._layout.specs) if index not in sums]:
-            raise TransferError(f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}")
+            raise TransferError(
+                f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}"
+            )
         return tuple(sums[index] for index in range(len(self._layout.specs)))
 
     def _take(self) -> Published | None:

@@ -1,8 +1,8 @@
 """The sender processes, one per generator, and the fork server that they come from.
 
-`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server. It imports what a sender needs, then forks a
-sender for every channel (a socket) that the learner passes to it. So a sender starts within milliseconds, and a thousand
-senders share the memory of one.
+`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server. It imports what a sender
+needs, then forks a sender for every channel (a socket) that the learner passes to it. So a sender starts
+within milliseconds, and a thousand senders share the memory of one.
 
 A sender owns the transfer group, so a failure in the group can end the sender but not the learner.
 It obeys its channel, whose messages are those of `asyncrl.workers`:
@@ -10,7 +10,7 @@ It obeys its channel, whose messages are those of `asyncrl.workers`:
     learner -> sender   {setup}                                              once
                         {op: prepare, job, version, transport, slot, checksums}
                         {op: transfer, job}
-    sender -> learner   {op: forked, job: null} with a descriptor of the process (pidfd), by which it can be killed   once
+    sender -> learner   {op: forked, job: null} with a pidfd, by which it can be killed         once
                         {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
 
 Senders die with the fork server, and the fork server dies with the learner.
@@ -65,7 +65,9 @@ class _Sender:
         if name not in self._transports:
             self._transports[name] = _make_transport(name, self._setup)
         self._transport = self._transports[name]
-        self._job = Job(version=command["version"], buffer=self._slots[path], checksums=tuple(command["checksums"]))
+        self._job = Job(
+            version=command["version"], buffer=self._slots[path], checksums=tuple(command["checksums"])
+        )
         return {"op": "prepared", "details": self._transport.prepare(self._job)}
 
     def _transfer(self) -> dict[str, Any]:
@@ -80,7 +82,8 @@ class _Sender:
 
 
 def _make_transport(name: str, setup: SenderSetup) -> Transport:
-    """Raises TransferError for a name that is no transport. The GPU ones are imported only where they are used."""
+    """Raises TransferError for a name that is no transport. The GPU ones are imported only where they are
+    used."""
     if name == "gloo":
         return GlooTransport(setup)
     if name == "disk":
@@ -101,7 +104,8 @@ def _parse_setup(plain: dict[str, Any]) -> SenderSetup:
 
 
 def _fork_each(requests: socket.socket) -> socket.socket | None:
-    """Fork a sender for every channel that arrives. Returns its channel in each of them, and None here when there are no more."""
+    """Fork a sender for every channel that arrives. Returns its channel in each of them, and None here when
+    there are no more."""
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
     own = os.getpid()
     while True:

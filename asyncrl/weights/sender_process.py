@@ -1,4 +1,5 @@
-"""The learner's side of the sender processes (asyncrl/weights/sender.py): forks, talks without ever waiting, kills."""
+"""The learner's side of the sender processes (asyncrl/weights/sender.py): forks, talks without ever waiting,
+kills."""
 
 import contextlib
 import os
@@ -154,14 +155,16 @@ class SenderProcess:
             self._end()
 
     def _end(self) -> bool:
-        """Kill it, if there is one. True when it was not forked in all its time though the fork server lives: that one hangs."""
+        """Kill it, if there is one. True when it was not forked in all its time though the fork server lives:
+        that one hangs."""
         if self._channel.fileno() < 0:  # it could not be started
             return False
         is_hung = not self._receive() and self._process is None
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            gone = select.poll()  # not `select`: with a thousand generators there are descriptors above its limit
+            # Not `select`: with a thousand generators there are descriptors above its limit.
+            gone = select.poll()
             gone.register(self._process, select.POLLIN)
             gone.poll(_REAP_S * 1000)
             os.close(self._process)
@@ -197,7 +200,8 @@ class SenderProcess:
         self._flush()
 
     def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # a death shows in `replies`
+        # A death shows in `replies`.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._outgoing:
                 del self._outgoing[: self._channel.send(self._outgoing)]
 

@@ -1,6 +1,7 @@
 """The generator's end of Gloo: a version arrives in this process's shared memory while requests run.
 
-    sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it, resume
+    sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it,
+    resume
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy of the weights for all workers of this host, and is kept for the next
@@ -30,20 +31,29 @@ class GlooStaging:
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         """See `Staging`."""
         if order.transport == "memory":
-            raise TransferError("weights: an order to load from memory came from the learner; only a generator makes such orders")
-        for directory in (order.details.get("directory"), order.details.get("rendezvous", {}).get("directory")):
+            raise TransferError(
+                "weights: an order to load from memory came from the learner; only a generator makes such "
+                "orders"
+            )
+        for directory in (
+            order.details.get("directory"),
+            order.details.get("rendezvous", {}).get("directory"),
+        ):
             if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
                 raise TransferError(
-                    f"weights: an order names {directory}, and a generator uses nothing outside {self._files}; start "
-                    "`asyncrl generator` in the learner's working directory, or give the run an absolute run.root or a "
-                    "control.bind, with which weights need no common files"
+                    f"weights: an order names {directory}, and a generator uses nothing outside "
+                    f"{self._files}; start `asyncrl generator` in the learner's working directory, or give "
+                    "the run an absolute run.root or a control.bind, with which weights need no common "
+                    "files"
                 )
         if order.transport != "gloo":
             return order
         layout = Layout.from_plain(order.details["layout"])
         group, slot = self._meet(order), self._memory(layout.total_bytes)
         gloo.receive(group, slot.buffer, layout, order.details["checksums"])
-        return replace(order, transport="memory", details={"slot": slot.path, "layout": order.details["layout"]})
+        return replace(
+            order, transport="memory", details={"slot": slot.path, "layout": order.details["layout"]}
+        )
 
     def close(self) -> None:
         """See `Staging`."""
@@ -59,7 +69,8 @@ class GlooStaging:
         if self._group is None or self._group.name != rendezvous["name"]:
             self._group = None  # frees its sockets first
             self._group = gloo.open_group(rendezvous, rank=1, deadline_s=order.deadline_s)
-        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)  # one deadline for opening and transfer
+        # One deadline for opening and transfer.
+        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)
         return self._group
 
     def _memory(self, size_bytes: int) -> Slot:

@@ -1,7 +1,7 @@
 """What a sender process does for each transport: prepare (say how to receive), then transfer.
 
-`prepare` returns the `details` of the update order. Gloo and disk are here; the GPU transports live in modules of
-their own.
+`prepare` returns the `details` of the update order. Gloo and disk are here; the GPU transports live in
+modules of their own.
 """
 
 import secrets
@@ -69,11 +69,17 @@ class GlooTransport:
         if self._group is None or self._group.spoilt:
             self._group = None
             self._rendezvous = self._new_rendezvous()
-        return {"rendezvous": self._rendezvous, "layout": self.setup.layout.to_plain(), "checksums": list(job.checksums)}
+        return {
+            "rendezvous": self._rendezvous,
+            "layout": self.setup.layout.to_plain(),
+            "checksums": list(job.checksums),
+        }
 
     def transfer(self, job: Job) -> None:
         if self._group is None:
-            self._group = gloo.open_group(self._rendezvous, rank=0, deadline_s=self.setup.deadline_s, listener=self._listener)
+            self._group = gloo.open_group(
+                self._rendezvous, rank=0, deadline_s=self.setup.deadline_s, listener=self._listener
+            )
         gloo.send(self._group, job.buffer, self.setup.layout)
 
     def _new_rendezvous(self) -> dict[str, Any]:
@@ -92,7 +98,9 @@ class DiskTransport:
 
     def prepare(self, job: Job) -> dict[str, Any]:
         try:
-            path = write_version(Path(self.setup.version_directory), job.version, job.buffer, self.setup.layout)
+            path = write_version(
+                Path(self.setup.version_directory), job.version, job.buffer, self.setup.layout
+            )
         except OSError as error:
             raise TransferError(
                 f"weights on disk: version {job.version} could not be written: {error}; check the disk"

@@ -1,11 +1,12 @@
 """The frame: what every process of a run may send to another, and the checks before a byte of it is believed.
 
-    header, 40 bytes little-endian: magic 8s | wire version u16 | kind u16 | meta bytes u32 | body bytes u64 | checksum 16s
+    header, 40 bytes little-endian:
+            magic 8s | wire version u16 | kind u16 | meta bytes u32 | body bytes u64 | checksum 16s
     body:   the tensors, raw little-endian, one after the other, wider items first (so that all are aligned)
     meta:   one MessagePack map, with the table of tensors under "arrays"
 
-The checksum is a keyed BLAKE2b over everything else. No pickle, no object that a sender can choose the type of.
-Rules: a field is only added, with a default; a changed meaning is a new WIRE_VERSION.
+The checksum is a keyed BLAKE2b over everything else. No pickle, no object that a sender can choose the type
+of. Rules: a field is only added, with a default; a changed meaning is a new WIRE_VERSION.
 """
 
 import hashlib
@@ -25,7 +26,9 @@ from asyncrl.errors import WireError, WireVersionError
 WIRE_VERSION = 1
 MAGIC = b"ASYNCRL\0"
 # What may cross, by name.
-DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")}
+DTYPES = {
+    name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")
+}
 NESTING = 8
 
 C = TypeVar("C", list[Any], dict[Any, Any])
@@ -56,8 +59,11 @@ class Frame:
     arrays: dict[str, NDArray[Any]]
 
 
-def encode_frame(limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b"") -> bytes:
-    """One frame. Raises WireError when it would break `limits`, so that no peer is sent what it must refuse."""
+def encode_frame(
+    limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b""
+) -> bytes:
+    """One frame. Raises WireError when it would break `limits`, so that no peer is sent what it must
+    refuse."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     table = [[name, array.dtype.name, len(array)] for name, array in ordered]
     packed: bytes = msgpack.packb({**meta, "arrays": table})
@@ -78,7 +84,10 @@ def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None =
     fields, claimed = view[: _FIELDS.size], view[_FIELDS.size : HEADER_BYTES]
     body, packed = view[HEADER_BYTES : HEADER_BYTES + body_bytes], view[HEADER_BYTES + body_bytes :]
     if key is not None and not hmac.compare_digest(_checksum(key, fields, body, packed), claimed):
-        raise WireError(f"{len(data)}-byte frame fails its checksum: it was changed on the way, or made with another run's key")
+        raise WireError(
+            f"{len(data)}-byte frame fails its checksum: it was changed on the way, or made with another "
+            "run's key"
+        )
     meta = _unpack(limits, bytes(packed))
     return Frame(meta=meta, arrays=_arrays(meta.pop("arrays", None), body))
 
@@ -99,7 +108,9 @@ def _check_header(limits: Limits, data: bytes | bytearray) -> int:
         raise WireError(f"frame of kind {kind} where kind {limits.kind} is expected")
     _check_sizes(limits, meta_bytes, body_bytes)
     if len(data) != HEADER_BYTES + meta_bytes + body_bytes:
-        raise WireError(f"frame of {len(data)} bytes, but its header says {HEADER_BYTES} + {meta_bytes} + {body_bytes}")
+        raise WireError(
+            f"frame of {len(data)} bytes, but its header says {HEADER_BYTES} + {meta_bytes} + {body_bytes}"
+        )
     return int(body_bytes)
 
 
@@ -147,7 +158,9 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
             object_hook=budget.spend,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"{len(packed)} bytes of meta are not what a frame may carry: {type(error).__name__}: {error}") from error
+        raise WireError(
+            f"{len(packed)} bytes of meta are not what a frame may carry: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(meta, dict):
         raise WireError(f"the meta is a {type(meta).__name__}; a map is needed")
     return meta
@@ -164,7 +177,8 @@ def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
         end = offset + count * dtype.itemsize
         if name in arrays or offset % dtype.itemsize or end > len(body):
             raise WireError(
-                f"tensor {name!r} ({count} x {dtype}) at byte {offset} is repeated, unaligned, or past the {len(body)}"
+                f"tensor {name!r} ({count} x {dtype}) at byte {offset} is repeated, unaligned, or past the "
+                f"{len(body)}"
             )
         arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=offset)
         offset = end

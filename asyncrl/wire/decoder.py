@@ -1,11 +1,12 @@
 """Decoding of groups in a process with bounded memory (`store.isolate_decoding`).
 
-The process decodes each frame before the learner does. A frame that crashes the process, hangs it, or makes it ask for more
-memory than a group of that size can need is refused like any frame that cannot be decoded; the process is replaced and the
-learner goes on. Decoding depends on the bytes alone, so the learner survives what the process survived, and it does not
-verify the checksum a second time.
+The process decodes each frame before the learner does. A frame that crashes the process, hangs it, or makes
+it ask for more memory than a group of that size can need is refused like any frame that cannot be decoded;
+the process is replaced and the learner goes on. Decoding depends on the bytes alone, so the learner survives
+what the process survived, and it does not verify the checksum a second time.
 
-The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see `asyncrl.workers`):
+The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see
+`asyncrl.workers`):
 
     learner -> process   the key;   then frame after frame
     process -> learner   an empty message: ready;   then for each frame why it is refused, or an empty message
@@ -40,7 +41,8 @@ _SLACK_BYTES = 64 << 20
 
 
 class IsolatedDecoder:
-    """Decodes groups in order, in one thread. The process starts with the first frame and dies with the learner."""
+    """Decodes groups in order, in one thread. The process starts with the first frame and dies with the
+    learner."""
 
     def __init__(self, key: bytes, *, frame_s: float = FRAME_S) -> None:
         """`key` verifies the frames' checksums; the process may take `frame_s` for a frame."""
@@ -55,7 +57,8 @@ class IsolatedDecoder:
         return self._worker.pid if self._worker else None
 
     def decode(self, frame: bytes) -> Group:
-        """As `decode_group`. Raises WireError, also for a frame that no process survives; RunError when none can be started."""
+        """As `decode_group`. Raises WireError, also for a frame that no process survives; RunError when none
+        can be started."""
         reason = ""
         for _ in range(ATTEMPTS):
             beat()
@@ -88,8 +91,8 @@ class IsolatedDecoder:
             else:
                 return worker
         raise RunError(
-            f"the decoder process did not start within {START_S:g} s ({problem}); see the learner's log, and whether this host "
-            "has memory and processes left"
+            f"the decoder process did not start within {START_S:g} s ({problem}); see the learner's log, "
+            "and whether this host has memory and processes left"
         )
 
     def _replace(self, worker: Worker, error: BaseException, frame: bytes) -> str:
@@ -116,7 +119,9 @@ def _new_worker() -> Worker:
             return Worker("asyncrl.wire.decoder")
         except OSError as error:
             if time.monotonic() > until_s:
-                raise RunError(f"the decoder process cannot be started: {error}; give this host memory and processes") from error
+                raise RunError(
+                    f"the decoder process cannot be started: {error}; give this host memory and processes"
+                ) from error
             log.warning("the decoder process cannot be started and is tried again: %s", error)
         time.sleep(AGAIN_S)
 

@@ -1,7 +1,7 @@
 """A rollout group as a frame: the columns of all its rollouts, concatenated into few tensors.
 
-Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]`, `answer_bytes[r]` entries of the
-columns.
+Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]`, `answer_bytes[r]`
+entries of the columns.
 """
 
 import reprlib
@@ -16,8 +16,11 @@ from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
 
 # The body stays below what Redis takes as one value (512 MiB).
-GROUP_LIMITS = Limits(kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096)
-# Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and not their size.
+GROUP_LIMITS = Limits(
+    kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096
+)
+# Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and
+# not their size.
 MAX_ROLLOUTS, MAX_SPANS = 4096, 1 << 16
 MAX_ANSWER_BYTES = 1024
 # In `answer_bytes`: no reward function says what the answer is.
@@ -53,7 +56,9 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     rollouts = group.rollouts
     finish_reasons = sorted({rollout.finish_reason for rollout in rollouts})
     parts = sorted({part for rollout in rollouts for part in rollout.reward_parts})
-    answers = [None if rollout.answer is None else rollout.answer.encode("utf-8", "replace") for rollout in rollouts]
+    answers = [
+        None if rollout.answer is None else rollout.answer.encode("utf-8", "replace") for rollout in rollouts
+    ]
     columns: dict[str, Any] = {
         "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
         "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
@@ -97,7 +102,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
 
 
 def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
-    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a group.
+    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a
+    group.
 
     `key` is None where the checksum of the same bytes has been verified already.
     """
@@ -143,16 +149,21 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
     rollouts, spans = len(arrays["rewards"]), len(arrays["span_tokens"])
     if rollouts > MAX_ROLLOUTS or spans > MAX_SPANS:
         raise WireError(
-            f"the group has {rollouts} rollouts with {spans} version spans; at most {MAX_ROLLOUTS} and {MAX_SPANS} are allowed"
+            f"the group has {rollouts} rollouts with {spans} version spans; at most {MAX_ROLLOUTS} and "
+            f"{MAX_SPANS} are allowed"
         )
     if (arrays["answer_bytes"] > MAX_ANSWER_BYTES).any():
         raise WireError(
-            f"the group has an answer of {arrays['answer_bytes'].max()} bytes; at most {MAX_ANSWER_BYTES} are allowed"
+            f"the group has an answer of {arrays['answer_bytes'].max()} bytes; at most {MAX_ANSWER_BYTES} "
+            "are allowed"
         )
 
 
 def _check_finite(
-    arrays: Mapping[str, NDArray[Any]], *, reward_parts: Sequence[float] = (), greedy_reward: float | None = None
+    arrays: Mapping[str, NDArray[Any]],
+    *,
+    reward_parts: Sequence[float] = (),
+    greedy_reward: float | None = None,
 ) -> None:
     for name, values in (
         ("behaviour_logprobs", arrays["behaviour_logprobs"]),
@@ -164,7 +175,9 @@ def _check_finite(
             raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
 
 
-def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], parts: list[str]) -> tuple[Rollout, ...]:
+def _rollouts(
+    arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], parts: list[str]
+) -> tuple[Rollout, ...]:
     count = len(arrays["rewards"])
     prompt_ids = _split(arrays["prompt_ids"], arrays["prompt_tokens"], count)
     response_ids = _split(arrays["response_ids"], arrays["response_tokens"], count)
@@ -186,11 +199,16 @@ def _rollouts(arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], par
             action_mask=masks[r],
             behaviour_logprobs=logprobs[r],
             version_spans=tuple(
-                map(VersionSpan, *(column[r].tolist() for column in (span_versions, span_tokens, span_lineages)))
+                map(
+                    VersionSpan,
+                    *(column[r].tolist() for column in (span_versions, span_tokens, span_lineages)),
+                )
             ),
             finish_reason=finish_reasons[finish[r]],
             reward=rewards[r],
-            reward_parts={part: value for part, value in zip(parts, part_values[r], strict=True) if value == value},
+            reward_parts={
+                part: value for part, value in zip(parts, part_values[r], strict=True) if value == value
+            },
             answer=answers[r].tobytes().decode() if is_said[r] else None,
         )
         for r in range(count)
@@ -201,7 +219,9 @@ def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDAr
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     if len(lengths) != count or total != len(column):
-        raise ValueError(f"{len(lengths)} lengths that add up to {total} for {count} rollouts and {len(column)} entries")
+        raise ValueError(
+            f"{len(lengths)} lengths that add up to {total} for {count} rollouts and {len(column)} entries"
+        )
     return [column[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
@@ -219,7 +239,9 @@ def _times(meta: Mapping[str, Any]) -> GroupTimes | None:
         case [float(leased_at), float(sampling_at), float(put_at)]:
             return GroupTimes(leased_at, sampling_at, put_at)
         case found:
-            raise WireError(f"times of the group is {reprlib.repr(found)}; three numbers of Unix seconds are needed")
+            raise WireError(
+                f"times of the group is {reprlib.repr(found)}; three numbers of Unix seconds are needed"
+            )
 
 
 def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:

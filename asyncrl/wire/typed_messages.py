@@ -11,7 +11,9 @@ from asyncrl.errors import WireError
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
 # Lists are long enough for one entry per parameter of a large model.
-MESSAGE_LIMITS = Limits(kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16)
+MESSAGE_LIMITS = Limits(
+    kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16
+)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 MAX_DEPTH = 16
 # Up to there a number is the same in Python, MessagePack, JSON and Lua.
@@ -21,9 +23,9 @@ LARGEST_INT = 2**53
 class MessageCodec:
     """Turns the given dataclass types into frames and back; every field is checked against its annotation.
 
-    Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or dict[str, X],
-    Any (plain values) and registered dataclasses; floats are finite. A peer of the same wire version may lack a field that has
-    a default.
+    Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or
+    dict[str, X], Any (plain values) and registered dataclasses; floats are finite. A peer of the same wire
+    version may lack a field that has a default.
     """
 
     def __init__(self, types: tuple[type, ...]) -> None:
@@ -63,13 +65,22 @@ class MessageCodec:
             case {"type": str(name), "fields": dict(values)} if len(tagged) == 2 and name in self._types:
                 kind = self._types[name]
             case _:
-                raise WireError(f"no message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}")
+                raise WireError(
+                    f"no message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}"
+                )
         hints = self._hints[kind]
         unknown = values.keys() - hints.keys()
         if unknown:
-            raise WireError(f"{name} has unknown fields {sorted(map(str, unknown))}; it has {', '.join(hints)}")
+            raise WireError(
+                f"{name} has unknown fields {sorted(map(str, unknown))}; it has {', '.join(hints)}"
+            )
         try:
-            return kind(**{field: self._lift(value, hints[field], f"{name}.{field}") for field, value in values.items()})
+            return kind(
+                **{
+                    field: self._lift(value, hints[field], f"{name}.{field}")
+                    for field, value in values.items()
+                }
+            )
         except (TypeError, ValueError) as error:
             raise WireError(f"{name} cannot be made of what was sent: {error}") from error
 
@@ -87,12 +98,17 @@ class MessageCodec:
         if origin is list and isinstance(value, list):
             return [self._lift(item, arguments[0], where) for item in value]
         if origin in (dict, Mapping) and isinstance(value, dict):
-            return {self._lift(name, str, where): self._lift(item, arguments[1], where) for name, item in value.items()}
+            return {
+                self._lift(name, str, where): self._lift(item, arguments[1], where)
+                for name, item in value.items()
+            }
         if hint is float and type(value) in (int, float):
             return self._finite(float(value), hint, where)
         if hint in _PLAIN and type(value) is hint:
             if hint is int and abs(value) > LARGEST_INT:
-                raise WireError(f"{where} is {value}; an integer of at most {LARGEST_INT} either way is needed")
+                raise WireError(
+                    f"{where} is {value}; an integer of at most {LARGEST_INT} either way is needed"
+                )
             return value
         return self._refuse(value, hint, where)
 
@@ -110,7 +126,10 @@ class MessageCodec:
         if isinstance(value, list):
             return [self._plain(item, where, depth + 1) for item in value]
         if isinstance(value, dict):
-            return {self._lift(name, str, where): self._plain(item, where, depth + 1) for name, item in value.items()}
+            return {
+                self._lift(name, str, where): self._plain(item, where, depth + 1)
+                for name, item in value.items()
+            }
         if type(value) is float:
             return self._finite(value, float, where)
         return value if type(value) in _PLAIN else self._refuse(value, Any, where)
@@ -121,4 +140,6 @@ class MessageCodec:
     def _refuse(self, value: Any, hint: Any, where: str) -> Any:
         wanted = getattr(hint, "__name__", None) if not get_args(hint) else str(hint)
         finite = "finite " if hint is float else ""
-        raise WireError(f"{where} is {reprlib.repr(value)} ({type(value).__name__}); a {finite}{wanted or hint} is needed")
+        raise WireError(
+            f"{where} is {reprlib.repr(value)} ({type(value).__name__}); a {finite}{wanted or hint} is needed"
+        )

@@ -1,4 +1,5 @@
-"""Keep responses between 30 and 80 tokens: a shaping function and a hook. Copy the file and change it; docs/hooks.md explains."""
+"""Keep responses between 30 and 80 tokens: a shaping function and a hook. Copy the file and change it;
+docs/hooks.md explains."""
 
 import logging
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ def shape(
 ) -> float:
     """Return reward - weight * magnitude * distance; distance is 0 inside [low, high] and grows to 1 outside.
 
-    The distance is relative: it is 1 for an empty response and from 2 * high tokens on. Length alone therefore
-    never costs more than the share `weight` of the difference between a good and a bad answer.
+    The distance is relative: it is 1 for an empty response and from 2 * high tokens on. Length alone
+    therefore never costs more than the share `weight` of the difference between a good and a bad answer.
 
     Args:
         reward: reward of the rollout before shaping.
@@ -40,8 +41,11 @@ def shape(
 class LengthDrift:
     """Publish the trend of response lengths, and warn when it becomes large."""
 
-    def __init__(self, *, low: int = 30, high: int = 80, decay: float = 0.9, largest_drift_tokens: float = 5.0) -> None:
-        """Take the band in tokens, the decay of the mean per step, and the drift per step that causes a warning."""
+    def __init__(
+        self, *, low: int = 30, high: int = 80, decay: float = 0.9, largest_drift_tokens: float = 5.0
+    ) -> None:
+        """Take the band in tokens, the decay of the mean per step, and the drift per step that causes a
+        warning."""
         self._low, self._high = low, high
         self._decay = decay
         self._largest_drift_tokens = largest_drift_tokens
@@ -52,25 +56,36 @@ class LengthDrift:
         """Return the pull of this step on the length; above 0 it teaches longer responses."""
         lengths = [len(sequence.response_ids) for sequence in plan.sequences]
         advantages = [
-            float(sequence.advantages[sequence.keep].mean()) if sequence.keep.any() else 0.0 for sequence in plan.sequences
+            float(sequence.advantages[sequence.keep].mean()) if sequence.keep.any() else 0.0
+            for sequence in plan.sequences
         ]
         middle = mean(lengths)
-        pull = mean([advantage * (length - middle) for advantage, length in zip(advantages, lengths, strict=True)])
+        pull = mean(
+            [advantage * (length - middle) for advantage, length in zip(advantages, lengths, strict=True)]
+        )
         outside = mean([float(not self._low <= length <= self._high) for length in lengths])
         return {"length/pull": pull, "length/outside_share": outside}
 
     def after_step(self, step: Any) -> dict[str, float]:
         """Update the mean; warn of a large drift, and once each time the mean leaves the band."""
-        newest = mean([len(rollout.response_ids) for group in step.collected.groups for rollout in group.rollouts])
+        newest = mean(
+            [len(rollout.response_ids) for group in step.collected.groups for rollout in group.rollouts]
+        )
         before = newest if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = self._decay * before + (1.0 - self._decay) * newest
         drift_tokens = self._mean_tokens - before
         if abs(drift_tokens) > self._largest_drift_tokens:
-            log.warning("step %d: the mean length moved by %+.1f tokens to %.1f", step.version, drift_tokens, self._mean_tokens)
+            log.warning(
+                "step %d: the mean length moved by %+.1f tokens to %.1f",
+                step.version,
+                drift_tokens,
+                self._mean_tokens,
+            )
         is_outside = not self._low <= self._mean_tokens <= self._high
         if is_outside and not self._was_outside:
             log.warning(
-                "step %d: the mean length, %.1f tokens, is outside %d to %d: raise the weight of the shaping, or move the band",
+                "step %d: the mean length, %.1f tokens, is outside %d to %d: raise the weight of the "
+                "shaping, or move the band",
                 *(step.version, self._mean_tokens, self._low, self._high),
             )
         self._was_outside = is_outside

@@ -1,4 +1,5 @@
-"""The task of docs/tutorial.md: answer in a plain sentence. `python docs/examples/plain.py` writes its prompts to build/plain."""
+"""The task of docs/tutorial.md: answer in a plain sentence. `python docs/examples/plain.py` writes its
+prompts to build/plain."""
 
 import itertools
 import json

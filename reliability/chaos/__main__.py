@@ -1,9 +1,10 @@
-"""Faults on real processes, and their cost: `python -m reliability.chaos [--minutes M] [--seed S] [--only NAMES] [--out FILE]`.
+"""Faults on real processes, and their cost: `python -m reliability.chaos [--minutes M] [--seed S] [--only
+NAMES] [--out FILE]`.
 
-NAMES, separated by commas: scenarios of reliability/chaos/faults.py, by default all; `hardening`: all kinds of faults in one run;
-`designs`: other designs under the same faults; `real`: a whole run with a model; `pace`: another, with few faults;
-`real_hangs`: another, whose processes are stopped. What was not run keeps its figures in FILE. The exit status is the number
-of runs that broke a promise.
+NAMES, separated by commas: scenarios of reliability/chaos/faults.py, by default all; `hardening`: all kinds
+of faults in one run; `designs`: other designs under the same faults; `real`: a whole run with a model;
+`pace`: another, with few faults; `real_hangs`: another, whose processes are stopped. What was not run keeps
+its figures in FILE. The exit status is the number of runs that broke a promise.
 """
 
 import argparse
@@ -33,7 +34,9 @@ from .world import World
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     """One scenario from start to verdict; a run that does not go on has broken a promise too."""
-    with World(directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s) as world:
+    with World(
+        directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s
+    ) as world:
         started_s = time.monotonic()
         try:
             world.start()
@@ -49,7 +52,9 @@ def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[
 def main() -> int:
     """Run what was asked for, print the tables, keep the numbers."""
     parser = argparse.ArgumentParser(prog="python -m reliability.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of faults, over all scenarios, or of `pace`")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="of faults, over all scenarios, or of `pace`"
+    )
     parser.add_argument("--faults", type=int, default=25, help="of `designs`, in each run")
     parser.add_argument("--rounds", type=int, default=2, help="of `real`: kills of every kind of process")
     parser.add_argument("--seed", type=int, default=1)
@@ -73,7 +78,10 @@ def main() -> int:
     if "designs" in chosen:
         runs = designs.compare(arguments.seed, arguments.faults)
         found["designs"] = {"seed": arguments.seed, "environment": describe(), "runs": runs}
-        broken += sum(one["design"] == designs.OURS and bool(one["lost"] or one["duplicated"] or one["wrong"]) for one in runs)
+        broken += sum(
+            one["design"] == designs.OURS and bool(one["lost"] or one["duplicated"] or one["wrong"])
+            for one in runs
+        )
         say("\n".join(designs.table(runs)))
     if chosen & {"real", "pace"}:
         from . import real  # needs torch, the others do not
@@ -125,10 +133,16 @@ def _key(one: dict[str, Any]) -> tuple[str, int]:
     return one["scenario"], one["seed"]
 
 
-def _volume(scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
+def _volume(
+    scenario: Scenario, all_: list[Scenario], arguments: argparse.Namespace, root: Path
+) -> dict[str, Any]:
     seconds = 60.0 * arguments.minutes * scenario.share / sum(each.share for each in all_)
     load = round(os.getloadavg()[0], 1)
-    result = {"seed": arguments.seed, "load_1min": load, **run(scenario, arguments.seed, seconds, root / scenario.name)}
+    result = {
+        "seed": arguments.seed,
+        "load_1min": load,
+        **run(scenario, arguments.seed, seconds, root / scenario.name),
+    }
     say(f"{scenario.name}: { ({key: value for key, value in result.items() if key != 'recoveries_s'}) }")
     return result
 

@@ -1,4 +1,5 @@
-"""Two tables of docs/reliability.md: every attack with its amount and result; and runs of all kinds of faults together."""
+"""Two tables of docs/reliability.md: every attack with its amount and result; and runs of all kinds of faults
+together."""
 
 import statistics
 from collections import Counter
@@ -22,13 +23,19 @@ class Attack(NamedTuple):
 
 
 INJECTED = (
-    Attack("a generator, the learner or the store killed (kill -9)", ("kill_generator", "kill_learner", "kill_store")),
+    Attack(
+        "a generator, the learner or the store killed (kill -9)",
+        ("kill_generator", "kill_learner", "kill_store"),
+    ),
     Attack("power loss of the store: its log is cut to the last sync", ("power_loss",)),
     Attack("the store wiped: FLUSHALL, or an empty disk", ("wipe",)),
     Attack("replies of the store swallowed, requests repeated late", ("swallowed", "repeated")),
     Attack("two roles cut off from each other, 1 to 30 s", ("partition", "link_down")),
     Attack("the disk of the store full", ("full_disk",)),
-    Attack("a generator or the learner stopped and woken; a second learner", ("pause_", "usurp", "second_learner")),
+    Attack(
+        "a generator or the learner stopped and woken; a second learner",
+        ("pause_", "usurp", "second_learner"),
+    ),
     Attack("a process stopped and never woken, of each kind, of pairs, all at once", (HANG,)),
     Attack(f"an authentic frame that lies or cannot be decoded, {len(GROUPS) + 1} kinds", (POISON,)),
     Attack("a prompt that kills each generator that samples it", ("deadly ticket",)),
@@ -40,8 +47,13 @@ INJECTED = (
 TESTED = (
     Attack("every file of a run, each damaged in six ways", ("tests/integration/test_damaged_files.py",)),
     Attack("the store's data damaged, its disk full", ("tests/integration/test_store_data.py",)),
-    Attack("a generator that speaks, floods and lies as it likes", ("tests/integration/test_hostile_generators.py",)),
-    Attack("any value in what a generator may write in the store", ("tests/integration/test_store_damage.py",)),
+    Attack(
+        "a generator that speaks, floods and lies as it likes",
+        ("tests/integration/test_hostile_generators.py",),
+    ),
+    Attack(
+        "any value in what a generator may write in the store", ("tests/integration/test_store_damage.py",)
+    ),
     Attack("commands that a user may not run in the store", ("tests/integration/test_store_users.py",)),
     Attack("mistakes typed on the command line and in files", ("tests/integration/test_mistakes.py",)),
     Attack("a run resumed with other settings, key by key", ("tests/integration/test_resumed_keys.py",)),
@@ -65,7 +77,10 @@ def attacks(found: Mapping[str, Any]) -> Iterator[str]:
     """Every family of attacks in one row, over all campaigns with and without a model."""
     runs = [run for part in ("volume", "hangs", "hardening") for run in _runs(found.get(part, {}))]
     hardening = _runs(found.get("hardening", {}))
-    yield "| attack | injected | lost | trained twice | runs that needed a person | longest time without a step after it, s |"
+    yield (
+        "| attack | injected | lost | trained twice | runs that needed a person | longest time without a "
+        "step after it, s |"
+    )
     yield "|---|---|---|---|---|---|"
     for words, kinds in INJECTED:
         by_run = [(sum(n for kind, n in _struck(run).items() if _is_of(kind, kinds)), run) for run in runs]
@@ -73,13 +88,25 @@ def attacks(found: Mapping[str, Any]) -> Iterator[str]:
         if not hit:
             continue
         count, struck = sum(count for count, _ in hit), [run for _, run in hit]
-        pauses = [s for run in hardening for kind, times in run["pauses_s"].items() if _is_of(kind, kinds) for s in times]
+        pauses = [
+            s
+            for run in hardening
+            for kind, times in run["pauses_s"].items()
+            if _is_of(kind, kinds)
+            for s in times
+        ]
         longest = f"{max(pauses):.1f}" if pauses else ""
-        yield f"| {words} | {count:,} | {_sum(struck, 'lost')} | {_sum(struck, 'duplicated')} | {_persons(struck)} | {longest} |"
+        yield (
+            f"| {words} | {count:,} | {_sum(struck, 'lost')} | {_sum(struck, 'duplicated')} | "
+            f"{_persons(struck)} | {longest} |"
+        )
     together = [s for run in hardening for s in run["pauses_s"].get(TOGETHER, ())]
     if together:
         lost, twice, persons = _sum(hardening, "lost"), _sum(hardening, "duplicated"), _persons(hardening)
-        yield f"| two to four of these at once | {len(together):,} | {lost} | {twice} | {persons} | {max(together):.1f} |"
+        yield (
+            f"| two to four of these at once | {len(together):,} | {lost} | {twice} | {persons} | "
+            f"{max(together):.1f} |"
+        )
     yield from _other_campaigns(found)
     yield ""
     yield "| attack | held by |"
@@ -94,15 +121,23 @@ def _other_campaigns(found: Mapping[str, Any]) -> Iterator[str]:
         campaigns = found["simulation"]["campaigns"]
         faults = sum(sum(one["faults"].values()) for one in campaigns)
         failed = sum(len(one["failures"]) for one in campaigns)
-        yield f"| everything that can happen to the protocol, simulated | {faults:,} | {failed} | {failed} | {failed} | |"
+        yield (
+            f"| everything that can happen to the protocol, simulated | {faults:,} | {failed} | {failed} | "
+            f"{failed} | |"
+        )
     if "real" in found and "pace" in found:
         real = [found["real"], found["pace"]]
         killed = sum(sum(run["killed"].values()) for run in real)
         lost = _sum(real, "unaccounted") + _sum(real, "missing_in_audit")
         twice = sum(not run["steps_in_a_row"] for run in real)
-        longest = max(max(map(max, real[0]["longest_pause_s"].values())), *real[1]["pauses_for_the_learner_s"])
+        longest = max(
+            max(map(max, real[0]["longest_pause_s"].values())), *real[1]["pauses_for_the_learner_s"]
+        )
         words = "every kind of process of a run with a model killed"
-        yield f"| {words} | {killed} | {lost} | {twice} | {sum(not run['steps'] for run in real)} | {longest:.1f} |"
+        yield (
+            f"| {words} | {killed} | {lost} | {twice} | {sum(not run['steps'] for run in real)} | "
+            f"{longest:.1f} |"
+        )
     if "weights" in found:
         runs = [*found["weights"].get("stricken", ()), *found["weights"].get("aborted", ())]
         count = sum(sum(run.get("injected", {}).values()) or run["failed_updates"] for run in runs)
@@ -111,10 +146,19 @@ def _other_campaigns(found: Mapping[str, Any]) -> Iterator[str]:
     if "checkpoint" in found:
         kinds = found["checkpoint"]["found"].values()
         points, broken = sum(one["points"] for one in kinds), sum(len(one["violations"]) for one in kinds)
-        yield f"| a save cut short by a death or a power loss, at every point | {points:,} | {broken} | | {broken} | |"
+        yield (
+            f"| a save cut short by a death or a power loss, at every point | {points:,} | {broken} | | "
+            f"{broken} | |"
+        )
     if "frames" in found:
-        cases = _sum(found["frames"]["structured"]["runs"], "cases") + found["frames"]["coverage_guided"]["executions"]
-        yield f"| malformed frames to the decoder | {cases:,} | | | {found['frames']['coverage_guided']['crashes']} | |"
+        cases = (
+            _sum(found["frames"]["structured"]["runs"], "cases")
+            + found["frames"]["coverage_guided"]["executions"]
+        )
+        yield (
+            f"| malformed frames to the decoder | {cases:,} | | | "
+            f"{found['frames']['coverage_guided']['crashes']} | |"
+        )
 
 
 def _runs(part: Mapping[str, Any]) -> Sequence[Run]:
@@ -132,15 +176,17 @@ def _persons(runs: Sequence[Run]) -> int:
 
 
 def hardening(found: Mapping[str, Any]) -> Iterator[str]:
-    """Runs of everything at once: each kind with its times, what became of poison, which files were damaged."""
+    """Runs of everything at once: each kind with its times, what became of poison, which files were
+    damaged."""
     runs = _runs(found)
     struck: Counter[str] = sum((_struck(run) for run in runs), Counter())
     seeds, minutes = ", ".join(str(run["seed"]) for run in runs), _sum(runs, "seconds") / 60
     messages = struck["swallowed"] + struck["repeated"]
     yield (
-        f"{struck.total() - messages:,} faults in {minutes:.0f} minutes (seeds {seeds}), and {messages:,} messages swallowed or "
-        f"repeated. {_sum(runs, 'groups'):,} groups in {_sum(runs, 'steps'):,} steps: {_sum(runs, 'lost')} lost, "
-        f"{_sum(runs, 'duplicated')} twice; runs that needed a person: {_persons(runs)}."
+        f"{struck.total() - messages:,} faults in {minutes:.0f} minutes (seeds {seeds}), and {messages:,} "
+        f"messages swallowed or repeated. {_sum(runs, 'groups'):,} groups in {_sum(runs, 'steps'):,} steps: "
+        f"{_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
+        f"{_persons(runs)}."
     )
     yield ""
     yield "| what struck | times | of them alone | median s without a step after it | longest |"
@@ -176,11 +222,17 @@ def _poison(runs: Sequence[Run]) -> Iterator[str]:
     for kind, counts in ((kind, counts) for run in runs for kind, counts in run["poisoned"].items()):
         fates.setdefault(kind, Counter()).update(counts)
     columns = ["untrainable", "dead", "discarded_lineage", "deadly"]
-    yield f"| poison | {' | '.join(f'`{column}`' for column in columns)} | gone with the store, or not reached | trained |"
+    yield (
+        f"| poison | {' | '.join(f'`{column}`' for column in columns)} | gone with the store, or not "
+        "reached | trained |"
+    )
     yield f"|{'---|' * (len(columns) + 3)}"
     for kind, counts in sorted(fates.items()):
         others = counts.total() - sum(counts[column] for column in columns) - counts["trained"]
-        yield f"| {kind} | {' | '.join(str(counts[column]) for column in columns)} | {others} | {counts['trained']} |"
+        yield (
+            f"| {kind} | {' | '.join(str(counts[column]) for column in columns)} | {others} | "
+            f"{counts['trained']} |"
+        )
 
 
 def _files(struck: Counter[str]) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""What must stay within its bounds: `python -m reliability.chaos.bounds [--seconds 120] [--only NAMES] [--json FILE]`.
+"""What must stay within its bounds: `python -m reliability.chaos.bounds [--seconds 120] [--only NAMES]
+[--json FILE]`.
 
-A real store, the shipped intake with its decoder process as learner, and producers that lease, wait and put as generators do.
+A real store, the shipped intake with its decoder process as learner, and producers that lease, wait and put
+as generators do.
 
     memory   the learner stops, then takes half of what is produced: the store's memory stays under its cap, nothing is dropped
     age      producers use the oldest weights that a ticket allows, and the store's clock jumps by an hour: no token is too old
@@ -74,8 +76,11 @@ def group_of(ticket_id: int, versions: tuple[int, ...], tokens: int) -> Group:
     return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="p", finished_version=versions[-1])
 
 
-def produce(url: str, rules: BufferRules, name: str, tokens: int, latency_s: float, at_once: int, counts: Any) -> None:
-    """A process: lease, wait a log-normal time per group, put until it is stored; a full store stops the leasing."""
+def produce(
+    url: str, rules: BufferRules, name: str, tokens: int, latency_s: float, at_once: int, counts: Any
+) -> None:
+    """A process: lease, wait a log-normal time per group, put until it is stored; a full store stops the
+    leasing."""
     die_with_parent()
     logging.disable(logging.CRITICAL)
     rng = random.Random(name)
@@ -92,7 +97,9 @@ def produce(url: str, rules: BufferRules, name: str, tokens: int, latency_s: flo
                 time.sleep(0.01)
         while due and due[0][0] <= time.monotonic():
             _, ticket_id, oldest = due[0]
-            frame = encode_group(group_of(ticket_id, (oldest, oldest + 1) if oldest % 2 else (oldest,), tokens), KEY)
+            frame = encode_group(
+                group_of(ticket_id, (oldest, oldest + 1) if oldest % 2 else (oldest,), tokens), KEY
+            )
             outcome = buffer.put(name, ticket_id, frame)
             counts[COUNTS.index(outcome.value)] += 1
             is_full = outcome is PutOutcome.FULL
@@ -206,7 +213,8 @@ class Run:
         return int(self.connection.call(lambda client: client.info("memory"))["used_memory"])
 
     def verdict(self) -> dict[str, Any]:
-        """Nothing lost, nothing twice: asked in the middle of everything, because the audit is one function of the store."""
+        """Nothing lost, nothing twice: asked in the middle of everything, because the audit is one function
+        of the store."""
         audit, ledger = self.intake.buffer.audit(), self.intake.ledger
         assert len(self.consumed) == ledger.consumed, (len(self.consumed), ledger)
         return {
@@ -253,7 +261,9 @@ class Sampler(threading.Thread):
 def memory(directory: Path, seconds: float) -> dict[str, Any]:
     """A stopped learner, then one that is half as fast as the producers, then one that is not in the way."""
     cap_bytes = 32 << 20
-    with Run(directory, groups=32, max_lag=63, window=64, cap_bytes=cap_bytes, tokens=7_000, producers=3) as run:
+    with Run(
+        directory, groups=32, max_lag=63, window=64, cap_bytes=cap_bytes, tokens=7_000, producers=3
+    ) as run:
         watch = Sampler(run.used_bytes)
         watch.start()
         started_s = time.monotonic()
@@ -288,7 +298,9 @@ def memory(directory: Path, seconds: float) -> dict[str, Any]:
 
 def age(directory: Path, seconds: float) -> dict[str, Any]:
     """The same twice: with a clock that goes as clocks go, and with one that jumps by an hour, to and fro."""
-    results = {name: _age(directory / name, seconds / 2, jumps=name == "jumping") for name in ("steady", "jumping")}
+    results = {
+        name: _age(directory / name, seconds / 2, jumps=name == "jumping") for name in ("steady", "jumping")
+    }
     return {f"{name}_{key}": value for name, result in results.items() for key, value in result.items()}
 
 
@@ -331,7 +343,8 @@ def leak(directory: Path, seconds: float) -> dict[str, Any]:
         until_s, next_s = time.monotonic() + seconds, 0.0
         while time.monotonic() < until_s:
             run.must_step()
-            groups, run.consumed = run.intake.ledger.consumed, set()  # what the test itself remembers would be a leak
+            # What the test itself remembers would be a leak.
+            groups, run.consumed = (run.intake.ledger.consumed, set())
             if time.monotonic() > next_s:
                 next_s = time.monotonic() + 0.5
                 decoder = psutil.Process(run.decoder.pid)
@@ -365,17 +378,26 @@ def run_one(name: str, seconds: float) -> dict[str, Any]:
 
 def broken(name: str, found: dict[str, Any]) -> list[str]:
     """Promises that a result does not keep."""
-    checks = [not found.get(f"{prefix}{key}", 0) for prefix in ("", "steady_", "jumping_") for key in ("lost", "twice")]
+    checks = [
+        not found.get(f"{prefix}{key}", 0)
+        for prefix in ("", "steady_", "jumping_")
+        for key in ("lost", "twice")
+    ]
     if name == "memory":
         checks += [found["highest_used_bytes"] <= found["allowed_bytes"], found["full_while_stopped"] > 0]
         checks += [found["full_while_slow"] > 0, found["stored_after_it"] > 0]
     if name == "age":
-        checks += [found[f"{kind}_share_within_bound"] == 1.0 for kind in ("steady", "jumping")] + [found["jumping_jumps"] > 0]
+        checks += [found[f"{kind}_share_within_bound"] == 1.0 for kind in ("steady", "jumping")] + [
+            found["jumping_jumps"] > 0
+        ]
     if name == "leak":
         checks += [len(found["files"]) <= 2]
     if name == "soak":
         # A connection that is down lacks a few; one that leaked would be missed with every fault.
-        checks += [not found["wrong"], *(found[each]["files"][1] - found[each]["files"][0] <= 10 for each in SURVIVORS)]
+        checks += [
+            not found["wrong"],
+            *(found[each]["files"][1] - found[each]["files"][0] <= 10 for each in SURVIVORS),
+        ]
     return [f"{name}: check {number} of {len(checks)}" for number, holds in enumerate(checks) if not holds]
 
 
@@ -389,7 +411,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    found: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    found: dict[str, Any] = (
+        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    )
     problems = []
     for name in arguments.only.split(","):
         result = run_one(name, arguments.seconds)

@@ -1,4 +1,5 @@
-"""Files that learner and store rest on: truncated, emptied, a bit flipped, gone; below a living process or a dead one."""
+"""Files that learner and store rest on: truncated, emptied, a bit flipped, gone; below a living process or a
+dead one."""
 
 import os
 import random
@@ -78,7 +79,8 @@ def _kill(world: World, process: str) -> None:
 
 
 def _file_of(name: str, world: World, draw: random.Random) -> Path | None:
-    """None when there is none, or when it is one of the last checkpoint that verifies: one must, for a run to go on."""
+    """None when there is none, or when it is one of the last checkpoint that verifies: one must, for a run to
+    go on."""
     if name in STORE:
         found = sorted((world.directory / "store").rglob(_PATTERNS[name]))
     elif name in CHECKPOINT:
@@ -93,7 +95,9 @@ def _file_of(name: str, world: World, draw: random.Random) -> Path | None:
 def _whole(world: World) -> list[Path]:
     """The checkpoints that verify, oldest first."""
     store, found = CheckpointStore(world.checkpoints, KEY, KEEP), []
-    for path in sorted(world.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))):
+    for path in sorted(
+        world.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
+    ):
         try:
             store.verify(path)
         except (CheckpointError, OSError):  # pruned meanwhile

@@ -21,12 +21,16 @@ SCHEDULES = (
         always=partial(swallow, 0.005, 0.0),
     ),
 )
-"""Kills of generators and learner; and with them kills and power losses of the store, and a reply in 200 swallowed."""
+"""Kills of generators and learner; and with them kills and power losses of the store, and a reply in 200
+swallowed."""
 
 
 def compare(seed: int, faults: int) -> list[dict[str, Any]]:
-    """Every design under every schedule: the same `faults` faults, in the same order, at the same intervals."""
-    return [_run(design, schedule, seed, faults) for schedule in SCHEDULES for design in (*rivals.DESIGNS, OURS)]
+    """Every design under every schedule: the same `faults` faults, in the same order, at the same
+    intervals."""
+    return [
+        _run(design, schedule, seed, faults) for schedule in SCHEDULES for design in (*rivals.DESIGNS, OURS)
+    ]
 
 
 def _run(design: str, schedule: Scenario, seed: int, faults: int) -> dict[str, Any]:
@@ -60,6 +64,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     """As Markdown."""
     rows = ["| faults | design | faults | groups | lost | duplicated |", "|---|---|---|---|---|---|"]
     return rows + [
-        f"| {one['schedule']} | {one['design']} | {one['faults']} | {one['groups']} | {one['lost']} | {one['duplicated']} |"
+        f"| {one['schedule']} | {one['design']} | {one['faults']} | {one['groups']} | {one['lost']} | "
+        f"{one['duplicated']} |"
         for one in results
     ]

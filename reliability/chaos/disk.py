@@ -12,7 +12,8 @@ class Disk:
     """The disk below one store."""
 
     def __init__(self, store: Path, scratch: Path) -> None:
-        """`store` is the server's directory; `scratch` outlives it. Raises RuntimeError without a C compiler."""
+        """`store` is the server's directory; `scratch` outlives it. Raises RuntimeError without a C
+        compiler."""
         self._store = store
         self._syncs, self._slow, self._full = scratch / "syncs", scratch / "slow", scratch / "full"
         self.discarded_bytes = 0
@@ -21,7 +22,9 @@ class Disk:
         if shutil.which("cc") is None:
             raise RuntimeError("the power-loss shim needs a C compiler (cc)")
         source = Path(__file__).with_name("disk.c")
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self._library, source, "-ldl"], check=True, timeout=60)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O1", "-o", self._library, source, "-ldl"], check=True, timeout=60
+        )
 
     @contextmanager
     def below(self) -> Iterator[None]:

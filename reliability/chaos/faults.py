@@ -1,4 +1,5 @@
-"""The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of the processes."""
+"""The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of
+the processes."""
 
 import contextlib
 import random
@@ -107,7 +108,8 @@ def fill_disk(world: World, draw: random.Random) -> None:
 
 
 def partition(world: World, draw: random.Random) -> None:
-    """One pair of roles cannot reach each other for a while: a proxy between them is silent, or the link is down."""
+    """One pair of roles cannot reach each other for a while: a proxy between them is silent, or the link is
+    down."""
     pair = draw.choice(sorted(world.pairs))
     world.pairs[pair].cut()
     world.run_for(min(1.0 + draw.expovariate(1 / 1.2), 30.0))
@@ -141,7 +143,8 @@ def stop(kinds: tuple[str, ...], world: World, draw: random.Random) -> None:
 
 
 def _lives(process: psutil.Process, parent: int) -> bool:
-    """Whether it is somebody's. One that was stopped as it began does not die with its parent: the supervisor ends families."""
+    """Whether it is somebody's. One that was stopped as it began does not die with its parent: the supervisor
+    ends families."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and process.ppid() == parent
     except psutil.NoSuchProcess:
@@ -199,7 +202,8 @@ class Scenario:
     at_once: tuple[int, ...] = (1,)
     """How many strike together, drawn from these."""
     hang_s: float = float("inf")
-    """Silence after which a process is replaced. Finite: each fault once, the first one first, before any strikes again."""
+    """Silence after which a process is replaced. Finite: each fault once, the first one first, before any
+    strikes again."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
 
@@ -238,7 +242,9 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
     kinds, weights = zip(*scenario.faults.items(), strict=True)
     scenario.always(world, draw)
     until_s = time.monotonic() + seconds
-    in_turn = iter([kinds[0], *draw.sample(kinds[1:], len(kinds) - 1)] if scenario.hang_s < float("inf") else ())
+    in_turn = iter(
+        [kinds[0], *draw.sample(kinds[1:], len(kinds) - 1)] if scenario.hang_s < float("inf") else ()
+    )
     for _ in range(most):
         if time.monotonic() > until_s:
             return

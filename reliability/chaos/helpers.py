@@ -1,4 +1,5 @@
-"""Stand-ins around the shipped loops: an engine whose core is a process, a publisher without weights, ids that kill."""
+"""Stand-ins around the shipped loops: an engine whose core is a process, a publisher without weights, ids
+that kill."""
 
 import asyncio
 import os

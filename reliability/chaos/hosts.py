@@ -1,4 +1,5 @@
-"""A host for every role, and a cable between each pair: network namespaces joined by veth pairs, whose links go down and up."""
+"""A host for every role, and a cable between each pair: network namespaces joined by veth pairs, whose links
+go down and up."""
 
 import ctypes
 import multiprocessing
@@ -46,7 +47,9 @@ class Cable:
     def lay(self) -> None:
         """Plug it in at both ends."""
         one, other = self.ends
-        one.ip("link", "add", self._name, "type", "veth", "peer", "name", self._name, "netns", str(other.holder))
+        one.ip(
+            "link", "add", self._name, "type", "veth", "peer", "name", self._name, "netns", str(other.holder)
+        )
         for end, host in enumerate(self.ends):
             host.ip("address", "add", f"{self.address(end)}/30", "dev", self._name)
             host.ip("link", "set", self._name, "up")
@@ -69,7 +72,8 @@ class Cable:
 
 
 class Hosts:
-    """Those of a store, a learner and generators, and the cables by the names of the proxies whose place they take."""
+    """Those of a store, a learner and generators, and the cables by the names of the proxies whose place they
+    take."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -1,8 +1,9 @@
-"""The weights of a learner without a model: a hash of everything that was trained, in order, and the proof of how it came about.
+"""The weights of a learner without a model: a hash of everything that was trained, in order, and the proof of
+how it came about.
 
-Every checkpoint names a *manifest*: an immutable file with the steps since the previous checkpoint, the hash after them, and the
-manifest before it. Whoever walks from the newest checkpoint back to the first manifest has the lineage that lasts, whatever
-was trained and lost again on the way, and can compute the weights anew.
+Every checkpoint names a *manifest*: an immutable file with the steps since the previous checkpoint, the hash
+after them, and the manifest before it. Whoever walks from the newest checkpoint back to the first manifest
+has the lineage that lasts, whatever was trained and lost again on the way, and can compute the weights anew.
 """
 
 import hashlib
@@ -111,10 +112,13 @@ def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]
     """Recompute everything that the last checkpoint claims.
 
     Args:
-        checkpoint: directory of the last one, whose last step took in strict order, so that consumed ids are 1..N.
-        handed_over: digests of the frames that generators offered, by id.
+        checkpoint: directory of the last one, whose last step took in strict order, so that consumed ids are
+        1..N. handed_over: digests of the frames that generators offered, by id.
     """
-    saved, ledger = json.loads((checkpoint / FILE).read_text()), json.loads((checkpoint / "state.json").read_text())["ledger"]
+    saved, ledger = (
+        json.loads((checkpoint / FILE).read_text()),
+        json.loads((checkpoint / "state.json").read_text())["ledger"],
+    )
     weights, chain, takes, wrong = FIRST, EMPTY_CHAIN, 0, []
     consumed, steps, rejected, reasons = Counter[int](), 0, 0, dict[int, str]()
     for manifest in lineage(manifests, saved["manifest"]):
@@ -133,12 +137,23 @@ def judge(checkpoint: Path, manifests: Path, handed_over: Mapping[int, set[str]]
     if weights != saved["weights"]:
         wrong.append("the weights of the checkpoint are not what its manifests make")
     if (chain, takes) != (ledger["chain"], ledger["takes"]):
-        wrong.append(f"the ledger's chain after take {ledger['takes']} is not that of the {takes} takes in the lineage")
+        wrong.append(
+            f"the ledger's chain after take {ledger['takes']} is not that of the {takes} takes in the lineage"
+        )
     last, counted = max(consumed, default=0), consumed.total()
     if (ledger["watermark"], ledger["above"]) != (last, []):
-        wrong.append(f"the ledger says watermark {ledger['watermark']} and {ledger['above']}, the lineage ends at {last}")
-    if ledger["trained"] + sum(ledger["rejected"].values()) != counted or sum(ledger["rejected"].values()) != rejected:
-        wrong.append(f"the ledger books {ledger['trained']} trained and {ledger['rejected']}, the lineage consumed {counted}")
+        wrong.append(
+            f"the ledger says watermark {ledger['watermark']} and {ledger['above']}, the lineage ends at "
+            f"{last}"
+        )
+    if (
+        ledger["trained"] + sum(ledger["rejected"].values()) != counted
+        or sum(ledger["rejected"].values()) != rejected
+    ):
+        wrong.append(
+            f"the ledger books {ledger['trained']} trained and {ledger['rejected']}, the lineage consumed "
+            f"{counted}"
+        )
     return Verdict(
         groups=len(consumed),
         steps=steps,
@@ -154,7 +169,11 @@ def _strangers(step: Mapping[str, Any], handed_over: Mapping[int, set[str]]) -> 
     """Groups of a step that were not taken in it, or whose content no generator made."""
     taken = Counter(i for ids in step["takes"] for i in ids)
     used = Counter(i for i, _ in step["trained"]) + Counter(i for i, _ in step["rejected"])
-    wrong = [] if taken == used else [f"step of version {step['version']} took {dict(taken)} and used {dict(used)}"]
+    wrong = (
+        []
+        if taken == used
+        else [f"step of version {step['version']} took {dict(taken)} and used {dict(used)}"]
+    )
     return wrong + [
         f"group {i}: its content {content} was never handed over"
         for i, content in step["trained"]

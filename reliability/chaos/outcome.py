@@ -72,7 +72,8 @@ TOGETHER = "several at once"
 
 
 def pauses(world: World) -> dict[str, list[float]]:
-    """The longest time without a step after each fault, by kind; of those that struck together, under one name."""
+    """The longest time without a step after each fault, by kind; of those that struck together, under one
+    name."""
     found: dict[str, list[float]] = defaultdict(list)
     for one in world.rounds:
         found[one["kinds"][0] if len(one["kinds"]) == 1 else TOGETHER].append(one["pause_s"])
@@ -83,7 +84,11 @@ def hangs(world: World) -> list[dict[str, Any]]:
     """What was stopped, when it was replaced, and when the next step was made, in seconds."""
     steps = [event["at_s"] for event in world.events() if event["event"] == "step"]
     return [
-        {"kinds": one["kinds"], "replaced_s": one["replaced_s"], "step_s": round(_after(steps, one["at_s"]) - one["at_s"], 2)}
+        {
+            "kinds": one["kinds"],
+            "replaced_s": one["replaced_s"],
+            "step_s": round(_after(steps, one["at_s"]) - one["at_s"], 2),
+        }
         for one in world.hangs
     ]
 
@@ -97,7 +102,9 @@ def recoveries(world: World) -> dict[str, list[float]]:
         for at_s, expected in faults:
             if kind == "kill_learner":
                 signs = [
-                    e["at_s"] for e in events if e["at_s"] > at_s and e["event"] == "step" and e["pid"] != expected["not_pid"]
+                    e["at_s"]
+                    for e in events
+                    if e["at_s"] > at_s and e["event"] == "step" and e["pid"] != expected["not_pid"]
                 ]
                 ends = signs[:1]
             elif kind == "kill_generator":
@@ -129,13 +136,22 @@ def _after(times: Sequence[float], at_s: float) -> float:
 def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The figures, as Markdown: faults with what they cost, then times."""
     outcomes = list(outcomes)
-    rows = ["| figure | fault | injected | aim | groups | lost | duplicated |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| figure | fault | injected | aim | groups | lost | duplicated |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for figure, fault, kinds, aim in FIGURES:
         struck = [one for one in outcomes if any(one["struck"].get(kind) for kind in kinds)]
         count = sum(one["struck"].get(kind, 0) for one in struck for kind in kinds)
-        groups, lost, duplicated = (sum(one[key] for one in struck) for key in ("groups", "lost", "duplicated"))
+        groups, lost, duplicated = (
+            sum(one[key] for one in struck) for key in ("groups", "lost", "duplicated")
+        )
         rows.append(f"| {figure} | {fault} | {count} | {aim} | {groups} | {lost} | {duplicated} |")
-    rows += ["", "| figure | seconds from | seed | times | p50 | p99 | longest | target |", "|---|---|---|---|---|---|---|---|"]
+    rows += [
+        "",
+        "| figure | seconds from | seed | times | p50 | p99 | longest | target |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for figure, what, kinds, target in RECOVERIES:
         for seed in dict.fromkeys(one["seed"] for one in outcomes):
             recoveries_s = [one["recoveries_s"] for one in outcomes if one["seed"] == seed]
@@ -145,6 +161,8 @@ def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
                 rows.append(f"| {figure} | {what} | {seed} | {spread} | {target} |")
     rows += ["", "| scenario | runs, as seed: seconds of faults |", "|---|---|"]
     for name in dict.fromkeys(one["scenario"] for one in outcomes):
-        runs = ", ".join(f"{one['seed']}: {one['seconds']:.0f}" for one in outcomes if one["scenario"] == name)
+        runs = ", ".join(
+            f"{one['seed']}: {one['seconds']:.0f}" for one in outcomes if one["scenario"] == name
+        )
         rows.append(f"| {name} | {runs} |")
     return rows

@@ -1,4 +1,5 @@
-"""What a generator that turned against the run can do: wrong frames, deadly tickets, messages, values in the store."""
+"""What a generator that turned against the run can do: wrong frames, deadly tickets, messages, values in the
+store."""
 
 import math
 import random
@@ -46,7 +47,9 @@ def _honest(ticket_id: int, version: int) -> Group:
         finish_reason="stop",
         reward=1.0,
     )
-    return Group(ticket_id=ticket_id, rollouts=(rollout, rollout), generator_id="g0", finished_version=version)
+    return Group(
+        ticket_id=ticket_id, rollouts=(rollout, rollout), generator_id="g0", finished_version=version
+    )
 
 
 def _rollouts(group: Group, **changes: Any) -> Group:
@@ -63,8 +66,12 @@ GROUPS: Mapping[str, Wrong] = {
     ),
     "empty prompt": lambda group, draw: _rollouts(group, prompt_ids=np.empty(0, np.int32)),
     "too long": lambda group, draw: _rollouts(group, prompt_ids=np.ones(draw.choice([97, 5000]), np.int32)),
-    "no rollouts, or too many": lambda group, draw: replace(group, rollouts=draw.choice([(), group.rollouts * 2])),
-    "seconds that are no time": lambda group, draw: replace(group, sampling_s=draw.choice([math.nan, math.inf, -1.0])),
+    "no rollouts, or too many": lambda group, draw: replace(
+        group, rollouts=draw.choice([(), group.rollouts * 2])
+    ),
+    "seconds that are no time": lambda group, draw: replace(
+        group, sampling_s=draw.choice([math.nan, math.inf, -1.0])
+    ),
     "hours that are no time": lambda group, draw: replace(
         group, times=GroupTimes(math.nan, draw.choice([math.inf, -5.0]), 1e300)
     ),
@@ -72,10 +79,14 @@ GROUPS: Mapping[str, Wrong] = {
     "log-probability beyond bounds": lambda group, draw: _rollouts(
         group, behaviour_logprobs=np.full(4, draw.choice([3.0, -1e30]), np.float32)
     ),
-    "weights of a future version": lambda group, draw: _spans(group, version=group.finished_version + draw.choice([5000, 10**6])),
+    "weights of a future version": lambda group, draw: _spans(
+        group, version=group.finished_version + draw.choice([5000, 10**6])
+    ),
     "weights of a lost lineage": lambda group, draw: _spans(group, lineage=draw.randrange(1, 10**6)),
     "wrong lane": lambda group, draw: replace(group, lane="eval"),
-    "frame of another ticket": lambda group, draw: replace(group, ticket_id=group.ticket_id + draw.choice([1, -1, 10**9])),
+    "frame of another ticket": lambda group, draw: replace(
+        group, ticket_id=group.ticket_id + draw.choice([1, -1, 10**9])
+    ),
 }
 """Groups with a true signature and a lie inside, by kind."""
 
@@ -83,7 +94,9 @@ GROUPS: Mapping[str, Wrong] = {
 def _undecodable(frame: bytes, draw: random.Random) -> bytes:
     place = draw.randrange(len(frame))
     changed = bytes([frame[place] ^ 0xFF])
-    return draw.choice([frame[:place], frame[:place] + changed + frame[place + 1 :], b"", draw.randbytes(200)])
+    return draw.choice(
+        [frame[:place], frame[:place] + changed + frame[place + 1 :], b"", draw.randbytes(200)]
+    )
 
 
 def put_frame(kind: str, world: World, draw: random.Random) -> None:
@@ -92,7 +105,11 @@ def put_frame(kind: str, world: World, draw: random.Random) -> None:
         for _ in range(500):
             # Another fault may have put wrong types and values into the store.
             with suppress(RedisError, StoreError):
-                ids = {int(field) for field in client.hkeys(key_of("holders")) if field.isdigit() and len(field) < 12}
+                ids = {
+                    int(field)
+                    for field in client.hkeys(key_of("holders"))
+                    if field.isdigit() and len(field) < 12
+                }
                 if ids := ids - marked(world.directory, "ticket"):
                     ticket_id = draw.choice(sorted(ids))
                     frame = _frame(kind, ticket_id, world.version, draw)
@@ -145,7 +162,8 @@ WORDS: tuple[Any, ...] = (
 
 
 def send_message(world: World, draw: random.Random) -> None:
-    """One to the learner's control plane, signed with the run's key, from nobody, or in the name of a generator."""
+    """One to the learner's control plane, signed with the run's key, from nobody, or in the name of a
+    generator."""
     member = {"generator_id": draw.choice(["rogue", "g0"]), "incarnation": draw.choice(["1", ""])}
     messages: dict[str, dict[str, Any]] = {
         "UpdateReport": REPORT,
@@ -156,7 +174,9 @@ def send_message(world: World, draw: random.Random) -> None:
         "Refused": {"reason": "not you"},
     }
     kind = draw.choice(list(messages))
-    fields = messages[kind] | {draw.choice([*messages[kind], "x"]): draw.choice(WORDS) for _ in range(draw.randrange(3))}
+    fields = messages[kind] | {
+        draw.choice([*messages[kind], "x"]): draw.choice(WORDS) for _ in range(draw.randrange(3))
+    }
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 300)
         socket.connect(f"ipc://{world.control_path}")
@@ -168,8 +188,8 @@ def send_message(world: World, draw: random.Random) -> None:
 def fates(world: World, verdict: Verdict) -> tuple[dict[str, dict[str, int]], list[str]]:
     """What became of everything deliberate, by kind and reason, and what became of it that must not.
 
-    That nothing of it was trained is checked with all other groups: no honest generator handed it over. A store that lost it
-    before the learner saw it has its ticket sampled anew.
+    That nothing of it was trained is checked with all other groups: no honest generator handed it over. A
+    store that lost it before the learner saw it has its ticket sampled anew.
     """
     found: dict[str, Counter[str]] = defaultdict(Counter)
     refused = {(e["id"], e["content"]): e["reason"] for e in world.events() if e["event"] == "refused"}
@@ -182,6 +202,8 @@ def fates(world: World, verdict: Verdict) -> tuple[dict[str, dict[str, int]], li
         for ticket_id in marked(world.directory, what):
             reason = kind_of(verdict.reasons.get(ticket_id, "" if ticket_id <= end else "not reached"))
             found[f"deadly {what}"][reason or "trained"] += 1
-            if not reason or (what == "ticket" and reason not in (DEADLY, "not reached") and ticket_id not in sampled):
+            if not reason or (
+                what == "ticket" and reason not in (DEADLY, "not reached") and ticket_id not in sampled
+            ):
                 wrong.append(f"deadly {what} {ticket_id}: {reason or 'trained'}")
     return {kind: dict(counts) for kind, counts in sorted(found.items())}, wrong

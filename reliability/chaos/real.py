@@ -1,4 +1,5 @@
-"""A whole run with a tiny model, started as a user starts it, while its processes are killed one kind after the other.
+"""A whole run with a tiny model, started as a user starts it, while its processes are killed one kind after
+the other.
 
     heal        kill -9 of every kind of process; the run goes on by itself, and is whole again before the next
     supervisor  kill -9 of the one that looks after the others: nothing survives it
@@ -6,7 +7,8 @@
     crash loop  a process that always dies ends the run with its last words
     pace        a run of its own: a generator killed every minute, the learner once in ten; what that costs
 
-Everything is read from what the run leaves behind: metrics, checkpoints, the store's audit, the table of processes.
+Everything is read from what the run leaves behind: metrics, checkpoints, the store's audit, the table of
+processes.
 """
 
 import json
@@ -34,7 +36,8 @@ from .members import Stuck
 
 B, EVERY = 4, 5
 PACE_EVERY = 40
-"""About 20 s: sqrt(2 * 0.4 s for saving * 600 s between two deaths of the learner), as J. W. Young found in 1974."""
+"""About 20 s: sqrt(2 * 0.4 s for saving * 600 s between two deaths of the learner), as J. W. Young found in
+1974."""
 GENERATORS = 2
 PATIENCE_S = 600.0
 VICTIMS = {
@@ -78,8 +81,20 @@ class RealRun:
             "batch": {"groups": B, "group_size": 4},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "staleness": {"max_lag": 2},
-            "learner": {"steps": 100_000, "ranks": 2, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-            "generator": {"count": GENERATORS, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
+            "learner": {
+                "steps": 100_000,
+                "ranks": 2,
+                "device": "cpu",
+                "threads": 1,
+                "optimizer": {"lr": 1e-3},
+            },
+            "generator": {
+                "count": GENERATORS,
+                "threads": 1,
+                "max_running": 16,
+                "kv_cache_gib": 0.25,
+                "lease_s": 10,
+            },
             "checkpoint": {"every": EVERY},
             "control": {"max_restarts": 1000, "timeout_s": 5},
         }
@@ -100,7 +115,7 @@ class RealRun:
         for process in processes_of(self.directory):
             process.kill()
 
-    # --- what it says about itself -----------------------------------------------------------------------------------
+    # --- what it says about itself ----------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
         """Of the learner's steps, oldest first."""
@@ -155,7 +170,7 @@ class RealRun:
         status = json.loads(path.read_text()) if path.exists() else {"updated_at": 0.0, "members": []}
         return status["updated_at"] > since and len(status["members"]) == GENERATORS
 
-    # --- the parts ---------------------------------------------------------------------------------------------------
+    # --- the parts --------------------------------------------------------------------------------
 
     def begin(self, *overrides: str) -> None:
         """`asyncrl up`, until everybody is there and steps are made."""
@@ -181,12 +196,16 @@ class RealRun:
         before = len(self.find(kind))
         at = self.kill(kind, draw)
         self.wait_steps(2)
-        self.wait(lambda: (self.is_whole(at + 5.0) and len(self.find(kind)) >= before) or self._check(), f"return of the {kind}")
+        self.wait(
+            lambda: (self.is_whole(at + 5.0) and len(self.find(kind)) >= before) or self._check(),
+            f"return of the {kind}",
+        )
         self.to_whole_s[kind].append(round(time.time() - at, 2))
         self.longest_pause_s[kind].append(round(longest_pause(self.rows(), at), 2))
 
     def pace(self, minutes: float, draw: random.Random) -> dict[str, Any]:
-        """A generator killed in the middle of every minute, the learner once in ten; first a minute without faults."""
+        """A generator killed in the middle of every minute, the learner once in ten; first a minute without
+        faults."""
         calm_from = time.time()
         self.run_until(calm_from + 60.0)
         began = time.time()
@@ -203,12 +222,16 @@ class RealRun:
         return {
             "seconds": round(ended - began, 1),
             "killed": self.killed,
-            "pauses_for_the_learner_s": [round(longest_pause(within(rows, at, at + 30.0), at), 2) for at in learner_killed_at],
+            "pauses_for_the_learner_s": [
+                round(longest_pause(within(rows, at, at + 30.0), at), 2) for at in learner_killed_at
+            ],
             "steps_per_minute_calm": round(60.0 * len(calm) / (began - calm_from), 1),
             "steps_per_minute": round(60.0 * len(lasting) / (ended - began), 1),
             "share_of_steps_calm": round(sum(calm.values()) / (began - calm_from), 3),
             "share_of_lasting_steps": round(sum(lasting.values()) / (ended - began), 3),
-            "share_of_waiting": round(sum(lasting_steps(rows, began, "time/wait_groups").values()) / (ended - began), 3),
+            "share_of_waiting": round(
+                sum(lasting_steps(rows, began, "time/wait_groups").values()) / (ended - began), 3
+            ),
         }
 
     def run_until(self, at: float) -> None:
@@ -223,7 +246,9 @@ class RealRun:
         self.up.kill()
         self.up.wait(10.0)
         at_s = time.monotonic()
-        self.wait(lambda: not processes_of(self.directory), "end of all processes after the supervisor's", 60.0)
+        self.wait(
+            lambda: not processes_of(self.directory), "end of all processes after the supervisor's", 60.0
+        )
         self.killed["supervisor"] = 1
         return round(time.monotonic() - at_s, 2)
 
@@ -238,7 +263,10 @@ class RealRun:
         self.command("down", str(self.directory))
         assert self.up is not None
         status, left = self.up.wait(60.0), len(processes_of(self.directory))
-        newest = max((self.directory / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        newest = max(
+            (self.directory / "checkpoints").glob("step-*"),
+            key=lambda path: int(path.name.removeprefix("step-")),
+        )
         state = json.loads((newest / "state.json").read_text())
         ledger, audit = state["ledger"], json.loads(self.command("audit", str(self.directory)))
         consumed, rejected = ledger["watermark"] + len(ledger["above"]), sum(ledger["rejected"].values())
@@ -247,7 +275,8 @@ class RealRun:
             "groups": consumed,
             "unaccounted": consumed - state["version"] * B - rejected,
             "missing_in_audit": audit["missing"],
-            "steps_in_a_row": lineage_of(self.rows())[: state["version"]] == list(range(1, state["version"] + 1)),
+            "steps_in_a_row": lineage_of(self.rows())[: state["version"]]
+            == list(range(1, state["version"] + 1)),
             "down_leaves_nothing": status == 128 + signal.SIGTERM and left == 0,
         }
 
@@ -260,11 +289,17 @@ class RealRun:
             for process in self.find("generator")[:1]:
                 process.kill()
             time.sleep(0.5)
-        return self.up.poll() not in (0, None) and "died 3 times" in self.said() and not processes_of(self.directory)
+        return (
+            self.up.poll() not in (0, None)
+            and "died 3 times" in self.said()
+            and not processes_of(self.directory)
+        )
 
     def command(self, *arguments: str) -> str:
         """A command's output. Raises Stuck."""
-        done = subprocess.run([*ASYNCRL, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(
+            [*ASYNCRL, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         if done.returncode:
             raise Stuck(f"asyncrl {' '.join(arguments)}: {done.stderr}")
         return done.stdout
@@ -294,7 +329,9 @@ def lasting_steps(rows: list[dict[str, Any]], began: float, part: str = "time/st
     lasting: dict[int, float] = {}
     for row in rows:
         if row["time"] > began:
-            lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {row["step"]: row[part]}
+            lasting = {step: s for step, s in lasting.items() if step < row["step"]} | {
+                row["step"]: row[part]
+            }
     return lasting
 
 

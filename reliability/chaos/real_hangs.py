@@ -26,7 +26,13 @@ def run(seed: int, root: Path) -> dict[str, Any]:
         real.begin(*(f"{key}={value:g}" for key, value in options.items()), "store.isolate_decoding=true")
         began_s = time.monotonic()
         times = {kind: _stop_one(real, kind, draw) for kind in KINDS}
-        return {"seed": seed, "hang_s": HANG_S, "seconds": round(time.monotonic() - began_s, 1), "times": times, **real.stop()}
+        return {
+            "seed": seed,
+            "hang_s": HANG_S,
+            "seconds": round(time.monotonic() - began_s, 1),
+            "times": times,
+            **real.stop(),
+        }
 
 
 def _stop_one(real: RealRun, kind: str, draw: random.Random) -> dict[str, float]:
@@ -37,7 +43,10 @@ def _stop_one(real: RealRun, kind: str, draw: random.Random) -> dict[str, float]
     replaced_s = time.time() - at
     real.wait_steps(2)
     step_s = time.time() - at
-    real.wait(lambda: (real.is_whole(at + 5.0) and len(real.find(kind)) >= before) or real._check(), f"return of the {kind}")
+    real.wait(
+        lambda: (real.is_whole(at + 5.0) and len(real.find(kind)) >= before) or real._check(),
+        f"return of the {kind}",
+    )
     found = {
         "bound_s": BOUNDS_S.get(kind, HANG_S),
         "replaced_s": round(replaced_s, 1),

@@ -1,7 +1,8 @@
-"""Other designs in the same world: a list, and streams that are acknowledged after the step or after the checkpoint.
+"""Other designs in the same world: a list, and streams that are acknowledged after the step or after the
+checkpoint.
 
-As one finds them: the client's own retries, ids from a counter in the store, a checkpoint of the consumer. Streams read what was
-pending first. A checkpoint is the list of the ids consumed so far.
+As one finds them: the client's own retries, ids from a counter in the store, a checkpoint of the consumer.
+Streams read what was pending first. A checkpoint is the list of the ids consumed so far.
 """
 
 import json
@@ -58,7 +59,9 @@ def consumer(design: str, place: Place, name: str, checkpoints: Path) -> None:
             continue
         time.sleep(0.005)
         version += 1
-        lines.write(json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), "event": "step", "version": version}))
+        lines.write(
+            json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), "event": "step", "version": version})
+        )
         consumed += [ticket_id for _, ticket_id in groups]
         unacknowledged += [entry for entry, _ in groups]
         groups = []
@@ -95,7 +98,9 @@ class Stream:
 
     def read(self, count: int) -> list[tuple[Any, int]]:
         try:
-            reply: Any = self._client.xreadgroup("learners", "learner", {"stream": self._from}, count=count, block=1000)
+            reply: Any = self._client.xreadgroup(
+                "learners", "learner", {"stream": self._from}, count=count, block=1000
+            )
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise

@@ -1,4 +1,5 @@
-"""Processes of a run without models: shipped loops, protocol, control plane, checkpoints; a toy engine, a hash for weights."""
+"""Processes of a run without models: shipped loops, protocol, control plane, checkpoints; a toy engine, a
+hash for weights."""
 
 import asyncio
 import json
@@ -84,19 +85,23 @@ class Place:
 
 
 def start(role: Callable[..., None], place: Place, name: str, signs: str, *arguments: Any) -> None:
-    """What a forked process does: its own network and log, its place on the board `signs`, the exit status of a shipped role."""
+    """What a forked process does: its own network and log, its place on the board `signs`, the exit status of
+    a shipped role."""
     os.environ |= progress.variable(os.open(signs, os.O_RDWR), 0)
     if place.network is not None:
         move_to(place.network)
     log = os.open(place.directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s", force=True
+    )
     run_role(lambda: role(place, name, *arguments))
 
 
 class Lines:
-    """Appends whole lines to a file that several processes share. `time.monotonic` is one clock for all of them."""
+    """Appends whole lines to a file that several processes share. `time.monotonic` is one clock for all of
+    them."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -110,7 +115,7 @@ def step_record(checkpoints: Path) -> Path:
     return checkpoints.with_suffix(".step.json")
 
 
-# --- generator -------------------------------------------------------------------------------------------------------
+# --- generator ------------------------------------------------------------------------------------
 
 
 class WatchedBuffer(RedisBuffer):
@@ -133,7 +138,10 @@ class Rewards:
         self._calls += 1
         if self._calls % 100 == 0:
             raise RewardError("part toy: told to raise")
-        return [Score(total=float(len(one.response) % 5), parts={"toy": float(len(one.response) % 5)}) for one in inputs]
+        return [
+            Score(total=float(len(one.response) % 5), parts={"toy": float(len(one.response) % 5)})
+            for one in inputs
+        ]
 
     async def close(self) -> None: ...
 
@@ -179,9 +187,22 @@ async def _generate(place: Place, name: str, seed: int) -> None:
         control=control,
         tracker=Nowhere(),
         settings=GeneratorSettings(
-            max_running=12, lease_s=RULES.lease_s, heartbeat_s=CONTROL.heartbeat_s, probe_limit=1e-3, wire_key=KEY
+            max_running=12,
+            lease_s=RULES.lease_s,
+            heartbeat_s=CONTROL.heartbeat_s,
+            probe_limit=1e-3,
+            wire_key=KEY,
         ),
-    ).run(Hello(generator_id=name, incarnation=incarnation, release="r", config_hash="c", version=0, pid=os.getpid()))
+    ).run(
+        Hello(
+            generator_id=name,
+            incarnation=incarnation,
+            release="r",
+            config_hash="c",
+            version=0,
+            pid=os.getpid(),
+        )
+    )
 
 
 def _prompt(place: Place, ticket_id: int) -> Prompt:
@@ -189,7 +210,7 @@ def _prompt(place: Place, ticket_id: int) -> Prompt:
     return Prompt(token_ids=(ticket_id % 16,), text="", row={})
 
 
-# --- learner ---------------------------------------------------------------------------------------------------------
+# --- learner --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -210,13 +231,16 @@ class JudgedBuffer(RedisBuffer):
 
     say: Callable[..., None]
 
-    def reject_frame(self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False) -> Take:
+    def reject_frame(
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+    ) -> Take:
         self.say("refused", id=ticket_id, content=digest(frame), reason=reason)
         return super().reject_frame(take, ticket_id, frame, reason, final=final)
 
 
 class Learner:
-    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and asyncrl.launch.learner_runs."""
+    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and
+    asyncrl.launch.learner_runs."""
 
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._place = place
@@ -310,7 +334,8 @@ class Learner:
 
     def _train(self, collected: Collected) -> None:
         progress.begin("step")
-        frame_of = {id(group): frame for group, frame in self._decoded}  # not by ticket: a refused frame may say any
+        # Not by ticket: a refused frame may say any.
+        frame_of = {id(group): frame for group, frame in self._decoded}
         frames = {group.ticket_id: frame_of[id(group)] for group in collected.groups}
         self._deaths.begin(self.version, list(frames.values()))
         time.sleep(0.005)
@@ -338,7 +363,9 @@ class Learner:
     def _save(self) -> bool:
         state = {"version": self.version, "ledger": self._intake.settled.to_dict()}
         try:
-            oldest = self._checkpoints.state(self._checkpoints.save(self.version, self._weights, state))["ledger"]
+            oldest = self._checkpoints.state(self._checkpoints.save(self.version, self._weights, state))[
+                "ledger"
+            ]
         except CheckpointError:
             log.exception("step %d is not saved", self.version)
             return False
@@ -346,7 +373,9 @@ class Learner:
         return True
 
     def _say(self, event: str, **values: Any) -> None:
-        self._lines.write(json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), "event": event, **values}))
+        self._lines.write(
+            json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), "event": event, **values})
+        )
 
 
 def _reject_zero(outcome: GroupOutcome) -> str | None:

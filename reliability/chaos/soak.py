@@ -1,4 +1,5 @@
-"""Hours of faults, about one every half minute, that one learner and one generator live through: does anything in them grow?"""
+"""Hours of faults, about one every half minute, that one learner and one generator live through: does
+anything in them grow?"""
 
 import random
 import threading
@@ -74,7 +75,8 @@ class Watch(threading.Thread):
 
 
 def soak(directory: Path, seconds: float) -> dict[str, Any]:
-    """The slope is over the last three quarters. Raises Stuck, and what psutil does for a survivor that died."""
+    """The slope is over the last three quarters. Raises Stuck, and what psutil does for a survivor that
+    died."""
     # A short one has its faults closer together.
     gap_s = min(GAP_S, seconds / 8)
     with World(directory / "soak", SEED) as world:

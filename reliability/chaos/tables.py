@@ -1,4 +1,5 @@
-"""The tables of docs/reliability.md that are not of scenarios: weights plane, bounds, frames, crash points, a run with a model.
+"""The tables of docs/reliability.md that are not of scenarios: weights plane, bounds, frames, crash points, a
+run with a model.
 
 Runs of several seeds are summed; what cannot be summed is the worst of them.
 """
@@ -12,35 +13,57 @@ Run = Mapping[str, Any]
 def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     """F14 to F16."""
     stricken, visitors, aborted = (found.get(name, []) for name in ("stricken", "visitors", "aborted"))
-    yield "| figure | fault | injected | aim | seeds | learner errors | failed updates of others | tokens of mixed weights |"
+    yield (
+        "| figure | fault | injected | aim | seeds | learner errors | failed updates of others | tokens of "
+        "mixed weights |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
-    injected = {kind: sum(run["injected"].get(kind, 0) for run in stricken) for kind in ("SIGKILL", "SIGSTOP")}
+    injected = {
+        kind: sum(run["injected"].get(kind, 0) for run in stricken) for kind in ("SIGKILL", "SIGSTOP")
+    }
     late = sum(count for run in stricken for kind, count in run["injected"].items() if kind.endswith("late"))
-    what = f"receiver killed ({injected['SIGKILL']}) or stopped ({injected['SIGSTOP']}) in the middle of an update"
+    what = (
+        f"receiver killed ({injected['SIGKILL']}) or stopped ({injected['SIGSTOP']}) in the middle of an "
+        "update"
+    )
     yield _row("F14", what, sum(injected.values()) + late, 100, stricken, "failed_updates_of_the_others")
     leaves = f"{_sum(visitors, 'leaves', 'left')} left, {_sum(visitors, 'leaves', 'died')} died"
     what = f"generator joins, takes an update and goes ({leaves})"
     yield _row("F15", what, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
     yield _row("F16", "transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
     yield ""
-    yield "| seed (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | after SIGKILL |"
+    yield (
+        "| seed (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
+        "after SIGKILL |"
+    )
     yield "|---|---|---|---|---|"
     for run in stricken:
         calm, faulty = run["publish_ms_calm"], run["publish_ms_under_faults"]
         stop, kill = (f"{run['back_after_ms'][kind]['p50'] / 1000:.1f}" for kind in ("SIGSTOP", "SIGKILL"))
-        yield f"| {_load(run)} | {calm['p50']:.0f}, {faulty['p50']:.0f} | {faulty['max']:.0f} | {stop} | {kill} |"
+        yield (
+            f"| {_load(run)} | {calm['p50']:.0f}, {faulty['p50']:.0f} | {faulty['max']:.0f} | {stop} | "
+            f"{kill} |"
+        )
     yield ""
-    yield "| seed (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
+    yield (
+        "| seed (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
+    )
     yield "|---|---|---|---|---|"
     for run in visitors:
         first_s = run["join_to_first_update_ms"]["p50"] / 1000
-        yield f"| {_load(run)} | {run['joins']} | {run['seconds']:.0f} | {first_s:.1f} | {run['publish_ms']['max']:.0f} |"
+        yield (
+            f"| {_load(run)} | {run['joins']} | {run['seconds']:.0f} | {first_s:.1f} | "
+            f"{run['publish_ms']['max']:.0f} |"
+        )
 
 
 def _row(figure: str, what: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
     failed = str(_sum(runs, others)) if others else ""
     mixed = _sum(runs, "mixed_tokens") + sum(run.get("wrong_weights", 0) for run in runs)
-    return f"| {figure} | {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | {failed} | {mixed} |"
+    return (
+        f"| {figure} | {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | "
+        f"{failed} | {mixed} |"
+    )
 
 
 def bounds(found: Mapping[str, Run]) -> Iterator[str]:
@@ -49,29 +72,33 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
     yield "| figure | what | found | bound | lost | duplicated |"
     yield "|---|---|---|---|---|---|"
     yield (
-        f"| F19 | highest memory of the store, {memory['samples'] / 600:.0f} minutes of a stopped, then a slow learner "
-        f"| {_mib(memory['highest_used_bytes'])} | {_mib(memory['allowed_bytes'])} | {memory['lost']} | {memory['twice']} |"
+        f"| F19 | highest memory of the store, {memory['samples'] / 600:.0f} minutes of a stopped, then a "
+        f"slow learner | {_mib(memory['highest_used_bytes'])} | {_mib(memory['allowed_bytes'])} | "
+        f"{memory['lost']} | {memory['twice']} |"
     )
     for kind, what in (
         ("steady", "a steady clock"),
         ("jumping", f"{age['jumping_jumps']} jumps of the store's clock by an hour"),
     ):
         yield (
-            f"| F21 | oldest of {age[f'{kind}_tokens']} trained tokens, {what} | {age[f'{kind}_oldest']} steps "
-            f"| {age[f'{kind}_bound']} | {age[f'{kind}_lost']} | {age[f'{kind}_twice']} |"
+            f"| F21 | oldest of {age[f'{kind}_tokens']} trained tokens, {what} | {age[f'{kind}_oldest']} "
+            f"steps | {age[f'{kind}_bound']} | {age[f'{kind}_lost']} | {age[f'{kind}_twice']} |"
         )
     yield (
-        f"| F20 | growth of the learner's memory per group, over {leak['groups_measured']} groups "
-        f"| {leak['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | {leak['lost']} | {leak['twice']} |"
+        f"| F20 | growth of the learner's memory per group, over {leak['groups_measured']} groups | "
+        f"{leak['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | {leak['lost']} | {leak['twice']} |"
     )
-    yield f"| F20 | growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | | |"
+    yield (
+        f"| F20 | growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about "
+        "1 byte | | |"
+    )
     yield f"| F20 | open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
     under = f"{sum(soak['struck'].values())} faults in {soak['seconds'] / 60:.0f} minutes"
     for name, account in (("learner", f" {soak['lost']} | {soak['twice']} "), ("g0", " | ")):
         one, who = soak[name], "learner" if name == "learner" else "generator"
         yield (
-            f"| F20 | growth of the {who}'s memory per group under {under}, over {one['groups_measured']} groups "
-            f"| {one['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte |{account}|"
+            f"| F20 | growth of the {who}'s memory per group under {under}, over {one['groups_measured']} "
+            f"groups | {one['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte |{account}|"
         )
         low, high = one["files"]
         yield f"| F20 | its open files, at the end {one['files_at_end']} | {low} to {high} | constant | | |"
@@ -83,14 +110,23 @@ def frames(found: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     if runs := found.get("structured", {"runs": []})["runs"]:
         growth = f"{max(run['peak_growth_mib'] for run in runs):.1f} MiB"
-        yield f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 | {growth} |"
+        yield (
+            f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 "
+            f"| {growth} |"
+        )
     guided = found["coverage_guided"]
-    yield f"| F22 | mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} | |"
+    yield (
+        f"| F22 | mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} "
+        "| |"
+    )
 
 
 def crash_points(found: Run) -> Iterator[str]:
     """F17."""
-    yield "| figure | after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` unusable |"
+    yield (
+        "| figure | after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` "
+        "unusable |"
+    )
     yield "|---|---|---|---|---|"
     for kind, one in found["found"].items():
         own = ", ".join(f"{count}: {what}" for what, count in one["deepspeed"].items())
@@ -120,20 +156,26 @@ def hangs(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     stopped = sum(run["struck"]["stop"] for run in runs)
     yield (
-        f"{stopped} processes in {_sum(runs, 'seconds') / 60:.0f} minutes; "
-        f"{_sum(runs, 'groups')} groups, {_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
+        f"{stopped} processes in {_sum(runs, 'seconds') / 60:.0f} minutes; {_sum(runs, 'groups')} groups, "
+        f"{_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
         f"{sum(bool(run['wrong']) for run in runs)}."
     )
     if run := found.get("real"):
         yield ""
-        yield "| stopped, in a run with a model | bound, s | replaced after, s | longest pause of steps, s | all there again, s |"
+        yield (
+            "| stopped, in a run with a model | bound, s | replaced after, s | longest pause of steps, s | "
+            "all there again, s |"
+        )
         yield "|---|---|---|---|---|"
         for kind, one in run["times"].items():
-            yield f"| {kind} | {one['bound_s']:.0f} | {one['replaced_s']:.1f} | {one['pause_s']:.1f} | {one['whole_s']:.1f} |"
+            yield (
+                f"| {kind} | {one['bound_s']:.0f} | {one['replaced_s']:.1f} | {one['pause_s']:.1f} | "
+                f"{one['whole_s']:.1f} |"
+            )
         yield ""
         yield (
-            f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
-            f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}."
+            f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, "
+            f"{run['missing_in_audit']} missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}."
         )
 
 
@@ -150,8 +192,9 @@ def real(run: Run) -> Iterator[str]:
         yield f"| {kind} | {len(times)} | {_seconds(times)} | {_seconds(run['to_whole_s'][kind])} |"
     yield ""
     yield (
-        f"The supervisor was killed, and {run['nothing_left_after_supervisor_s']} s later no process was left. "
-        f"{_account(run)} A crash loop ends the run with its last words: {_yes(run['crash_loop_ends_the_run'])}."
+        f"The supervisor was killed, and {run['nothing_left_after_supervisor_s']} s later no process was "
+        f"left. {_account(run)} A crash loop ends the run with its last words: "
+        f"{_yes(run['crash_loop_ends_the_run'])}."
     )
 
 
@@ -161,19 +204,19 @@ def pace(run: Run) -> Iterator[str]:
     yield (
         f"Kills: {killed}, in {run['seconds'] / 60:.0f} minutes. Steps that lasted took "
         f"{100 * run['share_of_lasting_steps']:.1f} % of that time (F13: at least 90 %; steps took "
-        f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), {run['steps_per_minute']:.0f} of "
-        f"them a minute, and {run['steps_per_minute_calm']:.0f} in the minute before; "
-        f"{100 * run['share_of_waiting']:.1f} % of the time they waited for groups, as when both generators were down. "
-        "Longest pause without a step after the learner's death: "
+        f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), "
+        f"{run['steps_per_minute']:.0f} of them a minute, and {run['steps_per_minute_calm']:.0f} in the "
+        f"minute before; {100 * run['share_of_waiting']:.1f} % of the time they waited for groups, as when "
+        "both generators were down. Longest pause without a step after the learner's death: "
         f"{_seconds(run['pauses_for_the_learner_s'])} s (F11: at most 6 s). {_account(run)}"
     )
 
 
 def _account(run: Run) -> str:
     return (
-        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, {run['missing_in_audit']} "
-        f"missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}; `asyncrl down` leaves nothing: "
-        f"{_yes(run['down_leaves_nothing'])}."
+        f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, "
+        f"{run['missing_in_audit']} missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}; "
+        f"`asyncrl down` leaves nothing: {_yes(run['down_leaves_nothing'])}."
     )
 
 

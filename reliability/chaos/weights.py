@@ -1,8 +1,10 @@
-"""Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N] [--minutes M]`.
+"""Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N]
+[--minutes M]`.
 
-The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times itself. Senders
-are the shipped processes. Generators are the shipped loop, control client and Gloo receiver, in processes of their own, with a
-toy engine whose tensors all hold the version: a token that sees two numbers, or another one than its tag, is of a mixture.
+The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times
+itself. Senders are the shipped processes. Generators are the shipped loop, control client and Gloo receiver,
+in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
+numbers, or another one than its tag, is of a mixture.
 
     stricken   a receiver is killed or stopped in the middle of an update; the others and the learner must not notice
     visitors   generators join, take one update, and leave or die
@@ -54,7 +56,9 @@ from asyncrl.weights.publisher import SharedMemoryPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import GlooStaging
 
-LAYOUT = layout.Layout.plan([TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20)
+LAYOUT = layout.Layout.plan(
+    [TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20
+)
 PROBE = (1, 2, 3, 4)
 STEP_S = 0.5
 DEADLINE_S, TIMEOUT_S, HEARTBEAT_S = 8.0, 4.0, 0.25
@@ -62,7 +66,7 @@ WAIT_S = 600.0
 """For anything that must happen; a loaded machine is slow."""
 
 
-# --- generators --------------------------------------------------------------------------------------------------------
+# --- generators -----------------------------------------------------------------------------------
 
 
 class Told:
@@ -100,7 +104,11 @@ class WeighedEngine(FakeEngine):
             self._received = logits_of(order.version)
         else:
             await super().receive(replace(order, details={}))
-        fails_at = self._rng.randrange(len(self.tensors)) if self._rng.random() < self._options.get("load_fails", 0.0) else -1
+        fails_at = (
+            self._rng.randrange(len(self.tensors))
+            if self._rng.random() < self._options.get("load_fails", 0.0)
+            else -1
+        )
         for index, tensor in enumerate(tensors_of(order)):
             if index == fails_at:
                 self._told("aborting", where="load", tensor=index, version=order.version)
@@ -160,7 +168,9 @@ class Endless:
 
     def lease(self, holder: str, count: int) -> Lease:
         self._next += count
-        tickets = tuple(Ticket(id=i, minimum_version=0) for i in range(self._next - count + 1, self._next + 1))
+        tickets = tuple(
+            Ticket(id=i, minimum_version=0) for i in range(self._next - count + 1, self._next + 1)
+        )
         return Lease(tickets=() if self.closed else tickets, closed=self.closed)
 
     def renew(self, holder: str, ids: object) -> None: ...
@@ -207,7 +217,11 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
     engine = WeighedEngine(told, rng, options)
     client = WatchedClient(endpoint, heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S, join_s=WAIT_S)
     client.told = told
-    client.tally = lambda: {"tokens": engine.stats().sampled_tokens, "mixed": engine.mixed, "put": buffer.put_tokens}
+    client.tally = lambda: {
+        "tokens": engine.stats().sampled_tokens,
+        "mixed": engine.mixed,
+        "put": buffer.put_tokens,
+    }
 
     def leave_when_told() -> None:
         buffer.closed = pipe.poll(None)
@@ -221,7 +235,14 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
         minimum_version=lambda ticket: 0,
     )
-    hello = Hello(generator_id=name, incarnation=uuid.uuid4().hex[:8], release="1", config_hash="x", version=0, pid=os.getpid())
+    hello = Hello(
+        generator_id=name,
+        incarnation=uuid.uuid4().hex[:8],
+        release="1",
+        config_hash="x",
+        version=0,
+        pid=os.getpid(),
+    )
     told("joining", pid=os.getpid())
     await Generator(
         engine=engine,
@@ -262,7 +283,7 @@ class Member:
             return
 
 
-# --- the learner -------------------------------------------------------------------------------------------------------
+# --- the learner ----------------------------------------------------------------------------------
 
 
 class Learner:
@@ -271,9 +292,13 @@ class Learner:
     def __init__(self, directory: Path, seed: int) -> None:
         self.rng = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"])
+        self._context.set_forkserver_preload(
+            ["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"]
+        )
         self._directory = directory
-        self.publisher = SharedMemoryPublisher(LAYOUT, probe_ids=PROBE, directory=directory / "w", deadline_s=DEADLINE_S)
+        self.publisher = SharedMemoryPublisher(
+            LAYOUT, probe_ids=PROBE, directory=directory / "w", deadline_s=DEADLINE_S
+        )
         self.hub = ControlHub(
             f"ipc://{directory}/c.sock",
             self.publisher,
@@ -376,12 +401,13 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {name: round(1000 * ordered[index], 2) for name, index in at.items()}
 
 
-# --- what is done to them ----------------------------------------------------------------------------------------------
+# --- what is done to them -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Patient:
-    """A generator that is struck again and again. well -> stopped -> returning -> well, or well -> returning -> well."""
+    """A generator that is struck again and again. well -> stopped -> returning -> well, or well -> returning
+    -> well."""
 
     member: Member
     state: str = "well"
@@ -408,25 +434,37 @@ class Patient:
             self.since_s += learner.rng.choice((0.3, 1.0, TIMEOUT_S + 2.0, DEADLINE_S + 2.0))
             return f"SIGSTOP{late}"
         learner.remove(self.member)
-        self.state, self.member, self.seen = "returning", learner.add(self.member.name, bucket_s=0.02), Counter()
+        self.state, self.member, self.seen = (
+            "returning",
+            learner.add(self.member.name, bucket_s=0.02),
+            Counter(),
+        )
         return f"SIGKILL{late}"
 
     def look(self, back_s: dict[str, list[float]]) -> None:
         """Let it go on when its time has come; note when it is back."""
         if self.state == "stopped" and time.monotonic() > self.since_s:
             os.kill(self.member.process.pid, signal.SIGCONT)
-            self.state, self.since_s, self.seen["applied"] = "returning", time.monotonic(), self.member.counts["applied"]
+            self.state, self.since_s, self.seen["applied"] = (
+                "returning",
+                time.monotonic(),
+                self.member.counts["applied"],
+            )
         elif self.state == "returning":
             if self.member.counts["applied"] > self.seen["applied"]:
                 back_s[self.kind].append(self.member.last["applied"]["at_s"] - self.since_s)
                 self.state = "well"
-            assert time.monotonic() < self.since_s + WAIT_S, f"{self.member.name} is not back: {self.member.counts}"
+            assert time.monotonic() < self.since_s + WAIT_S, (
+                f"{self.member.name} is not back: {self.member.counts}"
+            )
 
 
 def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
     """Kill or stop a receiver while it receives, again and again."""
     well = [learner.add(f"well{i}") for i in range(2)]
-    learner.wait_for(lambda: all(member.counts["applied"] >= 3 for member in well), "three updates of the well")
+    learner.wait_for(
+        lambda: all(member.counts["applied"] >= 3 for member in well), "three updates of the well"
+    )
     calm_from = len(learner.publish_s)
     learner.wait_for(lambda: len(learner.publish_s) >= calm_from + 40, "forty calm steps")
     calm, faulty_from = learner.publish_s[calm_from:], len(learner.publish_s)
@@ -434,7 +472,9 @@ def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any
     struck: Counter[str] = Counter()
     back_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     sick = [Patient(learner.add(f"sick{i}", bucket_s=0.02)) for i in range(3)]
-    while (goes_on := _goes_on(sum(struck.values()), injections, until_s)) or any(each.state != "well" for each in sick):
+    while (goes_on := _goes_on(sum(struck.values()), injections, until_s)) or any(
+        each.state != "well" for each in sick
+    ):
         learner.listen()
         for patient in sick:
             patient.look(back_s)
@@ -449,7 +489,9 @@ def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any
         "publish_ms_under_faults": spread(faulty),
         "steps_under_faults": len(faulty),
         "steps_that_took_a_second": sum(seconds > 1.0 for seconds in faulty),
-        "updates_of_the_others": sum(member.counts["applied"] - before[member.name]["applied"] for member in well),
+        "updates_of_the_others": sum(
+            member.counts["applied"] - before[member.name]["applied"] for member in well
+        ),
         "failed_updates_of_the_others": sum(member.counts["failed"] for member in well),
         "tokens": sum(member.tokens for member in learner.members),
         "mixed_tokens": sum(member.mixed for member in learner.members),
@@ -526,7 +568,9 @@ def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
     before = sum(member.counts["applied"] for member in members)
     for member in members:
         cut["engine stopped loading"] += member.counts["aborting"]
-    learner.wait_for(lambda: sum(m.counts["applied"] for m in members) > before, "update after the last abort")
+    learner.wait_for(
+        lambda: sum(m.counts["applied"] for m in members) > before, "update after the last abort"
+    )
     return {
         "failed_updates": sum(member.counts["failed"] for member in members),
         "by": dict(cut),
@@ -545,7 +589,9 @@ def sampling_on(learner: Learner, mixtures: int, until_s: float) -> dict[str, An
     return {"mixed_tokens": member.mixed}
 
 
-def run(scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1) -> dict[str, Any]:
+def run(
+    scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1
+) -> dict[str, Any]:
     """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
     try:
@@ -569,17 +615,31 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     counts = {stricken: arguments.injections, visitors: arguments.joins, aborted: arguments.aborts}
-    found: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    found: dict[str, Any] = (
+        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    )
     broken = 0
     for scenario, count in counts.items():
         if not count:
             continue
         environment = describe("torch")
-        result = {"seed": arguments.seed} | run(scenario, count, arguments.minutes, arguments.seed) | {"environment": environment}
-        found[scenario.__name__] = [one for one in found.get(scenario.__name__, []) if one["seed"] != arguments.seed] + [result]
+        result = (
+            {"seed": arguments.seed}
+            | run(scenario, count, arguments.minutes, arguments.seed)
+            | {"environment": environment}
+        )
+        found[scenario.__name__] = [
+            one for one in found.get(scenario.__name__, []) if one["seed"] != arguments.seed
+        ] + [result]
         sys.stdout.write(f"{scenario.__name__}: {json.dumps(result, indent=1)}\n")
         sys.stdout.flush()
-        harm = ("learner_errors", "mixed_tokens", "wrong_weights", "failed_updates_of_the_others", "failed_updates_of_the_steady")
+        harm = (
+            "learner_errors",
+            "mixed_tokens",
+            "wrong_weights",
+            "failed_updates_of_the_others",
+            "failed_updates_of_the_steady",
+        )
         broken += sum(result.get(name, 0) for name in harm)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""One run without models: its processes, kept alive as a supervisor would, and the verdict on what it consumed."""
+"""One run without models: its processes, kept alive as a supervisor would, and the verdict on what it
+consumed."""
 
 import json
 import multiprocessing
@@ -57,7 +58,9 @@ class World:
     generator_role: Callable[..., None] = roles.generator
     struck: Counter[str] = field(default_factory=Counter)
     """Faults by kind."""
-    recoveries: dict[str, list[tuple[float, dict[str, Any]]]] = field(default_factory=lambda: defaultdict(list))
+    recoveries: dict[str, list[tuple[float, dict[str, Any]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """By kind: when it struck, and what to look for."""
     exits: Counter[str] = field(default_factory=Counter)
     """Ends of processes that no fault of ours explains, by role and exit status."""
@@ -100,12 +103,18 @@ class World:
             config = StoreConfig(fsync=self.fsync).model_copy(update={"bind": "tcp://0.0.0.0:6379"})
             self.server = StoreServer(config, self.directory / "store", users=USERS, needs_data=False)
         else:
-            self.server = StoreServer(StoreConfig(fsync=self.fsync), self.directory / "store", needs_data=False)
+            self.server = StoreServer(
+                StoreConfig(fsync=self.fsync), self.directory / "store", needs_data=False
+            )
         self.start_store()
         self._kept = KeptStore(self.server, silent_s=self.hang_s)
         if not self.is_spread:
-            self.proxies = {name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")}
-            self.proxies["control"] = Proxy(self.control_path, seed=self.seed, listen=self.directory / "control.sock")
+            self.proxies = {
+                name: Proxy(self.server.socket_path, seed=self.seed) for name in ("generators", "learner")
+            }
+            self.proxies["control"] = Proxy(
+                self.control_path, seed=self.seed, listen=self.directory / "control.sock"
+            )
         self._add("learner", self.learner_role, self.checkpoints)
         for index in range(self.generators):
             self._add(f"g{index}", self.generator_role, self.seed * 1000 + index)
@@ -122,7 +131,7 @@ class World:
         if self.hosts is not None:
             self.hosts.close()
 
-    # --- addresses ---------------------------------------------------------------------------------------------------
+    # --- addresses --------------------------------------------------------------------------------
 
     @property
     def checkpoints(self) -> Path:
@@ -166,7 +175,7 @@ class World:
     def _add(self, name: str, role: Callable[..., None], *arguments: Any) -> None:
         self.members[name] = Member(name, role, self._place(name), arguments)
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def start_store(self) -> None:
         """Start it on its disk, without a proxy in between."""
@@ -177,7 +186,8 @@ class World:
             self.server.start()
 
     def revive_store(self) -> None:
-        """Start it again; what does not come up now (on a full disk, say) is tried again with the next look."""
+        """Start it again; what does not come up now (on a full disk, say) is tried again with the next
+        look."""
         with suppress(StoreError):
             self.start_store()
 
@@ -244,7 +254,9 @@ class World:
         member.watch = Watch(board, Limits(hang_s=self.hang_s, slow_s=2 * self.hang_s))
         signs = f"/proc/{os.getpid()}/fd/{board.descriptor}"
         member.process = self._context.Process(
-            target=roles.start, args=(member.role, member.place, member.name, signs, *member.arguments), daemon=True
+            target=roles.start,
+            args=(member.role, member.place, member.name, signs, *member.arguments),
+            daemon=True,
         )
         member.process.start()
         member.stopped_until_s = 0.0
@@ -257,8 +269,8 @@ class World:
             self.tend()
             if time.monotonic() > until_s:
                 raise Stuck(
-                    f"{self.directory}: no {what} within {wait_s:.0f} s; exits {dict(self.exits)}, {self.audit()}; "
-                    f"last faults {self.noted[-6:]}"
+                    f"{self.directory}: no {what} within {wait_s:.0f} s; exits {dict(self.exits)}, "
+                    f"{self.audit()}; last faults {self.noted[-6:]}"
                 )
             time.sleep(0.02)
 
@@ -269,7 +281,7 @@ class World:
             self.tend()
             time.sleep(min(left_s, 0.02))
 
-    # --- faults on processes -----------------------------------------------------------------------------------------
+    # --- faults on processes ----------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
         """As kill -9. What is stopped can be killed too."""
@@ -296,7 +308,8 @@ class World:
             raise Stuck(f"a second learner ended with status {second.process.exitcode}, not {USER_ERROR}")
 
     def usurp(self) -> None:
-        """A learner on another host, which sees neither lock nor directory, takes the run over from a stopped one.
+        """A learner on another host, which sees neither lock nor directory, takes the run over from a stopped
+        one.
 
         It goes on from a copy of the checkpoints.
         """
@@ -318,18 +331,23 @@ class World:
         for old in self._old_learners:
             send(old, signal.SIGCONT)
         self._is_contested = True
-        self.wait(lambda: not any(old.is_alive for old in self._old_learners), START_S, "fencing of a learner that was replaced")
+        self.wait(
+            lambda: not any(old.is_alive for old in self._old_learners),
+            START_S,
+            "fencing of a learner that was replaced",
+        )
         self._is_contested = False
         statuses = {old.ended_with for old in self._old_learners}
         self._old_learners.clear()
-        if 0 in statuses:  # else it was fenced, or found after its sleep no store, or died of a broken connection
+        # Else it was fenced, or found after its sleep no store, or died of a broken connection.
+        if 0 in statuses:
             raise Stuck(f"a learner that was replaced took the run for finished: {statuses}")
 
     def _give_back(self) -> None:
         """The second learner was fenced by the first.
 
-        So it is where the store was wiped in between, or the first was stopped before it had begun: the one that recovers last
-        has the run. That one goes on by itself, and the second is not started again.
+        So it is where the store was wiped in between, or the first was stopped before it had begun: the one
+        that recovers last has the run. That one goes on by itself, and the second is not started again.
         """
         for old in self._old_learners:
             if old.ended_with != USER_ERROR:
@@ -340,12 +358,19 @@ class World:
                 self.given_back += 1
                 return
 
-    # --- what can be seen --------------------------------------------------------------------------------------------
+    # --- what can be seen -------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """Of the last step that any learner made."""
-        return next((event["version"] for event in reversed(self.events(tail_bytes=4096)) if event["event"] == "step"), 0)
+        return next(
+            (
+                event["version"]
+                for event in reversed(self.events(tail_bytes=4096))
+                if event["event"] == "step"
+            ),
+            0,
+        )
 
     def events(self, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
         """What learners said, oldest first."""
@@ -361,7 +386,10 @@ class World:
     @property
     def furthest(self) -> int:
         """The highest id that any learner has trained on lately."""
-        return max((event["last"] for event in self.events(tail_bytes=1 << 16) if event["event"] == "step"), default=0)
+        return max(
+            (event["last"] for event in self.events(tail_bytes=1 << 16) if event["event"] == "step"),
+            default=0,
+        )
 
     def end_round(self, faults: Sequence[tuple[str, float]]) -> None:
         """The run has gone on after them: note the longest time without a step since the last of them."""
@@ -392,7 +420,7 @@ class World:
         except StoreError as error:
             return error
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def finish(self) -> Verdict:
         """No more faults: let the run end by itself, and judge it. Raises Stuck."""
@@ -414,7 +442,11 @@ class World:
         furthest = max(event.get("version", 0) for event in self.events())
         self.wait(lambda: self.version >= furthest + 2, START_S, f"step {furthest + 2}")
         (self.directory / roles.FINISH).touch()
-        self.wait(lambda: all(self._is_finished(member) for member in self.members.values()), START_S, "end of the run")
+        self.wait(
+            lambda: all(self._is_finished(member) for member in self.members.values()),
+            START_S,
+            "end of the run",
+        )
 
     def _judge(self) -> Verdict:
         last = max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
@@ -434,5 +466,7 @@ class World:
             audit = buffer.audit()
         wrong = [] if audit.missing == 0 else [f"audit: {audit.missing} ids are missing: {audit}"]
         if audit.taken + audit.done != consumed:
-            wrong.append(f"audit: the store counts {audit.taken} taken and {audit.done} done, the ledger {consumed}")
+            wrong.append(
+                f"audit: the store counts {audit.taken} taken and {audit.done} done, the ledger {consumed}"
+            )
         return wrong

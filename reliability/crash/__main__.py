@@ -1,4 +1,5 @@
-"""Enumerate the crash points of real saves and print what is found: `python -m reliability.crash [--steps 5] [--json FILE]`."""
+"""Enumerate the crash points of real saves and print what is found: `python -m reliability.crash [--steps 5]
+[--json FILE]`."""
 
 import argparse
 import json
@@ -28,12 +29,15 @@ def trace(steps: int, work: Path) -> list[Operation]:
 
 def table(findings: dict[str, Findings]) -> str:
     """For people."""
-    rows = ["cut off by | points | one of ours saved | ours lost or wrong | one of DeepSpeed's saved | its latest unusable"]
+    rows = [
+        "cut off by | points | one of ours saved | ours lost or wrong | one of DeepSpeed's saved | its "
+        "latest unusable"
+    ]
     for kind, found in findings.items():
         reasons = ", ".join(f"{count} {reason}" for reason, count in found.deepspeed.most_common()) or "none"
         rows.append(
-            f"{kind} | {found.points} | {found.saved_before} | {len(found.violations)} | {found.deepspeed_saved_before} "
-            f"| {found.deepspeed.total()}: {reasons}"
+            f"{kind} | {found.points} | {found.saved_before} | {len(found.violations)} | "
+            f"{found.deepspeed_saved_before} | {found.deepspeed.total()}: {reasons}"
         )
     return "\n".join(rows)
 

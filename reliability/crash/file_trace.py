@@ -1,7 +1,8 @@
-"""What a process does to files, written down while it runs, and every state that a crash in between may leave.
+"""What a process does to files, written down while it runs, and every state that a crash in between may
+leave.
 
-`record` runs a command under `file_trace.c`. `Disk` replays the operations one by one and can be asked at any point what is
-there after the process died (everything up to that point), or after the machine lost its power:
+`record` runs a command under `file_trace.c`. `Disk` replays the operations one by one and can be asked at any
+point what is there after the process died (everything up to that point), or after the machine lost its power:
 
     strict   only what was fsynced: content of files, and entries of directories
     torn     all entries, but content that was not fsynced is cut in half: what file systems with delayed allocation leave
@@ -32,18 +33,25 @@ class Operation(NamedTuple):
     data: bytes
 
 
-def record(command: Sequence[str], root: Path, work: Path, *, timeout_s: float, children: bool = False) -> list[Operation]:
-    """Run `command` and return what it did below `root`, relative to it. Raises CalledProcessError when it fails.
+def record(
+    command: Sequence[str], root: Path, work: Path, *, timeout_s: float, children: bool = False
+) -> list[Operation]:
+    """Run `command` and return what it did below `root`, relative to it. Raises CalledProcessError when it
+    fails.
 
     With `children` also what the processes did that it started, in the order in which it happened.
     """
     assert COMPILER is not None, "a C compiler is needed"
     library, trace = work / "file_trace.so", work / "trace"
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+    subprocess.run(
+        [COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True
+    )
     root = root.resolve()
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     settings |= {"TRACE_CHILDREN": "1"} if children else {}
-    environment = os.environ | settings | {"LD_PRELOAD": str(library), "TRACE_ROOT": str(root), "TRACE_LOG": str(trace)}
+    environment = (
+        os.environ | settings | {"LD_PRELOAD": str(library), "TRACE_ROOT": str(root), "TRACE_LOG": str(trace)}
+    )
     subprocess.run(command, check=True, env=environment, timeout=timeout_s, stdout=subprocess.DEVNULL)
     return list(_parse(trace.read_bytes(), str(root)))
 
@@ -60,7 +68,13 @@ def _parse(data: bytes, root: str) -> Iterator[Operation]:
         kind = take(1).decode()
         path, other = (take(*struct.unpack("<I", take(4))).decode() for _ in range(2))
         number, size = struct.unpack("<qq", take(16))
-        yield Operation(kind, path.removeprefix(root).lstrip("/"), other.removeprefix(root).lstrip("/"), number, take(size))
+        yield Operation(
+            kind,
+            path.removeprefix(root).lstrip("/"),
+            other.removeprefix(root).lstrip("/"),
+            number,
+            take(size),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +91,9 @@ class File:
     def write(self, kind: str, number: int, data: bytes) -> None:
         """Create, truncate or write; see `file_trace.c`."""
         if kind == "w":
-            self.content = self.content[:number].ljust(number, b"\0") + data + self.content[number + len(data) :]
+            self.content = (
+                self.content[:number].ljust(number, b"\0") + data + self.content[number + len(data) :]
+            )
         elif kind == "t":
             self.content = self.content[:number].ljust(number, b"\0")
         elif number:
@@ -97,7 +113,8 @@ class Directory:
     """What led from the durable entries to those of now; None for one that went."""
 
     def change(self, **entries: "File | Directory | None") -> None:
-        """Takes effect at once, and is durable after `sync`. A file system makes one change wholly or not at all."""
+        """Takes effect at once, and is durable after `sync`. A file system makes one change wholly or not at
+        all."""
         self.pending.append(entries)
         _change(self.entries, entries)
 
@@ -174,7 +191,9 @@ class Disk:
 
     def after_mixed_power_loss(self, rng: random.Random) -> Tree:
         """Some of what was not synced is there."""
-        return dict(_walk(self.root, "", lambda directory: directory.some(rng), lambda file: _some(file, rng)))
+        return dict(
+            _walk(self.root, "", lambda directory: directory.some(rng), lambda file: _some(file, rng))
+        )
 
     def parent(self, path: str) -> tuple[Directory, str]:
         """The directory that holds `path`, and the name in it."""
@@ -201,7 +220,10 @@ def _some(file: File, rng: random.Random) -> bytes:
 
 
 def _walk(
-    directory: Directory, prefix: str, entries: Callable[[Directory], Entries], content: Callable[[File], bytes]
+    directory: Directory,
+    prefix: str,
+    entries: Callable[[Directory], Entries],
+    content: Callable[[File], bytes],
 ) -> Iterator[tuple[str, bytes | None]]:
     for name, node in entries(directory).items():
         if isinstance(node, File):
@@ -234,13 +256,19 @@ class Copy:
 
     def become(self, tree: Tree) -> bool:
         """Make the directory hold `tree`; False when it did already."""
-        gone = [path for path in self._tree if path not in tree or (self._tree[path] is None) != (tree[path] is None)]
+        gone = [
+            path
+            for path in self._tree
+            if path not in tree or (self._tree[path] is None) != (tree[path] is None)
+        ]
         for path in sorted(gone, reverse=True):
             (self.directory / path).rmdir() if self._tree[path] is None else (self.directory / path).unlink()
             del self._tree[path]
         new = [path for path in sorted(tree) if path not in self._tree or self._tree[path] != tree[path]]
         for path in new:
             content = tree[path]
-            (self.directory / path).mkdir() if content is None else (self.directory / path).write_bytes(content)
+            (self.directory / path).mkdir() if content is None else (self.directory / path).write_bytes(
+                content
+            )
         self._tree = tree
         return bool(gone or new)

@@ -1,7 +1,8 @@
-"""Twenty disks that fill up while a learner saves, each a tmpfs: `python -m reliability.crash.full_disk` (needs root).
+"""Twenty disks that fill up while a learner saves, each a tmpfs: `python -m reliability.crash.full_disk`
+(needs root).
 
-Each run: three good saves, a stranger's file takes the rest of the disk but a random part, saves fail in the space check, in the
-trainer's files or in ours, the stranger's file goes, the next step saves.
+Each run: three good saves, a stranger's file takes the rest of the disk but a random part, saves fail in the
+space check, in the trainer's files or in ours, the stranger's file goes, the next step saves.
 """
 
 import json

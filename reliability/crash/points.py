@@ -1,7 +1,7 @@
 """Every point at which saving a checkpoint can be cut off, ours beside DeepSpeed's own.
 
-A state holds when the newest checkpoint whose save had returned, or a newer one, is found whole, with the ledger and the
-weights of its step. DeepSpeed's is judged by what its `latest` leads to.
+A state holds when the newest checkpoint whose save had returned, or a newer one, is found whole, with the
+ledger and the weights of its step. DeepSpeed's is judged by what its `latest` leads to.
 """
 
 from collections import Counter
@@ -27,7 +27,8 @@ class Findings:
     """Ours: must stay empty."""
     deepspeed_saved_before: int = 0
     deepspeed: Counter[str] = field(default_factory=Counter)
-    """Of the points at which one of its saves had returned: what its `latest` led to, where that was no whole checkpoint."""
+    """Of the points at which one of its saves had returned: what its `latest` led to, where that was no whole
+    checkpoint."""
 
 
 class Judge:
@@ -38,9 +39,13 @@ class Judge:
         for operation in operations:
             final.apply(operation)
         self._final = below(final.after_death(), PREFIX["deepspeed"])
-        self._policies = {op.path: op.data.decode() for op in operations if op.path.startswith("policy-") and op.data}
+        self._policies = {
+            op.path: op.data.decode() for op in operations if op.path.startswith("policy-") and op.data
+        }
         self._key = key
-        self.findings = {kind: Findings() for kind in ("process died", "power loss, strict", "power loss, torn")}
+        self.findings = {
+            kind: Findings() for kind in ("process died", "power loss, strict", "power loss, torn")
+        }
         self._copy = {kind: Copy(work / kind) for kind in self.findings}
         self._seen = dict.fromkeys(self.findings, (0, -1))
         self._problem = dict.fromkeys(self.findings, "")
@@ -73,7 +78,10 @@ class Judge:
             return f"step {step} found although step {returned} was saved"
         if store.state(step) != {"version": step, "ledger": ledger_of(step)}:
             return f"step {step} found with another ledger: {store.state(step)}"
-        if digest_of_export((found / EXPORT / "model.safetensors").read_bytes()) != self._policies[f"policy-{step}"]:
+        if (
+            digest_of_export((found / EXPORT / "model.safetensors").read_bytes())
+            != self._policies[f"policy-{step}"]
+        ):
             return f"step {step} found with other weights"
         return ""
 
@@ -84,13 +92,23 @@ class Judge:
         if not latest:
             return "`latest` is empty"
         tag = latest.decode()
-        files = {path: content for path, content in self._final.items() if path.startswith(f"{tag}/") and content is not None}
+        files = {
+            path: content
+            for path, content in self._final.items()
+            if path.startswith(f"{tag}/") and content is not None
+        }
         if not files:
             return "`latest` is torn"
-        return "" if all(tree.get(path) == content for path, content in files.items()) else "`latest` names torn files"
+        return (
+            ""
+            if all(tree.get(path) == content for path, content in files.items())
+            else "`latest` names torn files"
+        )
 
 
-def enumerate_points(operations: Sequence[Operation], key: bytes, work: Path, *, power_loss: bool = True) -> dict[str, Findings]:
+def enumerate_points(
+    operations: Sequence[Operation], key: bytes, work: Path, *, power_loss: bool = True
+) -> dict[str, Findings]:
     """Look at the state before, in the middle of and after every operation."""
     judge, disk = Judge(operations, key, work), Disk()
     for number, operation in enumerate(operations):

@@ -1,7 +1,9 @@
-"""A learner that saves a few steps, ours and DeepSpeed's own way: `python -m reliability.crash.saver MODEL ROOT STEPS`.
+"""A learner that saves a few steps, ours and DeepSpeed's own way: `python -m reliability.crash.saver MODEL
+ROOT STEPS`.
 
-Below ROOT: `checkpoints/` ours, `deepspeed/` DeepSpeed's with its `latest`. `returned/ours-N` and `returned/deepspeed-N` are
-made when a save has returned; `policy-N` holds the digest of the weights of step N from before the save.
+Below ROOT: `checkpoints/` ours, `deepspeed/` DeepSpeed's with its `latest`. `returned/ours-N` and
+`returned/deepspeed-N` are made when a save has returned; `policy-N` holds the digest of the weights of step N
+from before the save.
 """
 
 import hashlib
@@ -47,7 +49,9 @@ def main() -> None:
     (root / "returned").mkdir()
     for step in range(1, steps + 1):
         trainer.step([worker.microbatch(items, worker.CPU)], worker.loss_over(60))
-        (root / f"policy-{step}").write_text(digest({name: tensor.clone() for name, tensor in trainer.parameters()}))
+        (root / f"policy-{step}").write_text(
+            digest({name: tensor.clone() for name, tensor in trainer.parameters()})
+        )
         store.save(step, trainer, {"version": step, "ledger": ledger_of(step)})
         (root / "returned" / f"ours-{step}").mkdir()
         engine = trainer._policy.engine

@@ -1,7 +1,8 @@
 """A whole run without a model: `python -m reliability.crash.small_run up CONFIG STEPS`.
 
-The shipped `asyncrl up` with its supervisor, run directory, store and checkpoints; in place of the learner a process that leases,
-puts, takes, saves and commits by itself, whose weights are the ids that it was trained on, and one generator that does nothing.
+The shipped `asyncrl up` with its supervisor, run directory, store and checkpoints; in place of the learner a
+process that leases, puts, takes, saves and commits by itself, whose weights are the ids that it was trained
+on, and one generator that does nothing.
 """
 
 import json
@@ -81,18 +82,24 @@ def config_in(work: Path, root: Path, **control: Any) -> Path:
 
 
 def learn(config: Config, directory: RunDirectory, url: str) -> None:
-    """Train up to `learner.steps`, save after each step; pauses a while for each step when a file `slowly` is there."""
+    """Train up to `learner.steps`, save after each step; pauses a while for each step when a file `slowly` is
+    there."""
     weights, keys = Weights(), directory.keys()
     checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2)
     state: dict[str, Any] = checkpoints.load(weights) or {"version": 0, "ledger": Ledger().to_dict()}
     version, ledger, steps = state["version"], Ledger.from_dict(state["ledger"]), config.learner.steps
-    Lines(directory.starts).write([{"time": time.time(), "step": version, "versions": {}, "hardware": "none"}])
+    Lines(directory.starts).write(
+        [{"time": time.time(), "step": version, "versions": {}, "hardware": "none"}]
+    )
     connection = StoreConnection(url, password=store_password(config.store, url, keys, {}), retry_s=30.0)
     record = StoredRun(name=config.run.name, config_json="{}", config_hash="", release="", key_id="")
     RunRecord(connection, keys.join.record).claim(record, fresh=version == 0)
     buffer = RedisBuffer(connection, config.run.name, RULES)
     buffer.recover(ledger, version=version, limit=GROUPS * steps)
-    tracker, deaths = JsonlTracker(directory.metrics / "learner.jsonl", directory.samples), StepDeaths(directory.step_under_way)
+    tracker, deaths = (
+        JsonlTracker(directory.metrics / "learner.jsonl", directory.samples),
+        StepDeaths(directory.step_under_way),
+    )
     while version < steps:
         if (directory.path / "slowly").exists():
             time.sleep(0.2)
@@ -120,9 +127,17 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
 def tell(config: Config, directory: RunDirectory, version: int) -> None:
     """As the learner does each second; it may fail."""
     state = "finished" if version == config.learner.steps else "training"
-    told = {"run": config.run.name, "state": state, "step": version, "total_steps": config.learner.steps, "version": version}
+    told = {
+        "run": config.run.name,
+        "state": state,
+        "step": version,
+        "total_steps": config.learner.steps,
+        "version": version,
+    }
     try:
-        write_status(directory.status, StatusSnapshot(**told, started_at=0.0, updated_at=time.time(), pid=os.getpid()))
+        write_status(
+            directory.status, StatusSnapshot(**told, started_at=0.0, updated_at=time.time(), pid=os.getpid())
+        )
     except OSError as error:
         logging.getLogger(__name__).warning("no status this time: %s", error)
 
@@ -154,14 +169,24 @@ def main() -> int:
     kind, path, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     if kind == "learner":
         return learner(path, last)
-    idle = f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); time.sleep(600)"
-    up.learner_spec = lambda config, directory, url: spec(
-        "learner", ["-m", "reliability.crash.small_run", "learner", str(directory.config), url], directory, ends_run=True
+    idle = (
+        f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
+        "time.sleep(600)"
     )
-    up.generator_maker = lambda config, directory, url, keys: lambda index, count: spec(f"g{index}", ["-c", idle], directory)
+    up.learner_spec = lambda config, directory, url: spec(
+        "learner",
+        ["-m", "reliability.crash.small_run", "learner", str(directory.config), url],
+        directory,
+        ends_run=True,
+    )
+    up.generator_maker = lambda config, directory, url, keys: (
+        lambda index, count: spec(f"g{index}", ["-c", idle], directory)
+    )
     up.LEAVE_S = 0.1
     try:
-        return run_here(load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True)
+        return run_here(
+            load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True
+        )
     except AsyncRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2

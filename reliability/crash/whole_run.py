@@ -1,9 +1,10 @@
-"""A whole run whose machine loses its power: `python -m reliability.crash.whole_run [--starts 300] [--seed 1] [--json FILE]`.
+"""A whole run whose machine loses its power: `python -m reliability.crash.whole_run [--starts 300] [--seed 1]
+[--json FILE]`.
 
-Every change of a file by the supervisor, the learner and the store of `small_run` is traced, from the first directory on, while
-the run is started, trained, and resumed. Then the disk is rebuilt as it may be after each of these changes, in three ways (see
-`file_trace`), and the run is asked to go on. It must, without a person: from the newest checkpoint that it had told of, or from a
-newer one.
+Every change of a file by the supervisor, the learner and the store of `small_run` is traced, from the first
+directory on, while the run is started, trained, and resumed. Then the disk is rebuilt as it may be after each
+of these changes, in three ways (see `file_trace`), and the run is asked to go on. It must, without a person:
+from the newest checkpoint that it had told of, or from a newer one.
 
     looked at    all that `asyncrl up` and its learner read before the first step, in this process; every state
     started      the whole run as processes, until it has trained on; most after a sync or a rename, the others by chance
@@ -60,7 +61,11 @@ class State:
     @property
     def file(self) -> str:
         """Which the last operation was about; those of one directory of data count as one."""
-        path = re.sub(r"(^|/)\.?([a-z.]+)\.\d+$", r"\1\2", self.operation.path).removeprefix(f"runs/{NAME}").lstrip("/")
+        path = (
+            re.sub(r"(^|/)\.?([a-z.]+)\.\d+$", r"\1\2", self.operation.path)
+            .removeprefix(f"runs/{NAME}")
+            .lstrip("/")
+        )
         return re.sub(r"^(checkpoints|store)/.*", r"\1/", path) or "directories above"
 
 
@@ -81,7 +86,10 @@ class Findings:
         self.failed[state.file] += bool(problem)
         if problem:
             op = state.operation
-            self.wrong.append(f"{state.kind}, after {op.kind} {op.path} {op.other}, step {state.promised} promised: {problem}")
+            self.wrong.append(
+                f"{state.kind}, after {op.kind} {op.path} {op.other}, step {state.promised} promised: "
+                f"{problem}"
+            )
 
 
 def up_command(config: Path, steps: int) -> list[str]:
@@ -174,7 +182,9 @@ def chosen(found: Sequence[State], count: int, rng: random.Random) -> list[State
     return most + others[: count - len(most)]
 
 
-def try_all(operations: Sequence[Operation], work: Path, *, looks: int | None, starts: int, seed: int) -> Findings:
+def try_all(
+    operations: Sequence[Operation], work: Path, *, looks: int | None, starts: int, seed: int
+) -> Findings:
     """Look at `looks` states (default: all), start `starts`."""
     rng, findings = random.Random(seed), Findings()
     found = list(states(operations, rng))
@@ -206,7 +216,12 @@ def main() -> None:
         print(file, *counts, sep=" | ")  # noqa: T201 - the command's output
     print(f"{len(operations)} operations, {len(findings.wrong)} wrong", *findings.wrong, sep="\n")  # noqa: T201
     if arguments.json:
-        result = {"operations": len(operations), "promised": findings.promised, "files": rows, "wrong": findings.wrong}
+        result = {
+            "operations": len(operations),
+            "promised": findings.promised,
+            "files": rows,
+            "wrong": findings.wrong,
+        }
         arguments.json.write_text(json.dumps(result, indent=1))
     sys.exit(bool(findings.wrong))
 

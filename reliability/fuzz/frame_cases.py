@@ -1,7 +1,9 @@
-"""Frames that lie: what a broken or hostile peer may send with the right key, for the unit test and for the fuzzer.
+"""Frames that lie: what a broken or hostile peer may send with the right key, for the unit test and for the
+fuzzer.
 
-A case is kind (1 byte) | length of the meta (2 bytes, little-endian) | meta | tensors. `frame_of` puts a header with true
-lengths and a true checksum around it, so that every check behind the checksum is reached; any other kind is sent as it is.
+A case is kind (1 byte) | length of the meta (2 bytes, little-endian) | meta | tensors. `frame_of` puts a
+header with true lengths and a true checksum around it, so that every check behind the checksum is reached;
+any other kind is sent as it is.
 """
 
 import hashlib
@@ -26,8 +28,38 @@ from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 GROUP, MESSAGE = GROUP_LIMITS.kind, MESSAGE_LIMITS.kind
-WORDS = ("uint8", "int64", "float64", "arrays", "message", "type", "fields", "Hello", "UpdateOrder", "spans", "")
-NUMBERS = (0, 1, -1, 127, 255, 256, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1, -(2**63), 0.5, math.nan, math.inf, True, None)
+WORDS = (
+    "uint8",
+    "int64",
+    "float64",
+    "arrays",
+    "message",
+    "type",
+    "fields",
+    "Hello",
+    "UpdateOrder",
+    "spans",
+    "",
+)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    127,
+    255,
+    256,
+    2**31 - 1,
+    2**31,
+    2**62,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    0.5,
+    math.nan,
+    math.inf,
+    True,
+    None,
+)
 
 
 @dataclass
@@ -76,7 +108,12 @@ def check(case: bytes, seen: Seen) -> None:
 def _group(frame: bytes) -> None:
     group: Group = decode_group(frame)
     for rollout in group.rollouts:
-        lengths = {len(rollout.response_ids), len(rollout.behaviour_logprobs), len(rollout.action_mask), len(rollout.versions)}
+        lengths = {
+            len(rollout.response_ids),
+            len(rollout.behaviour_logprobs),
+            len(rollout.action_mask),
+            len(rollout.versions),
+        }
         assert len(lengths) == 1, lengths
         assert np.isfinite(rollout.behaviour_logprobs).all() and math.isfinite(rollout.reward)
     decode_group(encode_group(group))  # what is accepted can be passed on
@@ -146,7 +183,9 @@ def _with_another_value(value: Any, rng: random.Random) -> Any:
                 return value | {name: _with_another_value(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
         at = rng.randrange(len(value))
-        replacement = ([], [value[at]] * 2, [_with_another_value(value[at], rng)])[rng.choice((0, 1, 2, 2, 2, 2))]
+        replacement = ([], [value[at]] * 2, [_with_another_value(value[at], rng)])[
+            rng.choice((0, 1, 2, 2, 2, 2))
+        ]
         return value[:at] + replacement + value[at + 1 :]
     return _anything(rng)
 

@@ -1,9 +1,11 @@
-"""Coverage-guided fuzzing of what the learner decodes. Not part of the test suite: it runs as long as you let it.
+"""Coverage-guided fuzzing of what the learner decodes. Not part of the test suite: it runs as long as you let
+it.
 
     pip install atheris
     python -m reliability.fuzz.fuzz_frames -max_total_time=900 -rss_limit_mb=1024
 
-Every argument is libFuzzer's. It stops at the first exception that is no WireError and leaves the input in `crash-*`.
+Every argument is libFuzzer's. It stops at the first exception that is no WireError and leaves the input in
+`crash-*`.
 """
 
 import random
@@ -24,7 +26,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as corpus:
         for number, case in enumerate(frame_cases.corpus()):
             (Path(corpus) / str(number)).write_bytes(case)
-        atheris.Setup([*sys.argv, corpus, "-max_len=4096"], lambda case: frame_cases.check(case, SEEN), custom_mutator=_mutate)
+        atheris.Setup(
+            [*sys.argv, corpus, "-max_len=4096"],
+            lambda case: frame_cases.check(case, SEEN),
+            custom_mutator=_mutate,
+        )
         atheris.Fuzz()
 
 

@@ -1,8 +1,11 @@
-"""Many mutants of what the learner decodes, quickly and without looking at coverage, which reliability/fuzz/fuzz_frames.py does.
+"""Many mutants of what the learner decodes, quickly and without looking at coverage, which
+reliability/fuzz/fuzz_frames.py does.
 
-    python -m reliability.fuzz.structured_frames --cases 5000000 --seed 1 --json bench/results/faults_frames.json
+    python -m reliability.fuzz.structured_frames --cases 5000000 --seed 1 --json
+    bench/results/faults_frames.json
 
-The first exception that is no WireError ends it, with the case in hexadecimal. Runs of other seeds keep their place in the file.
+The first exception that is no WireError ends it, with the case in hexadecimal. Runs of other seeds keep their
+place in the file.
 """
 
 import argparse
@@ -19,7 +22,8 @@ from .frame_cases import Seen, check, mutants
 
 
 def fuzz(seed: int, cases: int) -> dict[str, Any]:
-    """Decode that many mutants. Raises AssertionError with the first that is neither refused in order nor in order."""
+    """Decode that many mutants. Raises AssertionError with the first that is neither refused in order nor in
+    order."""
     seen, started_s, before_kib = Seen(), time.process_time(), _peak_kib()
     for case in mutants(seed, cases):
         try:

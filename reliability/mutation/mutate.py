@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant("tokens", "self.lengths_S.clamp(min=1)", "self.lengths_S"),
     Mutant("tokens", "values_T if self.weights_T is None else values_T * self.weights_T", "values_T"),
     Mutant("tokens", "if self.proximal_logprobs_T is None else self.proximal_logprobs_T", ""),
-    Mutant("tokens", "dtype=torch.float64, device=values.device).index_add(0, segment, values.double())",
-           "dtype=values.dtype, device=values.device).index_add(0, segment, values)"),
+    Mutant("tokens", "dtype=torch.float64, device=values.device).index_add(\n        0, segment, values.double()",
+           "dtype=values.dtype, device=values.device).index_add(\n        0, segment, values"),
     Mutant("group_rewards", "(self.sizes_S - ddof).clamp(min=1)", "self.sizes_S"),
     Mutant("group_rewards", "(self.sizes_S - ddof).clamp(min=1)", "(self.sizes_S - ddof)"),
     Mutant("group_rewards", "return variance_S.sqrt()", "return variance_S"),
@@ -200,11 +200,11 @@ MUTANTS = [
     Mutant("corrections", "[step.lengths_S > 0]", ""),
     Mutant("corrections", ".clamp(min=torch.finfo(counted.dtype).tiny)", ""),
     Mutant("corrections", "step or batch, level", "batch, level", after="def truncate"),
-    Mutant("corrections", "step or batch, level", "batch, level", after="def mask"),
+    Mutant("corrections", "step or batch,", "batch,", after="def mask"),
     Mutant("corrections", "torch.where(is_inside(ratio_T), ratio_T, 0.0)", "ratio_T"),
     Mutant("corrections", "log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "log_ratio_S"),
     Mutant("corrections", "keep_T = keep_T & other.keep_T", "keep_T = other.keep_T"),
-    Mutant("corrections", "sums(rejected=~keep_T)})", "{}})", after="def combined"),
+    Mutant("corrections", "**sums(rejected=~keep_T)}", "}", after="def combined"),
     Mutant("corrections", "torch.where(keep_T, correction.weights_T, 0.0)", "correction.weights_T"),
     Mutant("corrections", "(p_T - q_T).abs()", "(p_T - q_T)"),
     Mutant("corrections", "binary_kl(p_T, q_T)", "binary_kl(q_T, p_T)", after="def _divergence_T"),
@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant("steering", "change, 0.0), maximum", "change, 0.0), 1.0"),
     Mutant("steering", "max(coefficient + change, 0.0)", "(coefficient + change)"),
     Mutant("steering", "entropy <= target else 0.0", "entropy < target else 0.0"),
-    Mutant("value", "> 0 else 0.0", ">= 0 else 0.0"),
+    Mutant("value", "if spread > 0", "if spread >= 0"),
     Mutant("value", "(returns_T.double() - values_T.double())", "values_T.double()"),
     Mutant("filters", "len(group.rewards) > 1 and", ""),
     Mutant("filters", "<= tolerance", "< tolerance"),
@@ -249,7 +249,7 @@ MUTANTS = [
     Mutant("shaping", "reward - penalty", "reward + penalty", after="return"),
     Mutant("corrections", "1.0 - 1.0 / lag_T", "1.0 / lag_T"),
     Mutant("corrections", "logprobs_T.detach()", "logprobs_T", after="def log_linear"),
-    Mutant("corrections", ".clamp(logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND)", ""),
+    Mutant("corrections", ".clamp(\n        logprobs_T - LOG_RATIO_BOUND, logprobs_T + LOG_RATIO_BOUND\n    )", ""),
     Mutant("metrics", "torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))", "log_ratio(to_T.detach(), from_T)"),
     Mutant("metrics", "batch.reference_logprobs_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.reference_logprobs_T"),
     Mutant("metrics", '"policy": (current_T, batch.anchor_logprobs_T)', '"policy": (current_T, batch.behaviour_logprobs_T)'),
@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant("batch/estimate", "response_tokens=len(rollout.response_ids)", "response_tokens=int(rollout.action_mask.sum())"),
     Mutant("batch/estimate", "token_rewards_T=-kl_coefficient * kl_T", "token_rewards_T=kl_coefficient * kl_T"),
     Mutant("batch/masks", "sequence.lag > max_lag", "sequence.lag >= max_lag"),
-    Mutant("batch/resolve", "> 1 or normalises(algorithm))", "> 1)"),
+    Mutant("batch/resolve", "> 1 or normalises(algorithm)", "> 1"),
     Mutant("batch/packing", "-(-len(first_fit) // ranks) * ranks", "len(first_fit)"),
     Mutant("batch/packing", "balanced or first_fit", "balanced or []"),
     Mutant("batch/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),
@@ -351,7 +351,8 @@ def main(only: str | None) -> int:
     chosen = [mutant for mutant in MUTANTS if only in (None, mutant.module)]
     survivors = 0
     torch.set_num_threads(1)
-    settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)  # found is enough: no shrinking
+    # Found is enough: no shrinking.
+    settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
     settings.load_profile("mutation")
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)

@@ -1,7 +1,8 @@
 """Simulate one seed, or many on all cores: `python -m reliability.simulation FIRST [COUNT]`.
 
-The exit status is 1 when an invariant broke. Every night: `python -m reliability.simulation $(date +%y%m%d)000000 100000`, other
-seeds each time. With `--out FILE` what the seeds have seen joins what others have, for the table of docs/reliability.md.
+The exit status is 1 when an invariant broke. Every night: `python -m reliability.simulation $(date
++%y%m%d)000000 100000`, other seeds each time. With `--out FILE` what the seeds have seen joins what others
+have, for the table of docs/reliability.md.
 """
 
 import argparse
@@ -22,7 +23,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m reliability.simulation")
     parser.add_argument("first", type=int, help="seed")
     parser.add_argument("count", type=int, nargs="?", default=1, help="of seeds")
-    parser.add_argument("--out", type=Path, help="JSON; its campaigns stay, but one that started at the same seed")
+    parser.add_argument(
+        "--out", type=Path, help="JSON; its campaigns stay, but one that started at the same seed"
+    )
     arguments = parser.parse_args()
     first, count = arguments.first, arguments.count
     total, started_s, told_s = Tally(), time.perf_counter(), time.perf_counter()
@@ -35,7 +38,10 @@ def main() -> int:
             print(f"{total.seeds} of {count} seeds, {len(total.failures)} failed", flush=True)
     seconds = time.perf_counter() - started_s
     print(total.told())
-    print(f"{total.seeds / seconds:.1f} seeds/s, {total.simulated_s / 3600:.1f} simulated hours, {total.calls} calls")
+    print(
+        f"{total.seeds / seconds:.1f} seeds/s, {total.simulated_s / 3600:.1f} simulated hours, "
+        f"{total.calls} calls"
+    )
     print(f"shards: {dict(sorted(total.shards.items()))}")
     print(f"faults: {dict(total.faults.most_common())}\nresults: {dict(total.outcomes.most_common())}")
     if arguments.out:
@@ -51,7 +57,9 @@ def keep(path: Path, first: int, total: Tally) -> None:
     others = [run for run in before if (run["simulates"], run["first"]) != (SIMULATES, first)]
     runs = [*others, {"first": first, "simulates": SIMULATES} | seen]
     lines = ",\n".join(f"  {json.dumps(run)}" for run in sorted(runs, key=lambda run: run["first"]))
-    path.write_text(f'{{\n "environment": {json.dumps(describe("lupa"))},\n "campaigns": [\n{lines}\n ]\n}}\n')
+    path.write_text(
+        f'{{\n "environment": {json.dumps(describe("lupa"))},\n "campaigns": [\n{lines}\n ]\n}}\n'
+    )
 
 
 if __name__ == "__main__":

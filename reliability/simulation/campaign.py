@@ -14,7 +14,9 @@ from asyncrl.processes import die_with_parent
 from .world import simulate
 
 SEEDS_AT_ONCE = 20
-SIMULATES = "the same, histories, several ranks, the control plane, tickets and steps that kill, faults in storms"
+SIMULATES = (
+    "the same, histories, several ranks, the control plane, tickets and steps that kill, faults in storms"
+)
 """What earlier campaigns did not: seeds of another simulation are told apart in the table."""
 MOST_TRACES = 5
 """Failures that are told in full."""
@@ -76,7 +78,11 @@ def campaign(first: int, count: int) -> Iterator[Tally]:
     starts = range(first, first + count, SEEDS_AT_ONCE)
     # Not forked: the parent may have threads.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), spawn, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
-        parts = [pool.submit(simulate_all, start, min(SEEDS_AT_ONCE, first + count - start)) for start in starts]
+    with ProcessPoolExecutor(
+        os.cpu_count(), spawn, initializer=die_with_parent, initargs=(os.getpid(),)
+    ) as pool:
+        parts = [
+            pool.submit(simulate_all, start, min(SEEDS_AT_ONCE, first + count - start)) for start in starts
+        ]
         for part in as_completed(parts):
             yield part.result()

@@ -1,4 +1,5 @@
-"""The network: what redis-py's client is to the shipped code, with a connection that loses, delays and repeats requests."""
+"""The network: what redis-py's client is to the shipped code, with a connection that loses, delays and
+repeats requests."""
 
 import functools
 from collections import deque
@@ -57,7 +58,8 @@ class Network:
 
     def _arrive(self, requests: tuple[Request, ...], answer: Any) -> None:
         engine, faults, function, now_s = self._engine, self._faults, _function(requests), self._engine.now_s
-        if self.paused_until_s > now_s:  # it lies in the server's socket; the client gives up after its own time
+        # It lies in the server's socket; the client gives up after its own time.
+        if self.paused_until_s > now_s:
             engine.at(self.paused_until_s - now_s, lambda: self._arrive(requests, answer))
             answer(SOCKET_TIMEOUT_S, TimeoutError("Timeout reading from socket"))
         elif self.down_until_s > now_s:
@@ -71,24 +73,33 @@ class Network:
             if faults.strikes("late_duplicate", share=share):
                 self._arrive_later(requests)
             if faults.strikes("lost_reply", share=share):
-                answer(engine.random.choice([0.0, SOCKET_TIMEOUT_S]), TimeoutError("Timeout reading from socket"))
+                answer(
+                    engine.random.choice([0.0, SOCKET_TIMEOUT_S]), TimeoutError("Timeout reading from socket")
+                )
             else:
                 answer(self._latency_s(), replies)
 
     def echo(self, functions: Collection[str], *, longest_s: float) -> None:
-        """The store has lost something: what it has forgotten comes again, in any order; it was held up on another way."""
+        """The store has lost something: what it has forgotten comes again, in any order; it was held up on
+        another way."""
         random, starts_s = self._engine.random, max(0.0, self.down_until_s - self._engine.now_s)
         for requests in self._recent:
             if _function(requests) not in functions:
                 continue
             for _ in range(random.randint(0, 3)):
                 delay_s = starts_s + random.uniform(0.0, longest_s)
-                self._engine.at(delay_s, functools.partial(self._arrive, requests, lambda delay_s, value: None))
+                self._engine.at(
+                    delay_s, functools.partial(self._arrive, requests, lambda delay_s, value: None)
+                )
 
     def repeat_take(self, lane: str, number: int) -> None:
         """What was asked for take `number` of a lane of late comes now."""
         for requests in self._recent:
-            if _function(requests) == "take" and requests[-1][-5] == number and lane_of(requests[-1][3].encode()) == lane:
+            if (
+                _function(requests) == "take"
+                and requests[-1][-5] == number
+                and lane_of(requests[-1][3].encode()) == lane
+            ):
                 self._engine.at(0.0, functools.partial(self._arrive, requests, lambda delay_s, value: None))
 
     def _arrive_later(self, requests: tuple[Request, ...]) -> None:
@@ -148,7 +159,9 @@ class Client:
     def hmget(self, key: str, names: list[str]) -> Any:
         return self._one("HMGET", key, *names)
 
-    def hset(self, key: str, name: Any = None, value: Any = None, mapping: Mapping[Any, Any] | None = None) -> Any:
+    def hset(
+        self, key: str, name: Any = None, value: Any = None, mapping: Mapping[Any, Any] | None = None
+    ) -> Any:
         pairs = [part for pair in (mapping or {name: value}).items() for part in pair]
         return self._one("HSET", key, *pairs)
 
@@ -169,7 +182,9 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._requests = []
 
     def hsetnx(self, *arguments: Any) -> None:
@@ -189,5 +204,7 @@ class Pipeline:
         replies = self._network.request(self._process, requests)
         for number, reply in enumerate(replies, 1):
             if isinstance(reply, ResponseError):
-                raise type(reply)(f"Command # {number} ({requests[number - 1][0]} ...) of pipeline caused error: {reply}")
+                raise type(reply)(
+                    f"Command # {number} ({requests[number - 1][0]} ...) of pipeline caused error: {reply}"
+                )
         return replies

@@ -1,4 +1,5 @@
-"""Frames of the simulation: small, checked like real ones, and telling who sampled them with which weights."""
+"""Frames of the simulation: small, checked like real ones, and telling who sampled them with which
+weights."""
 
 import zlib
 from collections.abc import Sequence
@@ -19,10 +20,19 @@ Tokens = tuple[int, Sequence[Weights]]
 
 
 def encode(
-    ticket_id: int, sample: str, rollouts: Sequence[Tokens], *, lane: str = LANE, token: int = 1, padding: int = 0
+    ticket_id: int,
+    sample: str,
+    rollouts: Sequence[Tokens],
+    *,
+    lane: str = LANE,
+    token: int = 1,
+    padding: int = 0,
 ) -> bytes:
     """`sample` is unique to one attempt of one generator; `token` is what all rollouts are made of."""
-    texts = [f"{reward}:" + "/".join(f"{version}.{lineage}" for version, lineage in tokens) for reward, tokens in rollouts]
+    texts = [
+        f"{reward}:" + "/".join(f"{version}.{lineage}" for version, lineage in tokens)
+        for reward, tokens in rollouts
+    ]
     body = f"{ticket_id} {sample} {lane} {token} {','.join(texts)} {'x' * padding}".encode()
     return b"%08x " % zlib.crc32(body) + body
 
@@ -37,7 +47,13 @@ def decode(frame: bytes) -> Group:
         return Group.dead(int(ticket_id), "the reward failed", generator_id=DEAD, version=0, lane=lane)
     rollouts = tuple(_rollout(text, int(token)) for text in texts.split(",") if text)
     newest = max((span.version for rollout in rollouts for span in rollout.version_spans), default=0)
-    return Group(ticket_id=int(ticket_id), rollouts=rollouts, generator_id=sample, finished_version=max(newest, 0), lane=lane)
+    return Group(
+        ticket_id=int(ticket_id),
+        rollouts=rollouts,
+        generator_id=sample,
+        finished_version=max(newest, 0),
+        lane=lane,
+    )
 
 
 def is_good(ticket_id: int, frame: bytes) -> bool:
@@ -46,7 +62,9 @@ def is_good(ticket_id: int, frame: bytes) -> bool:
         group = decode(frame)
     except WireError:
         return False
-    return (group.lane, group.ticket_id) == (LANE, ticket_id) and (group.dead_reason is not None or not trainable(group, LIMITS))
+    return (group.lane, group.ticket_id) == (LANE, ticket_id) and (
+        group.dead_reason is not None or not trainable(group, LIMITS)
+    )
 
 
 def is_hopeless(ticket_id: int, frame: bytes) -> bool:

@@ -1,4 +1,5 @@
-"""The control plane: the shipped hub and client under the virtual clock, over a wire that loses, delays and repeats messages.
+"""The control plane: the shipped hub and client under the virtual clock, over a wire that loses, delays and
+repeats messages.
 
 Strangers speak too. What stands in: sockets, threads, and the processes that send weights.
 """
@@ -190,7 +191,9 @@ class Wire:
         random, now_s = self.engine.random, self.engine.now_s
         if self._faults.strikes("lost_order"):
             return True
-        delay_s = random.uniform(0.0, random.choice([2.0, 30.0])) if self._faults.strikes("late_order") else 0.005
+        delay_s = (
+            random.uniform(0.0, random.choice([2.0, 30.0])) if self._faults.strikes("late_order") else 0.005
+        )
         dealer.last_arrival_s = max(dealer.last_arrival_s, now_s + delay_s)
         for _ in range(2 if self._faults.strikes("repeated_order") else 1):
             self.engine.at(dealer.last_arrival_s - now_s, lambda: self._deliver(router, dealer, data))
@@ -285,7 +288,9 @@ class Hub(ControlHub):
         return inbox
 
     def _round(self) -> None:
-        before = {member.holder: self._peers.peer(member.holder) for member in self._membership.members.values()}
+        before = {
+            member.holder: self._peers.peer(member.holder) for member in self._membership.members.values()
+        }
         super()._round()
         if self._world.wire.router is not self._router:
             return
@@ -297,15 +302,20 @@ class Hub(ControlHub):
                 continue  # dead, or a stranger that was first with its name
             if holder not in now_members and not living[holder].is_leaving:
                 silent_s = self._world.engine.now_s - self._world.wire.heard_at_s.get(dealer.peer, 0.0)
-                require(silent_s > HEARTBEAT_S, "a member was thrown out that had just spoken", holder, silent_s)
+                require(
+                    silent_s > HEARTBEAT_S, "a member was thrown out that had just spoken", holder, silent_s
+                )
         for holder in self._schedule._members.keys() & living.keys():
             self._check_weights(holder, living[holder].published.weights)
 
     def _check_weights(self, holder: str, truth: Weights) -> None:
         believed = self._schedule.version(holder)
         if self._schedule.phase(holder) is Phase.IDLE and believed >= 0:
-            name = self._learner.history.weights(believed) if believed else Weights(0)  # a history forgets what is old
-            require(name == truth, "the learner believes that a generator has other weights", holder, name, truth)
+            # A history forgets what is old.
+            name = self._learner.history.weights(believed) if believed else Weights(0)
+            require(
+                name == truth, "the learner believes that a generator has other weights", holder, name, truth
+            )
 
 
 class Client(ControlClient):
@@ -350,7 +360,9 @@ class Client(ControlClient):
         """What `leave` says."""
         assert self._hello is not None
         if self._is_member:
-            finish(self._send(Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation)))
+            finish(
+                self._send(Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation))
+            )
 
 
 def join(client: Client, engine: Engine) -> bool:
@@ -361,7 +373,8 @@ def join(client: Client, engine: Engine) -> bool:
 
 
 def strange_message(world: "World") -> None:
-    """Of somebody who knows the names in the store's leases, or of a member that says what is not its to say."""
+    """Of somebody who knows the names in the store's leases, or of a member that says what is not its to
+    say."""
     random, generator = world.engine.random, world.any_generator()
     generator_id, _, incarnation = generator.process.name.partition(":")
     newest = world.published.weights

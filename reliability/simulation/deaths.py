@@ -1,4 +1,5 @@
-"""The rules for tickets of which holders died: how deaths are counted, who may lease a suspect, and when one is given up."""
+"""The rules for tickets of which holders died: how deaths are counted, who may lease a suspect, and when one
+is given up."""
 
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,31 @@ def check_counts(call: "Call") -> None:
     if call.name == "recover":
         return
     moved, before, after = call.moved, call.before.deaths, call.after.deaths
-    lost = {i for i, move in moved.items() if move == ("leased", "reissue")} if call.name in LOSES_A_HOLDER else set()
+    lost = (
+        {i for i, move in moved.items() if move == ("leased", "reissue")}
+        if call.name in LOSES_A_HOLDER
+        else set()
+    )
     if call.name == "lease":  # what had run out may be leased again in the same call
-        lost |= {i for i, ends_ms in call.before.deadlines.items() if ends_ms <= call.now_ms and i not in call.after.ready}
+        lost |= {
+            i
+            for i, ends_ms in call.before.deadlines.items()
+            if ends_ms <= call.now_ms and i not in call.after.ready
+        }
     for ticket_id in before.keys() | after.keys() | lost:
         expected = before.get(ticket_id, 0) + (ticket_id in lost)
-        is_stored = ticket_id in call.after.ready or ticket_id in call.after.taken or call.after.is_done(ticket_id)
+        is_stored = (
+            ticket_id in call.after.ready or ticket_id in call.after.taken or call.after.is_done(ticket_id)
+        )
         found = after.get(ticket_id, 0)
-        require(found == (0 if is_stored else expected), "deaths are counted wrongly", call.name, ticket_id, found, expected)
+        require(
+            found == (0 if is_stored else expected),
+            "deaths are counted wrongly",
+            call.name,
+            ticket_id,
+            found,
+            expected,
+        )
 
 
 def suspects(call: "Call") -> set[int]:
@@ -33,10 +51,15 @@ def suspects(call: "Call") -> set[int]:
 
 
 def check_lease(call: "Call", holder: str, ids: set[int]) -> bool:
-    """Whether suspects decided: nothing beside one, nothing while one waits for a free holder, else that one."""
+    """Whether suspects decided: nothing beside one, nothing while one waits for a free holder, else that
+    one."""
     limit, suspected = call.before.number("limit"), suspects(call)
     held = {i for i, of in call.after.holders.items() if of == holder} - ids
-    waiting = {i for i in call.after.reissue | ids if i in suspected and call.after.deaths[i] < call.max_deaths and i <= limit}
+    waiting = {
+        i
+        for i in call.after.reissue | ids
+        if i in suspected and call.after.deaths[i] < call.max_deaths and i <= limit
+    }
     if not (held & suspected or waiting):
         require(not ids & suspected, "a ticket was leased of which too many died", ids, suspected)
         return False

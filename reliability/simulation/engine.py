@@ -1,7 +1,8 @@
 """Processes that run blocking code in turn under one virtual clock: everything follows from the seed.
 
-A process has threads (greenlets). A thread runs until it sleeps or waits for a reply; then the scheduler runs the next event.
-A killed process executes nothing more, no `finally` either that would reach the store; a paused one goes on later.
+A process has threads (greenlets). A thread runs until it sleeps or waits for a reply; then the scheduler runs
+the next event. A killed process executes nothing more, no `finally` either that would reach the store; a
+paused one goes on later.
 """
 
 import heapq
@@ -83,7 +84,8 @@ class Engine:
         self._wait()
 
     def wait(self) -> tuple[Callable[[float, Any], None], Callable[[], Any]]:
-        """(answer, wait): the thread calls `wait`, and the first `answer(delay, value)` gives it its value."""
+        """(answer, wait): the thread calls `wait`, and the first `answer(delay, value)` gives it its
+        value."""
         thread, answered = getcurrent(), []
 
         def answer(delay_s: float, value: Any) -> None:
@@ -140,7 +142,9 @@ def virtual_time(engine: Engine, *modules: Any) -> Iterator[None]:
     """Let the shipped modules sleep in virtual time, and draw their unique ids from the seed."""
     clock = SimpleNamespace(monotonic=lambda: engine.now_s, time=lambda: engine.now_s, sleep=engine.sleep)
     unique = SimpleNamespace(uuid4=lambda: _Unique(engine.random.getrandbits(128)))
-    replaced = [(module, name, new) for module in modules for name, new in (("time", clock), ("uuid", unique))]
+    replaced = [
+        (module, name, new) for module in modules for name, new in (("time", clock), ("uuid", unique))
+    ]
     kept = [(module, name, getattr(module, name)) for module, name, _ in replaced if hasattr(module, name)]
     for module, name, new in replaced:
         if hasattr(module, name):

@@ -1,4 +1,5 @@
-"""What goes wrong, how often: drawn per seed, so that some runs see one kind of fault only and some see all."""
+"""What goes wrong, how often: drawn per seed, so that some runs see one kind of fault only and some see
+all."""
 
 import random
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ OTHER = {
     "usurper_of_nothing": 0.3,  # per second learner
 }
 RARE = {"reject": 10.0, "commit": 3.0, "recover": 3.0, "close": 3.0}
-"""How much likelier a reply is lost, or a request repeated, of functions that are called less often than others."""
+"""How much likelier a reply is lost, or a request repeated, of functions that are called less often than
+others."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,11 @@ class Faults:
     def draw(cls, random: random.Random) -> "Faults":
         """Half of all kinds, each more or less often."""
         chances = {name: chance * random.choice([0, 0, 1, 3]) for name, chance in (CHANCES | OTHER).items()}
-        means_s = {name: mean_s * random.choice([0.5, 1.0]) for name, mean_s in MEAN_S.items() if random.random() < 0.5}
+        means_s = {
+            name: mean_s * random.choice([0.5, 1.0])
+            for name, mean_s in MEAN_S.items()
+            if random.random() < 0.5
+        }
         return cls(random, chances, means_s, struck={})
 
     def strikes(self, name: str, *, share: float = 1.0, also_in_calm: bool = False) -> bool:

@@ -20,7 +20,9 @@ class Edit:
         start = text.find(self.after)
         found = text.find(self.old, start)
         if start < 0 or found < 0:
-            raise LookupError(f"{self.path} no longer contains {self.old!r} after {self.after!r}: renew this mutant")
+            raise LookupError(
+                f"{self.path} no longer contains {self.old!r} after {self.after!r}: renew this mutant"
+            )
         file.write_text(text[:found] + self.new + text[found + len(self.old) :])
 
 
@@ -77,8 +79,10 @@ NEW_EPOCH = lua("epoch = known + 1", "epoch = known")
 REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
 HEAL = client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")
 MEND = client("stall", "            recover()\n", "            pass\n")
-OPEN_WAITING = client("intake", "self.open(version)  # a store that lost only this", "pass  # a store that lost only this")
-OPEN_REJECTED = client("intake", "if step.rejected:\n            self.open(version)", "if False:\n            self.open(version)")
+OPEN_WAITING = client("intake", "self.open(version)\n                return None", "return None")
+OPEN_REJECTED = client(
+    "intake", "if step.rejected:\n            self.open(version)", "if False:\n            self.open(version)"
+)
 
 MUTANTS = [
     # -- moves of an id

@@ -4,8 +4,8 @@
     python -m reliability.simulation.mutants lease --seeds 5000          # those whose description has that
     python -m reliability.simulation.mutants --out bench/results/mutants.json    # those that the file lacks
 
-A mutant is a textual replacement that must match; one that no longer matches is an error. Pairs are for defences that
-overlap: alone either may go, because the other one holds.
+A mutant is a textual replacement that must match; one that no longer matches is an error. Pairs are for
+defences that overlap: alone either may go, because the other one holds.
 """
 
 import argparse
@@ -52,7 +52,12 @@ def try_mutant(mutant: Mutant, seeds: int = SEEDS) -> Verdict:
         argv = [sys.executable, "-m", "reliability.simulation.hunt", str(seeds)]
         try:
             done = subprocess.run(
-                argv, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=TIMEOUT_S
+                argv,
+                cwd=root,
+                env=os.environ | {"PYTHONPATH": str(root)},
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
             return Verdict(mutant, seeds, f"nothing ends within {TIMEOUT_S:.0f} s")
@@ -78,7 +83,9 @@ def check_matches() -> None:
 
 def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
     """One line for each mutant, in the order of the table."""
-    rows = ",\n".join(f"  {json.dumps(each.what)}: {json.dumps(found[each.what])}" for each in MUTANTS if each.what in found)
+    rows = ",\n".join(
+        f"  {json.dumps(each.what)}: {json.dumps(found[each.what])}" for each in MUTANTS if each.what in found
+    )
     path.write_text(f'{{\n "environment": {json.dumps(describe())},\n "mutants": {{\n{rows}\n }}\n}}\n')
 
 
@@ -89,21 +96,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON; mutants that it has are not tried again")
     arguments = parser.parse_args()
     check_matches()
-    found = json.loads(arguments.out.read_text())["mutants"] if arguments.out and arguments.out.exists() else {}
-    chosen = [mutant for mutant in MUTANTS if re.search(arguments.word, mutant.what) and mutant.what not in found]
+    found = (
+        json.loads(arguments.out.read_text())["mutants"] if arguments.out and arguments.out.exists() else {}
+    )
+    chosen = [
+        mutant for mutant in MUTANTS if re.search(arguments.word, mutant.what) and mutant.what not in found
+    ]
     started_s, killed, wrong = time.perf_counter(), 0, 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for verdict in as_completed(pool.submit(try_mutant, mutant, arguments.seeds) for mutant in chosen):
             mutant, seeds, how = verdict.result().mutant, verdict.result().seeds, verdict.result().how
             killed += bool(how)
             wrong += not how and not mutant.survives
-            fate = f"killed by seed {seeds}: {how[:90]}" if how else f"SURVIVED {seeds} seeds {mutant.survives}"
+            fate = (
+                f"killed by seed {seeds}: {how[:90]}" if how else f"SURVIVED {seeds} seeds {mutant.survives}"
+            )
             print(f"{mutant.what:75} {fate}", flush=True)
             found[mutant.what] = {"seeds": seeds, "how": how.partition(": (")[0]}
             if arguments.out:
                 keep(arguments.out, found)
     share = killed / max(len(chosen), 1)
-    print(f"{killed} of {len(chosen)} mutants killed ({share:.1%}) in {time.perf_counter() - started_s:.0f} s")
+    print(
+        f"{killed} of {len(chosen)} mutants killed ({share:.1%}) in {time.perf_counter() - started_s:.0f} s"
+    )
     return bool(wrong)
 
 

@@ -1,4 +1,5 @@
-"""The generators and the learner: the loops are the simulation's, what touches the store or a ledger is shipped code."""
+"""The generators and the learner: the loops are the simulation's, what touches the store or a ledger is
+shipped code."""
 
 import json
 from collections.abc import Sequence
@@ -82,7 +83,13 @@ class GeneratorProcess:
 
     def _hello(self) -> Hello:
         generator_id, _, incarnation = self.process.name.partition(":")
-        return Hello(generator_id=generator_id, incarnation=incarnation, release=RELEASE, config_hash=CONFIG_HASH, version=0)
+        return Hello(
+            generator_id=generator_id,
+            incarnation=incarnation,
+            release=RELEASE,
+            config_hash=CONFIG_HASH,
+            version=0,
+        )
 
     def _begin(self) -> None:
         if not join(self.control, self.engine):  # such as while who had the name may be alive
@@ -94,7 +101,9 @@ class GeneratorProcess:
     def _beat(self) -> None:
         generator_id, _, incarnation = self.process.name.partition(":")
         version = self.published.weights.version
-        self.control.beat(Heartbeat(generator_id=generator_id, incarnation=incarnation, version=version, state="sampling"))
+        self.control.beat(
+            Heartbeat(generator_id=generator_id, incarnation=incarnation, version=version, state="sampling")
+        )
 
     def _die(self) -> None:
         self.world.generator_died(self)
@@ -108,7 +117,9 @@ class GeneratorProcess:
             if len(self.held) >= self.world.scenario.held_at_most:
                 continue
             lease = self.buffer.lease(self.process.name, random.randint(1, 4))
-            require(self.world.is_closed or not lease.closed, "generators are told of the end before it is there")
+            require(
+                self.world.is_closed or not lease.closed, "generators are told of the end before it is there"
+            )
             useless = [ticket.id for ticket in lease.tickets if self.published.weights not in ticket.history]
             if useless:
                 self.buffer.give_back(self.process.name, useless)
@@ -167,7 +178,10 @@ class GeneratorProcess:
 
     def _attempt(self, ticket: Ticket) -> None:
         world, waited_until_s = self.world, self.engine.now_s + self.world.rules.lease_s
-        while self.published.weights.version < ticket.minimum_version or self.published.weights not in ticket.history:
+        while (
+            self.published.weights.version < ticket.minimum_version
+            or self.published.weights not in ticket.history
+        ):
             if self.engine.now_s > waited_until_s:
                 self.buffer.give_back(self.process.name, [ticket.id])
                 return
@@ -233,7 +247,8 @@ class TrainedWeights:
 
 
 class Files(FileOps):
-    """A disk that takes its time, so that a learner can die between any two operations, and that obeys the run's lock."""
+    """A disk that takes its time, so that a learner can die between any two operations, and that obeys the
+    run's lock."""
 
     def __init__(self, learner: "LearnerProcess") -> None:
         self._learner = learner
@@ -376,12 +391,20 @@ class LearnerProcess:
         """The credit that this learner may open, by its definition."""
         shards, trained = len(self.shards), sum(entry["groups"] for entry in self.weights.history[:version])
         for lane, intake in zip(self.world.lanes, self.intakes, strict=True):
-            credit = trained // shards + intake.ledger.total_rejected + (self.settings.max_lag + 1) * self.settings.groups
+            credit = (
+                trained // shards
+                + intake.ledger.total_rejected
+                + (self.settings.max_lag + 1) * self.settings.groups
+            )
             lane.credit = max(lane.credit, credit)
 
     def _condemned(self, frame: bytes) -> str | None:
         reason = self.deaths.reason(frame)
-        require(reason is None or self.world.step_deaths.may_condemn(frame), "set aside, and killed too few learners", frame)
+        require(
+            reason is None or self.world.step_deaths.may_condemn(frame),
+            "set aside, and killed too few learners",
+            frame,
+        )
         return reason
 
     def _poll(self, version: int) -> Taken:
@@ -410,9 +433,17 @@ class LearnerProcess:
             "rejected": [(group.ticket_id, reason) for group, reason in collected.rejected],
         }
         stale = [ticket_id for ticket_id, reason in entry["rejected"] if reason == "stale"]
-        may_be = self.settings.drop or not self.is_first  # what an earlier learner's steps, now lost, gave credit for
-        require(may_be or not stale, "a group is too old that the anchored window should have taken in time", version, stale)
-        self._check_lost([group for group, reason in collected.rejected if reason == DISCARDED_LINEAGE], version)
+        # What an earlier learner's steps, now lost, gave credit for.
+        may_be = self.settings.drop or not self.is_first
+        require(
+            may_be or not stale,
+            "a group is too old that the anchored window should have taken in time",
+            version,
+            stale,
+        )
+        self._check_lost(
+            [group for group, reason in collected.rejected if reason == DISCARDED_LINEAGE], version
+        )
         self.weights.history.append(json.loads(json.dumps(entry)))
         self.takes = []
 
@@ -424,11 +455,19 @@ class LearnerProcess:
             is_lost = any(one > version or serials[one] != serial for one, serial in weights)
             is_old = version - min(weights)[0] > self.max_age
             # An earlier learner may have forgotten what was too old for its settings.
-            require(is_lost or is_old or self.world.has_changed, "a good group was called lost", version, group, weights)
+            require(
+                is_lost or is_old or self.world.has_changed,
+                "a good group was called lost",
+                version,
+                group,
+                weights,
+            )
 
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
         ledger = self.intake.settled.to_dict()
-        oldest = checkpoints.save(version, self.weights, {"version": version, "ledger": ledger, "history": str(self.history)})
+        oldest = checkpoints.save(
+            version, self.weights, {"version": version, "ledger": ledger, "history": str(self.history)}
+        )
         self.intake.commit(checkpoints.state(oldest)["ledger"], version)
 
 

@@ -58,12 +58,18 @@ class Ranks:
         while len(self._trained[step]) < self._count - 1:
             self._engine.sleep(0.05)
         for theirs in self._trained.pop(step):
-            require(theirs == contents(groups), "a rank trains on other groups", step, theirs, contents(groups))
+            require(
+                theirs == contents(groups), "a rank trains on other groups", step, theirs, contents(groups)
+            )
 
 
 def contents(groups: Sequence[Group]) -> Contents:
     """All that tells two frames apart."""
     return [
-        (group.ticket_id, group.generator_id, [(rollout.reward, rollout.version_spans) for rollout in group.rollouts])
+        (
+            group.ticket_id,
+            group.generator_id,
+            [(rollout.reward, rollout.version_spans) for rollout in group.rollouts],
+        )
         for group in groups
     ]

@@ -1,7 +1,9 @@
-"""A Redis server in one object: the commands that the client and functions.lua use, and the functions in real Lua 5.1.
+"""A Redis server in one object: the commands that the client and functions.lua use, and the functions in real
+Lua 5.1.
 
-Replies and refusals are those of Redis 7 (types, integer parsing, the "-0" that HINCRBY refuses, OOM with and without
-`allow-oom`, a transaction whose second command fails and whose first one stays done). Nothing is checked for speed.
+Replies and refusals are those of Redis 7 (types, integer parsing, the "-0" that HINCRBY refuses, OOM with and
+without `allow-oom`, a transaction whose second command fails and whose first one stays done). Nothing is
+checked for speed.
 """
 
 import fnmatch
@@ -33,8 +35,8 @@ class SortedSet(dict[bytes, float]):
 class Data:
     """Keys and values, and the commands on them.
 
-    A value is never changed, only replaced by another one: whoever keeps it has the value of that moment, and as long as
-    the key has the same object nothing has happened to it.
+    A value is never changed, only replaced by another one: whoever keeps it has the value of that moment, and
+    as long as the key has the same object nothing has happened to it.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,9 @@ class Data:
     def _zrange(self, key: bytes, first: bytes, last: bytes, withscores: bytes = b"") -> Reply:
         value = self.look(key, SortedSet)
         found = value.ascending()[_span(first, last)]
-        return [part for member in found for part in (member, b"%.17g" % value[member])] if withscores else found
+        return (
+            [part for member in found for part in (member, b"%.17g" % value[member])] if withscores else found
+        )
 
     def _zremrangebyrank(self, key: bytes, first: bytes, last: bytes) -> Reply:
         return self._zrem(key, *self._zrange(key, first, last))
@@ -201,7 +205,9 @@ class Data:
 
 
 COMMANDS: dict[str, Callable[..., Reply]] = {
-    name.removeprefix("_").upper(): body for name, body in vars(Data).items() if name.startswith("_") and name[1] != "_"
+    name.removeprefix("_").upper(): body
+    for name, body in vars(Data).items()
+    if name.startswith("_") and name[1] != "_"
 }
 
 
@@ -263,7 +269,9 @@ class Interpreter:
         table[b"python_sha1hex"] = lambda text: hashlib.sha1(text).hexdigest().encode()
         table[b"python_register"] = self._register
         commands = {name.encode(): self._command(body) for name, body in COMMANDS.items()}
-        self._lua.execute(SHIM.encode(), self._lua.table_from(commands | {b"TIME": self._command(self._time)}))
+        self._lua.execute(
+            SHIM.encode(), self._lua.table_from(commands | {b"TIME": self._command(self._time)})
+        )
 
     def library(self, source: bytes) -> dict[str, Function]:
         """The functions that a library registers."""
@@ -276,7 +284,14 @@ class Interpreter:
             self._libraries[source] = self._found
         return self._libraries[source]
 
-    def run(self, function: Function, keys: tuple[bytes, ...], arguments: tuple[bytes, ...], data: Data, clock: Any) -> Reply:
+    def run(
+        self,
+        function: Function,
+        keys: tuple[bytes, ...],
+        arguments: tuple[bytes, ...],
+        data: Data,
+        clock: Any,
+    ) -> Reply:
         self._data, self._clock = data, clock
         table = self._lua.table_from
         return self._to_reply(function.body(table(keys), table(arguments)))
@@ -322,7 +337,8 @@ Snapshot = tuple[Data, dict[str, Function], set[tuple[bytes, int]]]
 
 @dataclass(slots=True)
 class VirtualStore:
-    """The server. `after` is told of every function that ran, and of UNLINK: (first key, name, arguments, reply)."""
+    """The server. `after` is told of every function that ran, and of UNLINK: (first key, name, arguments,
+    reply)."""
 
     clock: Callable[[], float]
     after: Callable[[bytes, str, tuple[bytes, ...], Reply], None] = lambda key, name, arguments, reply: None
@@ -348,7 +364,9 @@ class VirtualStore:
         if lanes is not None:
             kept = {key: value for key, value in self.data.keys.items() if not _is_in(key, lanes)}
             data.keys = {key: value for key, value in data.keys.items() if _is_in(key, lanes)} | kept
-            strays = {one for one in strays if _is_in(one[0], lanes)} | {one for one in self.strays if not _is_in(one[0], lanes)}
+            strays = {one for one in strays if _is_in(one[0], lanes)} | {
+                one for one in self.strays if not _is_in(one[0], lanes)
+            }
             libraries = self.libraries
         self.data, self.libraries, self.strays = data, dict(libraries), set(strays)
 
@@ -361,7 +379,11 @@ class VirtualStore:
     def execute(self, requests: tuple[Request, ...]) -> list[Reply]:
         """Replies to one command, or to a transaction. A refusal is a reply."""
         if self.out_of_memory and any(name in ("HSETNX", "HSET") for name, *_ in requests):
-            return [OutOfMemoryError(OOM) if len(requests) == 1 else ResponseError(f"Transaction discarded because of: {OOM}")]
+            return [
+                OutOfMemoryError(OOM)
+                if len(requests) == 1
+                else ResponseError(f"Transaction discarded because of: {OOM}")
+            ]
         replies: list[Reply] = []
         for name, *arguments in requests:
             try:

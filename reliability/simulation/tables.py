@@ -15,7 +15,10 @@ MOST_WAYS = 6
 def campaigns(found: Mapping[str, Any]) -> Iterator[str]:
     """F4: what the seeds of all campaigns have seen. Raises ValueError when a seed would count twice."""
     runs = sorted(found["campaigns"], key=lambda run: (run["simulates"] == SIMULATES, run["first"]))
-    yield "| figure | what was simulated | seeds | with four shards | simulated hours | calls | faults | seeds that failed |"
+    yield (
+        "| figure | what was simulated | seeds | with four shards | simulated hours | calls | faults | "
+        "seeds that failed |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for what, campaigns_of_it in itertools.groupby(runs, key=lambda run: run["simulates"]):
         yield f"| F4 | {what} | {_summed(list(campaigns_of_it))} |"
@@ -25,14 +28,20 @@ def _summed(runs: Sequence[Mapping[str, Any]]) -> str:
     """The cells of a row."""
     for run, following in itertools.pairwise(runs):
         if run["first"] + run["seeds"] > following["first"]:
-            raise ValueError(f"the campaigns that start at {run['first']} and {following['first']} overlap: remove one of them")
+            raise ValueError(
+                f"the campaigns that start at {run['first']} and {following['first']} overlap: remove one "
+                "of them"
+            )
     total = Counter[str]()
     for run in runs:
         total.update({name: run[name] for name in ("seeds", "calls", "simulated_s")})
-        total.update(failed=len(run["failures"]), faults=sum(run["faults"].values()), cluster=run["shards"].get("4", 0))
+        total.update(
+            failed=len(run["failures"]), faults=sum(run["faults"].values()), cluster=run["shards"].get("4", 0)
+        )
     hours = total["simulated_s"] / 3600
     return (
-        f"{total['seeds']:,} | {total['cluster']:,} | {hours:,.0f} | {total['calls']:,} | {total['faults']:,} | {total['failed']}"
+        f"{total['seeds']:,} | {total['cluster']:,} | {hours:,.0f} | {total['calls']:,} | "
+        f"{total['faults']:,} | {total['failed']}"
     )
 
 
@@ -43,7 +52,11 @@ def mutants(found: Mapping[str, Any]) -> Iterator[str]:
     seeds = sorted(verdict["seeds"] for verdict in killed.values())
     yield "| mutants | noticed | share | first seed that noticed: median | 90 % | last |"
     yield "|---|---|---|---|---|---|"
-    share, median, most = len(killed) / len(verdicts), statistics.median_low(seeds), seeds[int(0.9 * len(seeds))]
+    share, median, most = (
+        len(killed) / len(verdicts),
+        statistics.median_low(seeds),
+        seeds[int(0.9 * len(seeds))],
+    )
     yield f"| {len(verdicts)} | {len(killed)} | {share:.1%} | {median} | {most} | {seeds[-1]} |"
     yield ""
     yield "| noticed by | mutants |"
@@ -51,7 +64,10 @@ def mutants(found: Mapping[str, Any]) -> Iterator[str]:
     ways = Counter(verdict["how"].removeprefix("Violation: ") for verdict in killed.values())
     for way, count in ways.most_common(MOST_WAYS):
         yield f"| {way} | {count} |"
-    yield f"| {len(ways) - MOST_WAYS} others | {sum(ways.values()) - sum(count for _, count in ways.most_common(MOST_WAYS))} |"
+    yield (
+        f"| {len(ways) - MOST_WAYS} others | "
+        f"{sum(ways.values()) - sum(count for _, count in ways.most_common(MOST_WAYS))} |"
+    )
     yield ""
     yield "| survivor | seeds | why nothing notices |"
     yield "|---|---|---|"

@@ -33,7 +33,11 @@ class LaneWatch:
 
     def look(self) -> Lane:
         data = self._world.store.data
-        return self._lane if self._lane is not None and self._lane.is_still(data) else Lane(data, self.name, self._lane)
+        return (
+            self._lane
+            if self._lane is not None and self._lane.is_still(data)
+            else Lane(data, self.name, self._lane)
+        )
 
     def before(self) -> None:
         """A call comes."""
@@ -41,7 +45,8 @@ class LaneWatch:
 
     def after(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
         """A function of the store, or UNLINK, has run."""
-        if name == "unlink":  # a learner without a checkpoint deletes what was there, and fences whoever was before
+        # A learner without a checkpoint deletes what was there, and fences whoever was before.
+        if name == "unlink":
             self.store_is_another()
             return
         world, before, lane = self._world, self._lane, self.look()
@@ -71,7 +76,8 @@ class LaneWatch:
             window=world.windows.get(arguments[1]) if name == "take" else None,
         )
         check_call(call)
-        if lane is not before or name == "recover":  # what has not changed was right before; a recovery clears up strays
+        # What has not changed was right before; a recovery clears up strays.
+        if lane is not before or name == "recover":
             check_state(lane, world.store.strays_of(self.name))
         self._remember_answer(name, arguments, reply)
         world.is_closed = world.is_closed or (name == "close" and reply[0] == b"OK")
@@ -113,10 +119,13 @@ class LaneWatch:
             self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
 
     def _recovered(self, before: Lane, arguments: tuple[str, ...]) -> None:
-        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign otherwise."""
+        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign
+        otherwise."""
         self._world.store.forget_strays(self.name)
         remembers = self._world.forgot_s < self._world.engine.now_s - LATEST_S
-        is_alive = {learner.shards[self.shard]._owner: learner.process.is_alive for learner in self._world.learners}
+        is_alive = {
+            learner.shards[self.shard]._owner: learner.process.is_alive for learner in self._world.learners
+        }
         is_robbed = is_alive.get(before.meta.get("owner", "")) and not is_alive[arguments[1]]
         require(not (remembers and is_robbed), "a dead learner took the lane from one that lives", arguments)
         learner, owner, takes = self._world.learner, arguments[1], int(arguments[3])

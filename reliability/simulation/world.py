@@ -46,10 +46,12 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 MEMORY = "/dev/shm"
-"""Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes time."""
+"""Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes
+time."""
 FOREVER_S = 1e7
 STORM_S = (5.0, 40.0)
-"""Faults come in storms: between two of them the run gets on, so that later steps, with checkpoints, meet faults as well."""
+"""Faults come in storms: between two of them the run gets on, so that later steps, with checkpoints, meet
+faults as well."""
 SNAPSHOTS = 4
 DEADLY_SHARE = 0.03
 SHARDS = (1, 4)
@@ -81,7 +83,9 @@ class Settings:
         """Of a group when it is trained."""
         if self.drop:
             return self.max_lag
-        return lag_bound(self.max_lag, window=shards * self.window, groups=shards * self.groups, shards=shards)
+        return lag_bound(
+            self.max_lag, window=shards * self.window, groups=shards * self.groups, shards=shards
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +135,8 @@ class World:
             groups=self.settings.groups,
             lease_s=chance.choice([10.0, 40.0]),
             max_attempts=chance.randint(1, 3),
-            max_deaths=chance.choice([1 << 30, 1 << 30, 3, 5]),  # holders die so often that all would be suspects
+            # Holders die so often that all would be suspects.
+            max_deaths=chance.choice([1 << 30, 1 << 30, 3, 5]),
             max_bytes=chance.choice([200, 800, 1 << 30]),
         )
         self.scenario = Scenario.draw(chance, shards=shards)
@@ -147,7 +152,9 @@ class World:
         self.step_under_way = directory / "step_under_way.json"
         self.step_deaths = StepDeathsTold()
         self.clock_offset_s, self.turned_back_s = 0.0, 0.0
-        self.store = VirtualStore(clock=lambda: EPOCH_S + self.engine.now_s + self.clock_offset_s, after=self._after)
+        self.store = VirtualStore(
+            clock=lambda: EPOCH_S + self.engine.now_s + self.clock_offset_s, after=self._after
+        )
         self.network = Network(self.engine, self.store, self.faults)
         self.network.before_transaction = self._before
         self.network.before_request = self._ambush
@@ -196,7 +203,15 @@ class World:
 
     def run(self) -> None:
         """Raises Violation."""
-        clocks = (connection_module, intake_module, redis_module, shards_module, stall_module, client_module, hub_module)
+        clocks = (
+            connection_module,
+            intake_module,
+            redis_module,
+            shards_module,
+            stall_module,
+            client_module,
+            hub_module,
+        )
         with virtual_time(self.engine, *clocks), virtual_control(self.engine, self.wire):
             try:
                 self._start_learner()
@@ -213,7 +228,11 @@ class World:
                 self.engine.close()
 
     def _deadline_s(self) -> float:
-        return max(self._calm_since_s, self.engine.now_s if self.faults.is_on else 0.0) + PATIENCE_S + 2 * self.turned_back_s
+        return (
+            max(self._calm_since_s, self.engine.now_s if self.faults.is_on else 0.0)
+            + PATIENCE_S
+            + 2 * self.turned_back_s
+        )
 
     def _storm(self) -> None:
         lasts_s = min(self._storms_left_s, self.engine.random.uniform(*STORM_S))
@@ -230,7 +249,11 @@ class World:
     def publish(self, published: Published) -> None:
         """The learner has new weights."""
         self.published = published
-        if not self.faults.is_on and self._storms_left_s > 0 and published.weights.version >= self._storm_from_version:
+        if (
+            not self.faults.is_on
+            and self._storms_left_s > 0
+            and published.weights.version >= self._storm_from_version
+        ):
             self.engine.at(self.engine.random.uniform(0.0, self.scenario.training_s), self._resume_storms)
 
     def _resume_storms(self) -> None:
@@ -298,12 +321,15 @@ class World:
     def generator_left(self, generator: GeneratorProcess) -> None:
         for slot, one in self.generators.items():
             if one is generator:
-                self.engine.at(self.engine.random.uniform(0.5, 5.0), functools.partial(self._start_generator, slot))
+                self.engine.at(
+                    self.engine.random.uniform(0.5, 5.0), functools.partial(self._start_generator, slot)
+                )
 
     # -- what the processes tell
 
     def sample(self, holder: str, ticket_id: int, sampled_by: Sequence[Published]) -> bytes:
-        """The frame of a new sample, whose rollouts begin and end in any part of the time in which it was sampled."""
+        """The frame of a new sample, whose rollouts begin and end in any part of the time in which it was
+        sampled."""
         random = self.engine.random
         self._samples += 1
         name, rollouts = f"{holder}#{self._samples}", []
@@ -316,7 +342,9 @@ class World:
         frame = encode(ticket_id, name, rollouts, padding=random.choice([0, 20, 80]))
         if self.faults.strikes("garbage_frame"):
             shards = len(self.lanes)  # so that the neighbour may be of the same step
-            neighbour = ticket_id + shards if ticket_id <= shards or random.random() < 0.5 else ticket_id - shards
+            neighbour = (
+                ticket_id + shards if ticket_id <= shards or random.random() < 0.5 else ticket_id - shards
+            )
             return random.choice([b"garbage", b"", frame[:-1], *[encode(neighbour, name, rollouts)] * 2])
         if self.faults.strikes("foreign_group"):
             return self._foreign(ticket_id, name, rollouts)
@@ -347,7 +375,8 @@ class World:
             require(version == self.scenario.steps, "the learner stopped early", version)
             self._is_finished = True
             self._calm()
-            self.engine.at(self.engine.random.choice([0.0, 70.0]), self._end)  # generators see the end, and replaced learners
+            # Generators see the end, and replaced learners.
+            self.engine.at(self.engine.random.choice([0.0, 70.0]), self._end)
 
     def _end(self) -> None:
         self._is_over = True
@@ -380,12 +409,15 @@ class World:
         """A take of a shard is new."""
         number = max(lane.takes)
         known = {"owner": lane.meta["owner"], "last": str(number - 1)}
-        older = [one for one in self._snapshots if known.items() <= Lane(one[0], watch.name, lane).meta.items()]
+        older = [
+            one for one in self._snapshots if known.items() <= Lane(one[0], watch.name, lane).meta.items()
+        ]
         self._before_take = [*older, self._at_take]
         self._last_take, self._is_forgotten = (watch.name, number, lane.takes[number][2]), False
 
     def stored(self, watch: LaneWatch, lane: Lane) -> None:
-        """A request that the store has forgotten comes at the worst moment: when the answer would be another."""
+        """A request that the store has forgotten comes at the worst moment: when the answer would be
+        another."""
         name, number, ids = self._last_take
         is_other = len(lane.ready) >= len(ids) and tuple(sorted(lane.ready)[: len(ids)]) != ids
         if self._is_forgotten and name == watch.name and is_other:
@@ -410,7 +442,9 @@ class World:
         """All nodes, or one: the shards may be on several."""
         random = self.engine.random
         is_one_node = len(self.lanes) > 1 and random.random() < 0.5
-        lanes = random.sample(self.lanes, random.randint(1, len(self.lanes) - 1)) if is_one_node else self.lanes
+        lanes = (
+            random.sample(self.lanes, random.randint(1, len(self.lanes) - 1)) if is_one_node else self.lanes
+        )
         self.store.restore(snapshot, lanes=[lane.name for lane in lanes] if is_one_node else None)
         self._snapshots = [self.store.snapshot()]
         self.forgot_s = self.engine.now_s
@@ -432,11 +466,18 @@ class World:
         self.engine.at(self.engine.random.expovariate(1 / mean_s), strike)
 
     def _ambush(self, function: str) -> None:
-        """Right before a rare call, where the schedule alone would hardly ever strike: the store or the caller changes."""
+        """Right before a rare call, where the schedule alone would hardly ever strike: the store or the
+        caller changes."""
         share = AMBUSHED.get(function, 0.0)
         if share and self.faults.strikes("ambush", share=share, also_in_calm=function == "close"):
             random = self.engine.random
-            kinds = [self._store_kill, self._store_wipe, self._store_failover, self._store_relapse, self._second_learner]
+            kinds = [
+                self._store_kill,
+                self._store_wipe,
+                self._store_failover,
+                self._store_relapse,
+                self._second_learner,
+            ]
             random.choice([*kinds, *[self._store_relapse] * (4 if function == "commit" else 1)])()
             self.engine.sleep(random.uniform(0.0, random.choice([1.0, 5.0, 20.0])))
 
@@ -451,7 +492,9 @@ class World:
 
     def _generator_pause(self) -> None:
         """The control plane may take it for dead."""
-        self.any_generator().process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 90.0)
+        self.any_generator().process.paused_until_s = self.engine.now_s + self.engine.random.uniform(
+            1.0, 90.0
+        )
 
     def _generator_hang(self) -> None:
         """Nobody but the supervisor ends it."""
@@ -495,7 +538,8 @@ class World:
             self.learner.process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 60.0)
 
     def _second_learner(self) -> None:
-        """The old one sleeps, and does not know when it wakes up that another has the lock, perhaps with the same epoch."""
+        """The old one sleeps, and does not know when it wakes up that another has the lock, perhaps with the
+        same epoch."""
         self._learner_pause()
         if self.faults.strikes("usurper_of_nothing"):
             self.engine.random.choice([self._store_wipe, self._store_failover])()
@@ -509,12 +553,14 @@ class World:
             self._go_back(random.choice(self._snapshots))
 
     def _store_failover(self) -> None:
-        """To a replica that was left behind, perhaps before another one: it may have seen what never became history."""
+        """To a replica that was left behind, perhaps before another one: it may have seen what never became
+        history."""
         self.network.down_until_s = self.engine.now_s + self.engine.random.uniform(0.2, 3.0)
         self._go_back(self.engine.random.choice(self._replicas))
 
     def _store_relapse(self) -> None:
-        """It knows the learner that it has, and not the take that this one had last; the learner is busy with that."""
+        """It knows the learner that it has, and not the take that this one had last; the learner is busy with
+        that."""
         random, now_s = self.engine.random, self.engine.now_s
         self.network.down_until_s = now_s + random.uniform(0.2, 1.0)
         if self.learner is not None:
@@ -551,7 +597,11 @@ class World:
     def _check_end(self) -> None:
         weights = TrainedWeights()
         state = checkpoint_store(self.directory).load(weights)
-        require(state is not None and state["version"] == self.scenario.steps, "the last checkpoint is not there", state)
+        require(
+            state is not None and state["version"] == self.scenario.steps,
+            "the last checkpoint is not there",
+            state,
+        )
         assert state is not None
         self.ledgers = ledgers_of(state["ledger"], len(self.lanes))
         try:
@@ -574,7 +624,9 @@ class World:
         buffer.recover(ledger, version=self.scenario.steps, limit=limit)
         while ledger.consumed < limit:
             for ticket in buffer.lease("drain", 4).tickets:
-                buffer.put("drain", ticket.id, self.sample("drain", lane.name_of(ticket.id), [self.published]))
+                buffer.put(
+                    "drain", ticket.id, self.sample("drain", lane.name_of(ticket.id), [self.published])
+                )
             self._take_one(buffer, ledger, limit)
         buffer.commit(ledger.takes, ledger.chain)
         check_nothing_is_left(lane.look())

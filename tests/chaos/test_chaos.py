@@ -1,4 +1,5 @@
-"""Every kind of fault for a few seconds. `python -m reliability.chaos` runs the same for as long as one likes."""
+"""Every kind of fault for a few seconds. `python -m reliability.chaos` runs the same for as long as one
+likes."""
 
 import random
 from dataclasses import replace
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 SECONDS, SEED = 5.0, 7
 FAST = ("kills", "mixed")
 CHOSEN = [
-    pytest.param(scenario, id=scenario.name, marks=() if scenario.name in FAST else pytest.mark.slow) for scenario in SCENARIOS
+    pytest.param(scenario, id=scenario.name, marks=() if scenario.name in FAST else pytest.mark.slow)
+    for scenario in SCENARIOS
 ]
 
 
@@ -27,7 +29,9 @@ CHOSEN = [
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
     if scenario.is_spread and (reason := obstacle()):
         pytest.skip(reason)
-    with World(tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s) as world:
+    with World(
+        tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s
+    ) as world:
         world.start()
         strike(world, scenario, SEED, SECONDS)
         verdict = world.finish()
@@ -50,10 +54,14 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
     assert verdict.is_good and not survived, (verdict, survived)
     assert found["deadly ticket"] == found["deadly step"] == {"deadly": 1}
     assert found.keys() >= set(GROUPS)
-    assert {"untrainable", "discarded_lineage"} <= {reason for reasons in found.values() for reason in reasons}
+    assert {"untrainable", "discarded_lineage"} <= {
+        reason for reasons in found.values() for reason in reasons
+    }
 
 
-def test_of_two_learners_without_a_common_lock_one_goes_on_also_where_the_store_was_wiped(tmp_path: Path) -> None:
+def test_of_two_learners_without_a_common_lock_one_goes_on_also_where_the_store_was_wiped(
+    tmp_path: Path,
+) -> None:
     with World(tmp_path / "run", SEED) as world:
         world.start()
         world.kill("learner")

@@ -11,14 +11,22 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing():
     found = run(stricken, 6)
     assert sum(found["injected"].values()) == 6
-    assert (found["learner_errors"], found["failed_updates_of_the_others"], found["mixed_tokens"]) == (0, 0, 0)
+    assert (found["learner_errors"], found["failed_updates_of_the_others"], found["mixed_tokens"]) == (
+        0,
+        0,
+        0,
+    )
     assert found["updates_of_the_others"] > 0 and found["steps_under_faults"] > 0
 
 
 def test_generators_come_and_go():
     found = run(visitors, 4)
     assert found["joins"] == sum(found["leaves"].values()) == 4
-    assert (found["learner_errors"], found["failed_updates_of_the_steady"], found["mixed_tokens"]) == (0, 0, 0)
+    assert (found["learner_errors"], found["failed_updates_of_the_steady"], found["mixed_tokens"]) == (
+        0,
+        0,
+        0,
+    )
     assert found["open_senders"] == 1
 
 

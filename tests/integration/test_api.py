@@ -22,7 +22,9 @@ def odd(prompt: str, response: str, **row: object) -> float:
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     tiny_qwen2(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+{b}="}) + "\n" for a in range(9) for b in range(9)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}="}) + "\n" for a in range(9) for b in range(9))
+    )
     monkeypatch.chdir(tmp_path)
     # The reward of this file is imported by name in the reward's process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))

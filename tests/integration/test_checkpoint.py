@@ -1,4 +1,5 @@
-"""Resume is exact: a run that was stopped and loaded in a fresh process ends with the same bits as one that was not."""
+"""Resume is exact: a run that was stopped and loaded in a fresh process ends with the same bits as one that
+was not."""
 
 import json
 from pathlib import Path
@@ -23,16 +24,25 @@ def slow(*values: object) -> Any:
     ("ranks", "stage", "dtype"),
     [(1, 0, "float32"), slow(2, 0, "float32"), (2, 2, "float32"), slow(2, 3, "bfloat16")],
 )
-def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
+def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
+    tmp_path: Path, ranks: int, stage: int, dtype: str
+) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype, "critic": True, "reference": True}
     saved = base | {"store": str(store)}
     first = run_ranks(
-        ranks, model, [base | {"name": "whole", "steps": [0, 4]}, saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first"
+        ranks,
+        model,
+        [base | {"name": "whole", "steps": [0, 4]}, saved | {"name": "begun", "steps": [0, 2]}],
+        tmp_path / "first",
     )
     second = run_ranks(ranks, model, [saved | {"name": "resumed", "steps": [2, 4]}], tmp_path / "second")
 
-    (whole, whole_report), (begun, begun_report), (resumed, report) = first["whole"], first["begun"], second["resumed"]
+    (whole, whole_report), (begun, begun_report), (resumed, report) = (
+        first["whole"],
+        first["begun"],
+        second["resumed"],
+    )
     assert report["state"] == {"version": 2, "ledger": [1, 2]}
     assert begun_report["losses"] + report["losses"] == whole_report["losses"]
     assert whole.keys() == resumed.keys()
@@ -42,11 +52,19 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(tmp_path: Path, r
         assert not torch.equal(begun[name], tensor), name
 
     exported = store / "step-000002" / EXPORT
-    served = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, dtype)).named_parameters())
-    policy = {name.removeprefix("policy.model."): tensor for name, tensor in begun.items() if name.startswith("policy.")}
+    served = dict(
+        AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, dtype)).named_parameters()
+    )
+    policy = {
+        name.removeprefix("policy.model."): tensor
+        for name, tensor in begun.items()
+        if name.startswith("policy.")
+    }
     assert served.keys() == policy.keys()
     assert all(torch.equal(served[name].detach(), tensor) for name, tensor in policy.items())
-    assert AutoTokenizer.from_pretrained(exported).encode("12+34") == AutoTokenizer.from_pretrained(model).encode("12+34")
+    assert AutoTokenizer.from_pretrained(exported).encode("12+34") == AutoTokenizer.from_pretrained(
+        model
+    ).encode("12+34")
     rng = {path.name for path in (store / "step-000002").glob("rng-*")}
     assert rng == {f"rng-{rank:04}.safetensors" for rank in range(ranks)}
     assert not list(store.rglob("latest"))
@@ -59,35 +77,69 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     full = {"critic": True, "reference": True}
     run_ranks(1, model, [base | full | {"name": "begun", "steps": [0, 1]}], tmp_path / "first")
     written = json.loads((store / "step-000001" / "trainer.json").read_text())
-    assert written == {"ranks": 1, "zero_stage": 0, "dtype": "float32", "critic": True, "moved_reference": True}
-    for ranks, models, found in [
-        (2, full, "'ranks': 1"),
-        (1, {"reference": True}, "'critic': True"),
-    ]:
-        with pytest.raises(AssertionError, match=f"ConfigError: .*{found}.*resume with the same learner.ranks"):
-            run_ranks(ranks, model, [base | models | {"name": "resumed", "steps": [1, 2]}], tmp_path / f"second {found}")
-    run_ranks(1, model, [base | {"critic": True, "name": "resumed", "steps": [1, 2]}], tmp_path / "without a reference")
+    assert written == {
+        "ranks": 1,
+        "zero_stage": 0,
+        "dtype": "float32",
+        "critic": True,
+        "moved_reference": True,
+    }
+    for ranks, models, found in [(2, full, "'ranks': 1"), (1, {"reference": True}, "'critic': True")]:
+        with pytest.raises(
+            AssertionError, match=f"ConfigError: .*{found}.*resume with the same learner.ranks"
+        ):
+            run_ranks(
+                ranks,
+                model,
+                [base | models | {"name": "resumed", "steps": [1, 2]}],
+                tmp_path / f"second {found}",
+            )
+    run_ranks(
+        1,
+        model,
+        [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
+        tmp_path / "without a reference",
+    )
 
 
-@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(1, 0, "float32"), slow(2, 2, "float32"), slow(2, 3, "bfloat16")])
-def test_a_resumed_optimizer_has_the_numbers_of_today(tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "stage", "dtype"), [(1, 0, "float32"), slow(2, 2, "float32"), slow(2, 3, "bfloat16")]
+)
+def test_a_resumed_optimizer_has_the_numbers_of_today(
+    tmp_path: Path, ranks: int, stage: int, dtype: str
+) -> None:
     """Loaded and not: the learning rate, its warm-up and the rest are those of the config that resumes."""
-    model, base = tiny_qwen2(tmp_path / "model"), {"run": "train", "stage": stage, "dtype": dtype, "critic": True}
-    saved, still = base | {"store": str(tmp_path / "store")}, {"lr": 1e-30, "weight_decay": 0.0, "warmup_steps": 5, "eps": 1e-3}
+    model, base = (
+        tiny_qwen2(tmp_path / "model"),
+        {"run": "train", "stage": stage, "dtype": dtype, "critic": True},
+    )
+    saved, still = (
+        base | {"store": str(tmp_path / "store")},
+        {"lr": 1e-30, "weight_decay": 0.0, "warmup_steps": 5, "eps": 1e-3},
+    )
     run_ranks(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")
-    scenarios = [saved | {"name": "none", "steps": [2, 2]}, saved | {"name": "still", "steps": [2, 4], "optimizer": still}]
+    scenarios = [
+        saved | {"name": "none", "steps": [2, 2]},
+        saved | {"name": "still", "steps": [2, 4], "optimizer": still},
+    ]
     results = run_ranks(ranks, model, scenarios, tmp_path / "second")
     tensors, report = results["still"]
-    assert all(torch.equal(tensor, results["none"][0][name]) for name, tensor in tensors.items()), "steps of 1e-30 change nothing"
+    assert all(torch.equal(tensor, results["none"][0][name]) for name, tensor in tensors.items()), (
+        "steps of 1e-30 change nothing"
+    )
     for numbers in report["numbers"]:  # of the policy and of the critic
         assert {name: numbers[name] for name in ("eps", "weight_decay", "initial_lr")} == {
             "eps": 1e-3, "weight_decay": 0.0, "initial_lr": 1e-30
         }  # fmt: skip
-        assert numbers["lr"] == pytest.approx(1e-30), "four steps of before and now, and the fifth is the first of the full rate"
+        assert numbers["lr"] == pytest.approx(1e-30), (
+            "four steps of before and now, and the fifth is the first of the full rate"
+        )
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
-def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(tmp_path: Path, ranks: int, stage: int) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(
+    tmp_path: Path, ranks: int, stage: int
+) -> None:
     """Every file is the first that does not fit: the ranks still meet in every collective."""
     limits = [1, 3_000, 20_000, 200_000]
     scenario = {
@@ -99,7 +151,9 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(tmp_
         "critic": True,
     }
     errors = run_ranks(ranks, tiny_qwen2(tmp_path / "model"), [scenario], tmp_path / "out")["full"][1]
-    assert len(errors) >= 3 and all(f"rank {ranks - 1}:" in error and "could not be written" in error for error in errors)
+    assert len(errors) >= 3 and all(
+        f"rank {ranks - 1}:" in error and "could not be written" in error for error in errors
+    )
     assert not list((tmp_path / "store").glob(".writing-*"))
 
 
@@ -112,5 +166,7 @@ def test_a_frozen_reference_is_not_saved_and_may_be_switched_on_and_off(tmp_path
     results = run_ranks(1, model, scenarios, tmp_path / "second")
     loaded = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     tensors = results["resumed True"][0]
-    assert all(torch.equal(tensors[f"reference.model.{name}"], tensor.detach()) for name, tensor in loaded.items())
+    assert all(
+        torch.equal(tensors[f"reference.model.{name}"], tensor.detach()) for name, tensor in loaded.items()
+    )
     assert all(torch.equal(tensors[name], tensor) for name, tensor in results["resumed False"][0].items())

@@ -1,6 +1,8 @@
-"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in its order.
+"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in
+its order.
 
-bubblewrap stands in for Docker: the services of our image see the system, this Python, their volumes and their own processes.
+bubblewrap stands in for Docker: the services of our image see the system, this Python, their volumes and
+their own processes.
 """
 
 import json
@@ -51,7 +53,9 @@ def project(tmp_path: Path) -> Path:
     project = tmp_path / "project"
     project.mkdir()
     tiny_qwen2(project / "model")
-    (project / "task.py").write_text("def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n")
+    (project / "task.py").write_text(
+        "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
+    )
     rows = [{"prompt": f"{a}+{b}="} for a in range(10, 20) for b in range(10, 20)]
     (project / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -95,13 +99,20 @@ class Box:
         argv = command if command[0] == "sh" else [*self.container(name), *ASYNCRL, *command]
         with (self.aside / f"{name}.out").open("ab") as output:
             self.running[name] = subprocess.Popen(
-                argv, cwd=self.project, env=self.environment(name), stdout=output, stderr=output, start_new_session=True
+                argv,
+                cwd=self.project,
+                env=self.environment(name),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def container(self, name: str) -> list[str]:
-        """What begins a command in a view of the file system that has the image, as far as it is here, and the volumes.
+        """What begins a command in a view of the file system that has the image, as far as it is here, and
+        the volumes.
 
-        The project lies at its own place instead of /work, and the caches of this user stand in for the volume.
+        The project lies at its own place instead of /work, and the caches of this user stand in for the
+        volume.
         """
         own = [
             "/sys",
@@ -115,7 +126,18 @@ class Box:
             sys.prefix,
             str(Path(asyncrl.__file__).parent),
         ]
-        argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--proc", "/proc", "--dev-bind", "/dev", "/dev", "--tmpfs", "/tmp"]
+        argv = [
+            "bwrap",
+            "--die-with-parent",
+            "--unshare-pid",
+            "--proc",
+            "/proc",
+            "--dev-bind",
+            "/dev",
+            "/dev",
+            "--tmpfs",
+            "/tmp",
+        ]
         for path in own:
             argv += ["--ro-bind-try", path, path]
         for source, target, read_only in mounts(self.services[name]):
@@ -126,23 +148,33 @@ class Box:
         return [*argv, "--chdir", str(self.project), "--"]
 
     def environment(self, name: str) -> dict[str, str]:
-        own = {key: str(value) for key, value in self.services[name]["environment"].items() if value is not None}
+        own = {
+            key: str(value) for key, value in self.services[name]["environment"].items() if value is not None
+        }
         return os.environ | {"PATH": self._tools} | own
 
     def is_healthy(self, name: str) -> bool:
         if "healthcheck" in self.services[name]:
             command = self.services[name]["healthcheck"]["test"][1]
         else:
-            (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith('    CMD ["bash"')]
+            (line,) = [
+                line
+                for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+                if line.startswith('    CMD ["bash"')
+            ]
             command = json.loads(line.removeprefix("    CMD "))[-1]
         argv = [*([] if name == "store" else self.container(name)), "bash", "-c", command]
-        done = subprocess.run(argv, cwd=self.project, env=self.environment(name), capture_output=True, check=False)
+        done = subprocess.run(
+            argv, cwd=self.project, env=self.environment(name), capture_output=True, check=False
+        )
         return done.returncode == 0
 
     def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:
         until_s = time.monotonic() + wait_s
         while not condition():
-            said = "\n".join(f"{name}:\n{(self.aside / f'{name}.out').read_text()[-2000:]}" for name in self.running)
+            said = "\n".join(
+                f"{name}:\n{(self.aside / f'{name}.out').read_text()[-2000:]}" for name in self.running
+            )
             assert all(process.poll() is None for process in self.running.values()), said
             assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
             time.sleep(0.5)
@@ -150,7 +182,11 @@ class Box:
     def stop(self, name: str) -> int:
         """As Docker stops a container: its command gets the signal, which bubblewrap would keep to itself."""
         process = self.running.pop(name)
-        inner = [one for one in psutil.Process(process.pid).children(recursive=True) if one.cmdline()[: len(ASYNCRL)] == ASYNCRL]
+        inner = [
+            one
+            for one in psutil.Process(process.pid).children(recursive=True)
+            if one.cmdline()[: len(ASYNCRL)] == ASYNCRL
+        ]
         os.kill(inner[0].pid if inner else process.pid, signal.SIGTERM)
         return process.wait(timeout=120)
 
@@ -183,7 +219,11 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
 
     def steps() -> int:
         path = run / "metrics" / "learner.jsonl"
-        return sum("time/step" in json.loads(line) for line in path.read_text().splitlines()) if path.exists() else 0
+        return (
+            sum("time/step" in json.loads(line) for line in path.read_text().splitlines())
+            if path.exists()
+            else 0
+        )
 
     for name in ("store", "learner", "generators"):
         box.start(name)
@@ -195,11 +235,19 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
     status = json.loads((run / "status.json").read_text())
     assert len(status["members"]) == 2
     audit = [*ASYNCRL, "audit", str(run)]
-    done = subprocess.run(audit, cwd=box.project, env=box.environment("learner"), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        audit, cwd=box.project, env=box.environment("learner"), capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout)["missing"] == 0
-    refused = subprocess.run(audit, cwd=box.project, env=os.environ, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and refused.stderr.startswith("StoreRefused"), "the store answers who knows its password"
-    targets = [len(list(box.project.glob(f"{place}/prometheus/*.json"))) for place in ("runs", "runs/generators")]
+    refused = subprocess.run(
+        audit, cwd=box.project, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2 and refused.stderr.startswith("StoreRefused"), (
+        "the store answers who knows its password"
+    )
+    targets = [
+        len(list(box.project.glob(f"{place}/prometheus/*.json"))) for place in ("runs", "runs/generators")
+    ]
     assert targets == [1, 2], "where Prometheus looks"
 
     ended = 128 + signal.SIGTERM  # what Docker stops it does not restart, whatever the status
@@ -236,12 +284,15 @@ print(json.dumps({
 
 
 def check_what_generators_see(box: Box, run: Path) -> None:
-    """While the run is up: of the project what its user put there, of the run join.key, and no process of another container."""
+    """While the run is up: of the project what its user put there, of the run join.key, and no process of
+    another container."""
     runs, learner = box.project / "runs", box.services["learner"]["environment"]
     secrets_of_others = [(run / "run.key").read_text().strip(), learner["ASYNCRL_STORE_PASSWORD"]]
     argv = [*box.container("generators"), sys.executable, "-c", LOOK]
     told = json.dumps([str(box.project), *secrets_of_others])
-    done = subprocess.run(argv, input=told, env=box.environment("generators"), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        argv, input=told, env=box.environment("generators"), capture_output=True, text=True, check=True
+    )
     seen = json.loads(done.stdout)
     own = {path for path in seen["files"] if Path(path).is_relative_to(runs)}
     given = {str(path) for path in box.project.rglob("*") if path.is_file() and not path.is_relative_to(runs)}

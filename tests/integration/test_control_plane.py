@@ -1,4 +1,5 @@
-"""The learner's end in this process, senders and generators in theirs; they are stopped, killed and replaced."""
+"""The learner's end in this process, senders and generators in theirs; they are stopped, killed and
+replaced."""
 
 import asyncio
 import contextlib
@@ -29,17 +30,26 @@ from tests.support import receiver_stand_in as receiving
 
 pytestmark = pytest.mark.integration
 
-SMALL = Layout.plan([TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000)
-LARGE = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(1024, 512)) for i in range(24)], 2 << 20)
+SMALL = Layout.plan(
+    [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000
+)
+LARGE = Layout.plan(
+    [TensorSpec(name=f"w{i}", dtype="float32", shape=(1024, 512)) for i in range(24)], 2 << 20
+)
 """48 MiB: more than fits into the buffers between two processes."""
 
 
 def weights(layout, version):
-    return [(spec.name, torch.full(spec.shape, version % 100, dtype=getattr(torch, spec.dtype))) for spec in layout.specs]
+    return [
+        (spec.name, torch.full(spec.shape, version % 100, dtype=getattr(torch, spec.dtype)))
+        for spec in layout.specs
+    ]
 
 
 def byte_sum(layout, version):
-    return sum(int(t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, t in weights(layout, version))
+    return sum(
+        int(t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, t in weights(layout, version)
+    )
 
 
 KEYS = RunKeys(bytes(range(32)))
@@ -47,12 +57,24 @@ KEYS = RunKeys(bytes(range(32)))
 
 class Learner:
     def __init__(
-        self, directory, layout=SMALL, *, deadline_s=20.0, timeout_s=3.0, endpoint=None, interface=None, transport="gloo"
+        self,
+        directory,
+        layout=SMALL,
+        *,
+        deadline_s=20.0,
+        timeout_s=3.0,
+        endpoint=None,
+        interface=None,
+        transport="gloo",
     ):
         self.layout = layout
         self.dead = []
         self.publisher = SharedMemoryPublisher(
-            layout, probe_ids=(1, 2), directory=directory / "weights", deadline_s=deadline_s, interface=interface
+            layout,
+            probe_ids=(1, 2),
+            directory=directory / "weights",
+            deadline_s=deadline_s,
+            interface=interface,
         )
         self.hub = ControlHub(
             endpoint or f"ipc://{directory}/c.sock",
@@ -90,7 +112,14 @@ class Generator:
         self.layout = learner.layout
         options = {"secret": KEYS.secret.hex()} | options
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.generator_stand_in", learner.hub.endpoint, name, json.dumps(options)],
+            [
+                sys.executable,
+                "-m",
+                "tests.support.generator_stand_in",
+                learner.hub.endpoint,
+                name,
+                json.dumps(options),
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -257,7 +286,9 @@ def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_wei
     learner.publish(11)
     for generator in generators:
         generator.expect("applied", 11)
-    learner.wait_for(lambda counters, members: {m.version for m in members.values()} == {11} and len(members) == 2)
+    learner.wait_for(
+        lambda counters, members: {m.version for m in members.values()} == {11} and len(members) == 2
+    )
     assert learner.hub.counters()["died"] == 0
 
 
@@ -293,7 +324,9 @@ def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
     generator.expect("joined")
     learner.publish(1)
     assert generator.expect("applied", 1)["transport"] == "gloo"
-    assert any("not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
+    assert any(
+        "not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
+    )
 
 
 def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
@@ -378,7 +411,8 @@ async def pass_by(endpoint, name, *, says_goodbye):
 
 async def two_pass_by(endpoint, turn):
     await asyncio.gather(
-        pass_by(endpoint, f"left{turn}", says_goodbye=True), pass_by(endpoint, f"died{turn}", says_goodbye=False)
+        pass_by(endpoint, f"left{turn}", says_goodbye=True),
+        pass_by(endpoint, f"died{turn}", says_goodbye=False),
     )
 
 
@@ -410,7 +444,9 @@ def test_garbage_is_counted_and_harms_nobody(stage):
     make_generator(learner, "a").expect("joined")
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5555", "tcp://0.0.0.0:5555", "udp://127.0.0.1:5", "ipc:///" + "x" * 200])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5555", "tcp://0.0.0.0:5555", "udp://127.0.0.1:5", "ipc:///" + "x" * 200]
+)
 def test_an_endpoint_that_is_open_to_all_or_impossible_is_refused(stage, endpoint):
     with pytest.raises(ControlError, match="use"):
         stage[0](endpoint=endpoint)
@@ -418,7 +454,14 @@ def test_an_endpoint_that_is_open_to_all_or_impossible_is_refused(stage, endpoin
 
 def test_nobody_answers(tmp_path):
     process = subprocess.run(
-        [sys.executable, "-m", "tests.support.generator_stand_in", f"ipc://{tmp_path}/none", "a", '{"join_s": 1.0}'],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.generator_stand_in",
+            f"ipc://{tmp_path}/none",
+            "a",
+            '{"join_s": 1.0}',
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,4 +1,5 @@
-"""Real saves, cut off at every operation: no saved checkpoint is lost. `python -m reliability.crash` does more."""
+"""Real saves, cut off at every operation: no saved checkpoint is lost. `python -m reliability.crash` does
+more."""
 
 import pytest
 
@@ -17,4 +18,8 @@ def test_no_crash_point_loses_a_saved_checkpoint_or_its_ledger(tmp_path):
     assert sum(found.saved_before for found in findings.values()) > 500
     # The oracle sees what is torn: DeepSpeed overwrites its pointer in place and makes nothing durable.
     assert findings["process died"].deepspeed["`latest` is empty"] > 0
-    assert findings["power loss, strict"].deepspeed.total() == findings["power loss, strict"].deepspeed_saved_before > 0
+    assert (
+        findings["power loss, strict"].deepspeed.total()
+        == findings["power loss, strict"].deepspeed_saved_before
+        > 0
+    )

@@ -1,4 +1,5 @@
-"""Over a network only generators that have the run's secret are heard by the learner, and only the learner is heard by them."""
+"""Over a network only generators that have the run's secret are heard by the learner, and only the learner is
+heard by them."""
 
 import asyncio
 import os
@@ -30,14 +31,22 @@ KEYS, OTHERS = RunKeys(bytes(range(32))), RunKeys(bytes(32))
 
 
 def make_hub(publisher, **changes):
-    values = {"transport": "gloo", "deadline_s": 5.0, "release": "1.0", "config_hash": "abc", "keys": KEYS.control} | changes
+    values = {
+        "transport": "gloo",
+        "deadline_s": 5.0,
+        "release": "1.0",
+        "config_hash": "abc",
+        "keys": KEYS.control,
+    } | changes
     endpoint = values.pop("endpoint", "tcp://127.0.0.1:*")
     return ControlHub(endpoint, publisher, ControlConfig(heartbeat_s=0.2, timeout_s=3.0), **values)
 
 
 @pytest.fixture
 def publisher(tmp_path):
-    made = SharedMemoryPublisher(LAYOUT, probe_ids=(1, 2), directory=tmp_path, deadline_s=5.0, interface="127.0.0.1")
+    made = SharedMemoryPublisher(
+        LAYOUT, probe_ids=(1, 2), directory=tmp_path, deadline_s=5.0, interface="127.0.0.1"
+    )
     yield made
     made.close()
 
@@ -58,15 +67,23 @@ def test_the_runs_generators_are_heard(hub):
     [
         ("no keys at all", None),
         ("knows the learner's key only", GeneratorKeys(secret=os.urandom(32), learner=KEYS.join.learner)),
-        ("another run's generator", GeneratorKeys(secret=OTHERS.join.control.secret, learner=KEYS.join.learner)),
-        ("takes somebody else for the learner", GeneratorKeys(secret=KEYS.join.control.secret, learner=OTHERS.join.learner)),
+        (
+            "another run's generator",
+            GeneratorKeys(secret=OTHERS.join.control.secret, learner=KEYS.join.learner),
+        ),
+        (
+            "takes somebody else for the learner",
+            GeneratorKeys(secret=KEYS.join.control.secret, learner=OTHERS.join.learner),
+        ),
         ("an empty secret", GeneratorKeys(secret=bytes(32), learner=KEYS.join.learner)),
     ],
 )
 def test_nobody_else_is_heard(hub, why, keys):
     assert answer(hub.endpoint, keys) is None, why
     assert hub.counters()["messages_rejected"] == 0, "it came as far as a message"
-    assert isinstance(answer(hub.endpoint, KEYS.join.control, wait_ms=10_000), Refused), "the right one is heard still"
+    assert isinstance(answer(hub.endpoint, KEYS.join.control, wait_ms=10_000), Refused), (
+        "the right one is heard still"
+    )
 
 
 def test_knowing_the_allowed_public_key_is_not_enough(hub):
@@ -91,7 +108,9 @@ def test_a_generator_does_not_listen_to_somebody_who_pretends_to_be_the_learner(
         endpoint = liar.getsockopt_string(zmq.LAST_ENDPOINT)
 
         async def scenario():
-            client = ControlClient(endpoint, heartbeat_s=0.2, timeout_s=1.0, join_s=1.5, keys=KEYS.join.control)
+            client = ControlClient(
+                endpoint, heartbeat_s=0.2, timeout_s=1.0, join_s=1.5, keys=KEYS.join.control
+            )
             await client.join(HELLO)
 
         with pytest.raises(ControlError, match=r"no learner answered.*has the secret of this run"):
@@ -154,5 +173,8 @@ def test_keys_are_derived_and_a_generators_do_not_give_the_learners_away():
     assert len(set(secrets)) == len(secrets)
     assert join.store_password("generator") == KEYS.store_password("generator")
     assert join.store_password("learner") is None
-    assert not any(secret.hex() in repr(KEYS) + repr(join) + repr(KEYS.control) + repr(join.control) for secret in secrets)
+    assert not any(
+        secret.hex() in repr(KEYS) + repr(join) + repr(KEYS.control) + repr(join.control)
+        for secret in secrets
+    )
     assert isinstance(KEYS.control, LearnerKeys) and z85.encode(join.learner)

@@ -1,4 +1,5 @@
-"""Every file of a run damaged: it goes on from what is left or refuses with the way out, and never begins again by itself."""
+"""Every file of a run damaged: it goes on from what is left or refuses with the way out, and never begins
+again by itself."""
 
 import json
 import os
@@ -63,8 +64,17 @@ DAMAGES: list[Damage] = [truncated, emptied, flipped, missing, replaced, unreada
 
 
 def start(root: Path, steps: int) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "reliability.crash.small_run", "up", str(config_in(root, root, max_restarts=2)), str(steps)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2])
+    argv = [
+        sys.executable,
+        "-m",
+        "reliability.crash.small_run",
+        "up",
+        str(config_in(root, root, max_restarts=2)),
+        str(steps),
+    ]
+    return subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2]
+    )
 
 
 def run(root: Path, steps: int) -> tuple[int, str]:
@@ -127,7 +137,14 @@ def test_a_run_goes_on_when_everything_is_damaged_that_nothing_rests_on(root: Pa
         if damage not in NEEDED.get(name, []) and not name.startswith("checkpoints/step-"):
             damage(path)
             damaged.append(name)
-    assert {"processes.json", "status.json", "scale.json", "join.key", "metrics/learner.jsonl", "starts.jsonl"} < set(damaged)
+    assert {
+        "processes.json",
+        "status.json",
+        "scale.json",
+        "join.key",
+        "metrics/learner.jsonl",
+        "starts.jsonl",
+    } < set(damaged)
     assert {"logs/learner.jsonl", "logs/learner.out", "checkpoints/NEWEST"} < set(damaged)
     assert sum(name.startswith("store/appendonlydir/") for name in damaged) == 3
     status, said = run(root, AFTER)
@@ -136,8 +153,12 @@ def test_a_run_goes_on_when_everything_is_damaged_that_nothing_rests_on(root: Pa
     assert sum((root / "runs" / NAME / f"checkpoints/step-{step:06}").is_dir() for step in (4, 5)) == 2
 
 
-@pytest.mark.parametrize(("name", "damage"), [(name, damage) for name, damages in NEEDED.items() for damage in damages])
-def test_what_a_run_cannot_do_without_is_named_with_the_way_out(root: Path, name: str, damage: Damage) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, damages in NEEDED.items() for damage in damages]
+)
+def test_what_a_run_cannot_do_without_is_named_with_the_way_out(
+    root: Path, name: str, damage: Damage
+) -> None:
     path = root / "runs" / NAME / name
     damage(path)
     if name == "learner.lock":
@@ -152,7 +173,11 @@ def test_what_a_run_cannot_do_without_is_named_with_the_way_out(root: Path, name
                 plain=True,
             )
         said = str(refusal.value)
-    assert name in said and any(word in said for word in ("restore", "move it", "must be a file")) and "Traceback" not in said
+    assert (
+        name in said
+        and any(word in said for word in ("restore", "move it", "must be a file"))
+        and "Traceback" not in said
+    )
     assert trained(root, BEFORE) == whole(BEFORE)
     assert not list((root / "runs" / NAME / "checkpoints").glob("rejected-*")), "a refusal changes nothing"
 
@@ -183,8 +208,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one_and_without_one_th
         with pytest.raises(CheckpointsRefused) as refusal:
             store_of(root).load(Weights())
     said = str(refusal.value)
-    assert "step-000002" in said and "rejected-step-000003" in said and "--fresh" in said and "restore" in said
-    assert isinstance(refusal.value, NOT_MENDED_BY_A_RESTART), "the learner ends with status 2, and is not started again"
+    assert (
+        "step-000002" in said and "rejected-step-000003" in said and "--fresh" in said and "restore" in said
+    )
+    assert isinstance(refusal.value, NOT_MENDED_BY_A_RESTART), (
+        "the learner ends with status 2, and is not started again"
+    )
 
     shutil.rmtree(checkpoints / "step-000002")
     shutil.copytree(whole_copy / "step-000002", checkpoints / "step-000002")
@@ -217,17 +246,23 @@ def test_directories_that_are_gone_are_missed(root: Path, caplog: pytest.LogCapt
     with pytest.raises(CheckpointsRefused, match=r"step-000003: it was saved here, and is gone"):
         store_of(root).load(Weights())
     with pytest.raises(AsyncRLError, match=r"step-000003: it was saved here, and is gone"):
-        foreground.run_here(load_config(config_in(root, root, max_restarts=2)), fresh=False, generators=True, plain=True)
+        foreground.run_here(
+            load_config(config_in(root, root, max_restarts=2)), fresh=False, generators=True, plain=True
+        )
 
 
-def test_a_run_without_a_checkpoint_that_verifies_ends_with_every_reason_and_goes_on_when_one_is_restored(root: Path) -> None:
+def test_a_run_without_a_checkpoint_that_verifies_ends_with_every_reason_and_goes_on_when_one_is_restored(
+    root: Path,
+) -> None:
     checkpoints = root / "runs" / NAME / "checkpoints"
     kept = (checkpoints / "step-000002" / "hf" / "model.safetensors").read_bytes()
     for step in (2, 3):
         truncated(checkpoints / f"step-{step:06}" / "hf" / "model.safetensors")
     status, said = run(root, AFTER)
     assert status == 2 and "Traceback" not in said, said
-    assert all(f"step-00000{step}: hf/model.safetensors is not what was written" in said for step in (2, 3)), said
+    assert all(
+        f"step-00000{step}: hf/model.safetensors is not what was written" in said for step in (2, 3)
+    ), said
     assert "--fresh deletes what was trained" in said
     (checkpoints / "step-000002" / "hf" / "model.safetensors").write_bytes(kept)
     status, said = run(root, AFTER)
@@ -249,15 +284,26 @@ def test_a_full_disk_and_a_death_at_once_cost_what_is_for_people(root: Path) -> 
         try:
             wait(lambda: (process.pid, 2) == (holder_pid(directory), len(directory.children())))
             old = directory.children()["g0"]
-            psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (64, -1))  # files take no more, as on a full disk
+            # Files take no more, as on a full disk.
+            psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (64, -1))
             replaced(directory.processes)  # the one that was short enough
             os.kill(old, signal.SIGKILL)
-            wait(lambda: any(child.pid != old and "sleep(600)" in " ".join(child.cmdline()) for child in living(process.pid)))
+            wait(
+                lambda: any(
+                    child.pid != old and "sleep(600)" in " ".join(child.cmdline())
+                    for child in living(process.pid)
+                )
+            )
             assert directory.children() == {}, "nobody could write it"
             shutil.rmtree(directory.processes)
             psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
             wait(lambda: directory.children().get("g0", old) != old)
-            wait(lambda: "lines before these could not be written" in (directory.logs / "supervisor.jsonl").read_text())
+            wait(
+                lambda: (
+                    "lines before these could not be written"
+                    in (directory.logs / "supervisor.jsonl").read_text()
+                )
+            )
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=120)
         finally:

@@ -109,7 +109,12 @@ decoder.main()
 
 @pytest.mark.parametrize(
     ("action", "reason"),
-    [("crash", "SIGSEGV"), ("raise", "exit status 1"), ("hang", "no answer within"), ("eat", "more than 64 MiB")],
+    [
+        ("crash", "SIGSEGV"),
+        ("raise", "exit status 1"),
+        ("hang", "no answer within"),
+        ("eat", "more than 64 MiB"),
+    ],
 )
 def test_a_frame_that_kills_its_decoder_is_refused_and_the_next_one_passes(monkeypatch, action, reason):
     """The decoder is given a fault that a frame can reach; the learner's process has none of it."""

@@ -1,4 +1,5 @@
-"""The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every ZeRO stage."""
+"""The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every
+ZeRO stage."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +39,8 @@ def ranks_of() -> Iterator[Start]:
 
 
 def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
-    """Gradient and loss of the same objective: stock model, one sequence at a time, full logits, no packing, no DeepSpeed."""
+    """Gradient and loss of the same objective: stock model, one sequence at a time, full logits, no packing,
+    no DeepSpeed."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     items = sequences()
     total = torch.zeros(())
@@ -54,8 +56,12 @@ def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
 
 
-@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
-def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(ranks_of: Start, tmp_path: Path, ranks: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "tied"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
+def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
+    ranks_of: Start, tmp_path: Path, ranks: int, tied: bool
+) -> None:
     model = tiny_qwen2(tmp_path / "model", tied=tied)
     expected, loss = oracle(model)
     scenarios: list[dict[str, Any]] = [
@@ -70,7 +76,11 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(ranks_of: Start
         assert report["names"] == list(expected), name
         for parameter, gradient in expected.items():
             torch.testing.assert_close(
-                gradients[parameter].float(), gradient, atol=1e-6, rtol=1e-5, msg=lambda m, n=name, p=parameter: f"{n}: {p}: {m}"
+                gradients[parameter].float(),
+                gradient,
+                atol=1e-6,
+                rtol=1e-5,
+                msg=lambda m, n=name, p=parameter: f"{n}: {p}: {m}",
             )
         assert report["grad_norm"] == pytest.approx(norm, rel=1e-5), name
         assert report["metrics"]["loss"] == pytest.approx(loss, abs=1e-6), name
@@ -103,7 +113,11 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
         assert [report["skipped"] for report in reports] == [0, 1, 0], scenario["name"]
         assert [report["finite"] for report in reports] == [True, False, True], scenario["name"]
         # The schedule does not count it either.
-        assert [reports[i]["lr"] for i in (0, 2)] == [report["lr"] for report in clean_reports] == pytest.approx([0.0025, 0.005])
+        assert (
+            [reports[i]["lr"] for i in (0, 2)]
+            == [report["lr"] for report in clean_reports]
+            == pytest.approx([0.0025, 0.005])
+        )
         for key, tensor in clean.items():
             index, parameter = key.split(".", 1)
             assert torch.equal(states[f"{int(index) * 2}.{parameter}"], tensor), (scenario["name"], key)
@@ -112,7 +126,9 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_logprobs_reference_score_and_broadcast(ranks_of: Start, model: Path, tmp_path: Path, ranks: int) -> None:
+def test_logprobs_reference_score_and_broadcast(
+    ranks_of: Start, model: Path, tmp_path: Path, ranks: int
+) -> None:
     scenarios = [
         {"run": "surface", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (0, "bfloat16"), (3, "bfloat16")]
@@ -124,7 +140,9 @@ def test_logprobs_reference_score_and_broadcast(ranks_of: Start, model: Path, tm
         assert not torch.allclose(tensors["after"], tensors["before"], atol=1e-3), name
         assert report["broadcast"] == [True, True] and report["empty"] == 0, name
         assert report["none"] == [1.0, 0.0] and not report["with_gradient"], name
-        assert report["dtype"] == [f"torch.{name.split()[1]}"] and report["logprob_dtype"] == "torch.float32", name
+        assert (
+            report["dtype"] == [f"torch.{name.split()[1]}"] and report["logprob_dtype"] == "torch.float32"
+        ), name
     for name in ("2 float32", "3 float32"):
         assert results[name][1]["score"] == pytest.approx(results["0 float32"][1]["score"], abs=1e-5)
 
@@ -134,7 +152,11 @@ def test_score_is_the_stock_models_at_temperature_one(ranks_of: Start, tmp_path:
     # A learning rate this small leaves the weights as they were loaded, to 1e-6.
     scenario = {"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}
     _, report = ranks_of(1).run(model, [scenario], tmp_path)["s"]
-    table = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    table = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids)
+        .logits[0, :-1]
+        .log_softmax(-1)
+    )
     assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)
 
 
@@ -160,7 +182,9 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
     for name, (found, other) in others:
         assert found.keys() == expected.keys() and any(key.startswith("critic.head") for key in found)
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=0, msg=lambda m, n=name, k=key: f"{n}: {k}: {m}")
+            torch.testing.assert_close(
+                found[key], tensor, atol=1e-6, rtol=0, msg=lambda m, n=name, k=key: f"{n}: {k}: {m}"
+            )
         assert other["norms"] == pytest.approx(report["norms"], rel=1e-5), name
 
 
@@ -179,13 +203,16 @@ def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_r
         assert float((tensors["values_T"] - 0.7).abs().mean()) < 0.07, name
 
 
-def test_the_reference_follows_the_policy_as_a_moving_average(ranks_of: Start, model: Path, tmp_path: Path) -> None:
+def test_the_reference_follows_the_policy_as_a_moving_average(
+    ranks_of: Start, model: Path, tmp_path: Path
+) -> None:
     scenarios = [
         {"run": "reference", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
     ]
     for name, (_, report) in ranks_of(2).run(model, scenarios, tmp_path).items():
-        # bfloat16 has 8 bits, and rounds at random to one of the two neighbours, in every one of the four updates.
+        # bfloat16 has 8 bits, and rounds at random to one of the two neighbours, in every one of the four
+        # updates.
         assert report["error"] < (1e-6 if "float32" in name else 0.03), name
         assert report["span"] > 1e-3, name
         assert report["followed"] < report["far"][-1], name

@@ -1,7 +1,8 @@
-"""What the documents tell a reader to type, typed: in a project of a tiny model, one real run and everything that looks at it.
+"""What the documents tell a reader to type, typed: in a project of a tiny model, one real run and everything
+that looks at it.
 
-Every command of every page is executed here, or stands in `NOT_TYPED` with the reason. test_doc_pages.py holds all of them, those
-too, to the options, configs, keys, modules and extras that exist.
+Every command of every page is executed here, or stands in `NOT_TYPED` with the reason. test_doc_pages.py
+holds all of them, those too, to the options, configs, keys, modules and extras that exist.
 """
 
 import json
@@ -20,7 +21,9 @@ from tests.support.pages import PAGES, ROOT, commands, files, inline_commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-SMALL = "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
+SMALL = (
+    "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
+)
 SMALLER = {
     "python -m bench.transfer --mib 256": "python -m bench.transfer --mib 8 --rounds 2",
     "python -m bench.dashboard --generators 64 --steps 2000": "python -m bench.dashboard --steps 20 --seconds 1",
@@ -37,7 +40,8 @@ NOT_TYPED = {
     "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",
     "asyncrl up --config gpu-task.yaml": "GPU, and a model of the hub",
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
-    "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without containers",
+    "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without "
+    "containers",
     "git": "network",
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
@@ -88,7 +92,12 @@ def listed() -> dict[str, str]:
 
 def filled(text: str) -> str:
     """Optional parts and all, with runs, files and metrics that the project has."""
-    names = {"RUN RUN": "runs/quickstart runs/another", "RUN": "runs/quickstart", "FILE": "task.yaml", "METRIC": "reward/mean"}
+    names = {
+        "RUN RUN": "runs/quickstart runs/another",
+        "RUN": "runs/quickstart",
+        "FILE": "task.yaml",
+        "METRIC": "reward/mean",
+    }
     words = re.sub(r"[\[\]…]", "", text) if text.startswith("asyncrl ") else text
     words = words.removeprefix(".venv/bin/")
     for name, value in names.items():
@@ -111,13 +120,18 @@ def test_every_reason_is_one_for_a_command_of_a_page_and_names_tests_that_exist(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone after the warm-up of the quick start, which is another model here, with the files of the guide."""
+    """A clone after the warm-up of the quick start, which is another model here, with the files of the
+    guide."""
     project = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "configs", project / "configs")
     quickstart = project / "build" / "quickstart"
     tiny_qwen2(quickstart / "model")
     for name, start in (("train", 10), ("test", 50)):
-        sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(start, start + 10) for b in range(10, 20)]
+        sums = [
+            {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+            for a in range(start, start + 10)
+            for b in range(10, 20)
+        ]
         (quickstart / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     for file, content in files(ROOT / "docs" / "own-task.md").items():
         (project / file).write_text(content)
@@ -133,7 +147,13 @@ def typed(project: Path, text: str, wait_s: float = 300.0) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PATH": f"{project}/bin:{os.environ['PATH']}", "PYTHONPATH": path}
     done = subprocess.run(
-        ["bash", "-c", text], cwd=project, env=environment, capture_output=True, text=True, timeout=wait_s, check=False
+        ["bash", "-c", text],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=wait_s,
+        check=False,
     )
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout

@@ -1,4 +1,5 @@
-"""The documentation as a site: it builds without a warning, every link within it leads somewhere, and it has the public API."""
+"""The documentation as a site: it builds without a warning, every link within it leads somewhere, and it has
+the public API."""
 
 import importlib.util
 import json
@@ -17,7 +18,9 @@ import asyncrl
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install 'asyncrl[docs]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install 'asyncrl[docs]'"
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -68,15 +71,27 @@ def test_every_link_within_the_site_leads_somewhere_and_nothing_is_loaded_from_e
 
 
 def test_pages_are_found_and_our_own_tools_are_not_among_them(site: Path) -> None:
-    found = {entry["location"].partition("#")[0] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]}
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    found = {
+        entry["location"].partition("#")[0]
+        for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+    }
     assert found >= pages | {"index.html", "configs/quickstart.yaml.html", "deploy/index.html"}
     assert not [path for path in site.rglob("*") if path.suffix == ".py"]
-    assert not [location for location in found if re.match(r"(site_hooks|generate|config_reference|pictures)\b", location)]
+    assert not [
+        location
+        for location in found
+        if re.match(r"(site_hooks|generate|config_reference|pictures)\b", location)
+    ]
 
 
 def test_the_reference_has_every_public_name_with_its_description(site: Path) -> None:
-    assert set(re.findall(r"^::: asyncrl\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)) == set(asyncrl.__all__)
+    assert set(re.findall(r"^::: asyncrl\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)) == set(
+        asyncrl.__all__
+    )
     text = (site / "api.html").read_text(encoding="utf-8")
     for name in asyncrl.__all__:
         described = (getattr(asyncrl, name).__doc__ or "").split("\n")[0].split("`")[0].strip()

@@ -1,4 +1,5 @@
-"""The doctor's checks on real processes: what crashes and hangs, compilers, ports and stores that fail, and a whole run of it."""
+"""The doctor's checks on real processes: what crashes and hangs, compilers, ports and stores that fail, and a
+whole run of it."""
 
 import json
 import os
@@ -55,7 +56,11 @@ def test_a_check_that_raises_crashes_or_hangs_is_a_failure_with_its_fix_and_leav
         time.sleep(600)
         return fine("never")
 
-    for work, limit_s, found in ((raises, 60, "ImportError: libfoo.so.3"), (crashes, 60, "SIGSEGV"), (hangs, 3, "within 3 s")):
+    for work, limit_s, found in (
+        (raises, 60, "ImportError: libfoo.so.3"),
+        (crashes, 60, "SIGSEGV"),
+        (hangs, 3, "within 3 s"),
+    ):
         finding = outcome(work, limit_s)
         assert finding.verdict == "failed" and found in finding.found and finding.fix == "do this"
     assert "about to fall" in outcome(crashes).found
@@ -67,7 +72,11 @@ def test_compilers_that_are_missing_or_broken(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = stack.compiler()
-    assert finding.verdict == "failed" and "no C++ compiler" in finding.found and "apt-get install g++" in finding.fix
+    assert (
+        finding.verdict == "failed"
+        and "no C++ compiler" in finding.found
+        and "apt-get install g++" in finding.fix
+    )
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'fatal error: vector: No such file' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -81,10 +90,16 @@ def test_compilers_that_are_missing_or_broken(monkeypatch, tmp_path):
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     refused = [sys.executable, "-c", "import sys; sys.exit('gloo: connection refused')"]
     finding = stack.broadcast_over("gloo", refused)
-    assert finding.verdict == "failed" and "connection refused" in finding.found and "GLOO_SOCKET_IFNAME" in finding.fix
+    assert (
+        finding.verdict == "failed"
+        and "connection refused" in finding.found
+        and "GLOO_SOCKET_IFNAME" in finding.fix
+    )
     monkeypatch.setattr(stack, "BROADCAST_S", 1.0)
     finding = stack.broadcast_over("nccl", [sys.executable, "-c", "import time; time.sleep(600)"])
-    assert finding.verdict == "failed" and "did not meet" in finding.found and "NCCL_P2P_DISABLE" in finding.fix
+    assert (
+        finding.verdict == "failed" and "did not meet" in finding.found and "NCCL_P2P_DISABLE" in finding.fix
+    )
 
 
 def test_a_port_that_is_taken():
@@ -121,9 +136,16 @@ def test_stores_that_are_not_there_throw_away_or_serve_another_run(config, tmp_p
         finding = run.configured_store(loaded)
         assert finding.verdict == "ok" and "functions load" in finding.found
         assert client.keys() == [], "nothing of the probe stays"
-        client.hset("asyncrl:run", mapping={"name": "other", "config_json": "", "config_hash": "", "release": "", "key_id": ""})
+        client.hset(
+            "asyncrl:run",
+            mapping={"name": "other", "config_json": "", "config_hash": "", "release": "", "key_id": ""},
+        )
         finding = run.configured_store(loaded)
-        assert finding.verdict == "failed" and "serves run 'other'" in finding.found and "store.url" in finding.fix
+        assert (
+            finding.verdict == "failed"
+            and "serves run 'other'" in finding.found
+            and "store.url" in finding.fix
+        )
         client.config_set("maxmemory-policy", "allkeys-lru")
         finding = outcome(lambda: run.configured_store(loaded))
         assert finding.verdict == "failed" and "noeviction" in finding.found
@@ -131,7 +153,9 @@ def test_stores_that_are_not_there_throw_away_or_serve_another_run(config, tmp_p
 
 
 def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    done = subprocess.run([*DOCTOR, "--json", *arguments], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [*DOCTOR, "--json", *arguments], capture_output=True, text=True, timeout=500, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, {one["check"]: one for one in json.loads(done.stdout)}
 

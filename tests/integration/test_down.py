@@ -36,7 +36,10 @@ def run_in(tmp_path: Path) -> RunDirectory:
 def held(directory: RunDirectory, busy: str = "time.sleep(600)") -> Iterator["subprocess.Popen[bytes]"]:
     """A supervisor, as far as others see."""
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
-    code = "import os, pathlib, sys, time; from asyncrl.run.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
+    code = (
+        "import os, pathlib, sys, time; from asyncrl.run.lock import RunLock; lock = "
+        "RunLock(pathlib.Path(sys.argv[1]));"
+    )
     argv = [sys.executable, "-c", f"{code} print(flush=True)\n{busy}", str(directory.supervisor_lock)]
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as supervisor:
         try:
@@ -46,7 +49,9 @@ def held(directory: RunDirectory, busy: str = "time.sleep(600)") -> Iterator["su
             supervisor.kill()
 
 
-def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_supervisor_that_has_ended_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = run_in(tmp_path)
     with held(directory) as supervisor:
         found = directory.supervisor()
@@ -63,7 +68,9 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(tmp_path: Path, capsys: p
 def test_a_supervisor_is_seen_while_it_opens_and_closes_files(tmp_path: Path) -> None:
     directory = run_in(tmp_path)
     names = {str(directory.supervisor_lock.resolve())}
-    with held(directory, "while True:\n for fd in [os.open('/dev/null', 0) for _ in range(50)]: os.close(fd)") as supervisor:
+    with held(
+        directory, "while True:\n for fd in [os.open('/dev/null', 0) for _ in range(50)]: os.close(fd)"
+    ) as supervisor:
         assert all(_holds_lock(Path(f"/proc/{supervisor.pid}"), names) for _ in range(500))
 
 
@@ -86,8 +93,13 @@ def test_a_run_that_was_being_started_is_stopped_too(tmp_path: Path, monkeypatch
 def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: Path) -> None:
     """As the processes of vLLM do; a title over the environment would hide the run's mark."""
     reward = {"functions": [{"function": "m:f"}]}
-    config = Config.model_validate({"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": "d"}, "reward": reward})
-    code = "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); time.sleep(600)"
+    config = Config.model_validate(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": "d"}, "reward": reward}
+    )
+    code = (
+        "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); "
+        "time.sleep(600)"
+    )
     environment = child_environment(config, tmp_path, threads=1, gpus=[])
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
         try:
@@ -100,7 +112,9 @@ def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: 
 
 
 @pytest.mark.parametrize("choice", ["bundled", "auto"])
-def test_the_store_belongs_to_the_run(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_belongs_to_the_run(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RUN_VARIABLE, str(tmp_path.resolve()))
     with StoreServer(StoreConfig(), tmp_path / "store", server=choice) as server:
         assert [found.pid for found in processes_of(tmp_path)] == [server.pid]

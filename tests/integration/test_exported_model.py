@@ -1,4 +1,5 @@
-"""An exported directory is the trained model: real vLLM loads it as it lies there and says what the learner says."""
+"""An exported directory is the trained model: real vLLM loads it as it lies there and says what the learner
+says."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,13 @@ def test_vllm_gives_the_learners_logprobs(tmp_path: Path) -> None:
     directory.config.write_text(f"run: {{name: run}}\nmodel: {{path: {model}}}\n")
     (directory.path / "run.key").write_bytes(KEY)
     (directory.path / "run.key").chmod(0o600)
-    scenario = {"run": "checkpoint", "name": "run", "stage": 0, "ids": IDS, "store": str(directory.checkpoints)}
+    scenario = {
+        "run": "checkpoint",
+        "name": "run",
+        "stage": 0,
+        "ids": IDS,
+        "store": str(directory.checkpoints),
+    }
     _, (before, learner) = run_ranks(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
     export_model(directory, tmp_path / "exported")
 

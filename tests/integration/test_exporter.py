@@ -1,4 +1,5 @@
-"""A real scrape of the exporter: what comes over HTTP, read by Prometheus's own parser; and health that turns with progress."""
+"""A real scrape of the exporter: what comes over HTTP, read by Prometheus's own parser; and health that turns
+with progress."""
 
 import json
 import math
@@ -19,7 +20,9 @@ from tests.support.telemetry_records import snapshot
 pytestmark = pytest.mark.integration
 
 
-def exporter(tmp_path: Path, *, port: int = 0, stall_s: float = 60.0, prefix: str = PREFIX, host: str = "127.0.0.1") -> Exporter:
+def exporter(
+    tmp_path: Path, *, port: int = 0, stall_s: float = 60.0, prefix: str = PREFIX, host: str = "127.0.0.1"
+) -> Exporter:
     target = tmp_path / "prometheus" / "x.json"
     return Exporter(host=host, port=port, target=target, run="r", process="x", prefix=prefix, stall_s=stall_s)
 
@@ -41,7 +44,10 @@ def scrape(one: Exporter) -> dict[tuple[str, ...], float]:
 
 
 def test_a_scrape_holds_the_last_step_and_the_status(learner: Exporter) -> None:
-    learner.log({"time/step": 2.0, "reward/mean": 0.5, "groups/rejected_stale": 3, "staleness/in_queue/2": 0.25}, step=1)
+    learner.log(
+        {"time/step": 2.0, "reward/mean": 0.5, "groups/rejected_stale": 3, "staleness/in_queue/2": 0.25},
+        step=1,
+    )
     learner.log({"eval/accuracy": 0.75}, step=1)
     learner.log({"time/step": 3.0, "reward/mean": math.nan, "weights/died": 0.0}, step=2)
     learner.show(status_families(snapshot(), max_bytes=4096.0, probe_limit=0.05))
@@ -50,9 +56,17 @@ def test_a_scrape_holds_the_last_step_and_the_status(learner: Exporter) -> None:
     assert math.isnan(found[("asyncrl_reward_mean",)])
     assert ("asyncrl_groups_rejected_stale",) not in found, "of an earlier step"
     assert found[("asyncrl_weights_died",)] == 1.0, "the status is newer than the step"
-    assert found[("asyncrl_buffer_groups", "ready")] == 3 and found[("asyncrl_buffer_events_total", "put")] == 3
-    assert found[("asyncrl_buffer_limit_bytes",)] == 4096.0 and found[("asyncrl_run_info", "a", "training")] == 1.0
-    learner.log({"time/step": 1.0, "staleness/in_queue/0": 0.5, "staleness/in_queue/1": 0.5, "a/b": 1.0, "a_b": 2.0}, step=3)
+    assert (
+        found[("asyncrl_buffer_groups", "ready")] == 3 and found[("asyncrl_buffer_events_total", "put")] == 3
+    )
+    assert (
+        found[("asyncrl_buffer_limit_bytes",)] == 4096.0
+        and found[("asyncrl_run_info", "a", "training")] == 1.0
+    )
+    learner.log(
+        {"time/step": 1.0, "staleness/in_queue/0": 0.5, "staleness/in_queue/1": 0.5, "a/b": 1.0, "a_b": 2.0},
+        step=3,
+    )
     found = scrape(learner)
     assert found[("asyncrl_staleness_in_queue_share", "1")] == 0.5 and ("asyncrl_a_b",) in found
 
@@ -73,7 +87,10 @@ def test_a_generator_is_unhealthy_while_nothing_grows_and_healthy_again_when_it_
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr("asyncrl.telemetry.exporter.time", SimpleNamespace(monotonic=lambda: now.s))
     with closing(exporter(tmp_path, stall_s=30.0, prefix=GENERATOR_PREFIX)) as one:
-        url, metrics = f"http://127.0.0.1:{one.port}/health", {"sampled_tokens": 5.0, "version": 1.0, "groups": 1.0}
+        url, metrics = (
+            f"http://127.0.0.1:{one.port}/health",
+            {"sampled_tokens": 5.0, "version": 1.0, "groups": 1.0},
+        )
 
         def health(after_s: float, **changes: float) -> int:
             """Status after it has lived for `after_s` and told `changes`."""
@@ -84,8 +101,15 @@ def test_a_generator_is_unhealthy_while_nothing_grows_and_healthy_again_when_it_
         assert health(0.0) == 200 and health(29.0) == 200
         assert health(1.0) == 503, "it lives, but it does nothing"
         said = httpx.get(url, timeout=30).json()
-        assert said == {"progress_age_s": 30.0, "stall_s": 30.0} and scrape(one)[("asyncrl_progress_age_seconds",)] == 30.0
-        assert [health(40.0, **{name: 9.0}) for name in ("version", "sampled_tokens", "groups")] == [200, 200, 200]
+        assert (
+            said == {"progress_age_s": 30.0, "stall_s": 30.0}
+            and scrape(one)[("asyncrl_progress_age_seconds",)] == 30.0
+        )
+        assert [health(40.0, **{name: 9.0}) for name in ("version", "sampled_tokens", "groups")] == [
+            200,
+            200,
+            200,
+        ]
         assert scrape(one)[("asyncrl_generator_groups",)] == 9.0
         assert httpx.get(url.replace("health", "else"), timeout=30).status_code == 404
 

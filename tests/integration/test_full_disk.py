@@ -1,4 +1,5 @@
-"""Commands that write for somebody, on a disk that is full or read-only: a message with the way out, nothing half-written."""
+"""Commands that write for somebody, on a disk that is full or read-only: a message with the way out, nothing
+half-written."""
 
 import shutil
 import subprocess
@@ -47,7 +48,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A disk of its own with little room left, or none to write on."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", place], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", place], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a disk needs root")
     try:
         if request.param == "full":
@@ -70,7 +73,8 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path)
     }
     for name, write in writers.items():
         with pytest.raises(
-            RunError, match=rf"{name} cannot be written: .*(No space|Read-only|os error 28).*; make room there, or"
+            RunError,
+            match=rf"{name} cannot be written: .*(No space|Read-only|os error 28).*; make room there, or",
         ):
             write(disk / name)
         assert list(disk.iterdir()) == before

@@ -20,7 +20,9 @@ from asyncrl.weights.layout import Layout, checksums
 
 pytestmark = pytest.mark.integration
 
-LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 53 * i)) for i in range(40)], 100_000)
+LAYOUT = Layout.plan(
+    [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 53 * i)) for i in range(40)], 100_000
+)
 
 RECEIVER = """
 import json, sys
@@ -44,7 +46,9 @@ group = None  # joins Gloo's threads: one that still frees a tensor when Python 
 
 
 def random_buffer(seed=0):
-    return torch.randint(0, 256, (LAYOUT.total_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (LAYOUT.total_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Receiver:
@@ -182,7 +186,10 @@ def test_a_receiver_that_refused_a_bucket_cannot_reuse_the_group(by_file):
             os._exit(0)
     try:
         group = open_group(by_file, rank=1, deadline_s=10.0)
-        buffer, others = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8), checksums(random_buffer(1), LAYOUT)
+        buffer, others = (
+            torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8),
+            checksums(random_buffer(1), LAYOUT),
+        )
         with pytest.raises(TransferError, match="checksum"):
             receive(group, buffer, LAYOUT, others)
         with pytest.raises(TransferError, match="earlier transfer failed"):

@@ -1,7 +1,8 @@
-"""One whole run, looked at from outside: what it unpickles, where it listens and whom it hears, and where its secrets are.
+"""One whole run, looked at from outside: what it unpickles, where it listens and whom it hears, and where its
+secrets are.
 
-The store and the control plane listen on a port; a generator joins as from another host, with an address and a file; the
-learner is killed once and loads its checkpoint.
+The store and the control plane listen on a port; a generator joins as from another host, with an address and
+a file; the learner is killed once and loads its checkpoint.
 """
 
 import json
@@ -46,7 +47,14 @@ SUPPORT = Path(__file__).parents[1] / "support"
 CANARIES = {
     name: secrets.token_hex(20)
     for name in (
-        *("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY", "GITHUB_TOKEN"),
+        *(
+            "WANDB_API_KEY",
+            "HF_TOKEN",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "OPENAI_API_KEY",
+            "GITHUB_TOKEN",
+        ),
         *("ASYNCRL_STORE_PASSWORD", SECRET_VARIABLE),
     )
 }
@@ -89,7 +97,9 @@ class Seen:
         mine = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
         for path, inode in listening_unix():
             if f"socket:[{inode}]" in mine:
-                self.sockets[path] = 0 if path.startswith("@") or not os.path.exists(path) else os.stat(path).st_mode
+                self.sockets[path] = (
+                    0 if path.startswith("@") or not os.path.exists(path) else os.stat(path).st_mode
+                )
 
 
 def listening_unix() -> Iterator[tuple[str, str]]:
@@ -101,17 +111,34 @@ def listening_unix() -> Iterator[tuple[str, str]]:
 
 
 def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_secrets(config, monkeypatch):
-    run, elsewhere, notes = config.parent / "runs" / "whole", config.parent / "elsewhere", config.parent / "unpickled.jsonl"
+    run, elsewhere, notes = (
+        config.parent / "runs" / "whole",
+        config.parent / "elsewhere",
+        config.parent / "unpickled.jsonl",
+    )
     store_port, control_port = free_ports(2)
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NOTE_UNPICKLING_IN", str(notes))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT / "observer"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(SUPPORT / "observer"), os.environ.get("PYTHONPATH", "")])
+    )
     control = f"tcp://127.0.0.1:{control_port}"
-    overrides = [f"store.bind=tcp://127.0.0.1:{store_port}", f"control.bind={control}", "run.environment=[NOTE_UNPICKLING_IN]"]
-    overrides += ["learner.steps=5000", "generator.count=1", "telemetry.wandb=offline", "store.isolate_decoding=true"]
+    overrides = [
+        f"store.bind=tcp://127.0.0.1:{store_port}",
+        f"control.bind={control}",
+        "run.environment=[NOTE_UNPICKLING_IN]",
+    ]
+    overrides += [
+        "learner.steps=5000",
+        "generator.count=1",
+        "telemetry.wandb=offline",
+        "store.isolate_decoding=true",
+    ]
     with (config.parent / "up.out").open("wb") as output:
-        up = subprocess.Popen([*ASYNCRL, "learner", "--config", str(config), *overrides], stdout=output, stderr=output)
+        up = subprocess.Popen(
+            [*ASYNCRL, "learner", "--config", str(config), *overrides], stdout=output, stderr=output
+        )
     seen, joined = Seen(), None
 
     def looked_until(condition) -> None:
@@ -128,9 +155,22 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
         key = shutil.copy(run / "join.key", elsewhere / "join.key")
         others = {name: value for name, value in os.environ.items() if name not in CANARIES}
         wrong = others | {SECRET_VARIABLE: RunKeys(bytes(32)).join.text()}
-        line = [*ASYNCRL, "generator", "--count", "1", "--store", store, "--wait", "60", "--allow", "variable:NOTE_UNPICKLING_IN"]
+        line = [
+            *ASYNCRL,
+            "generator",
+            "--count",
+            "1",
+            "--store",
+            store,
+            "--wait",
+            "60",
+            "--allow",
+            "variable:NOTE_UNPICKLING_IN",
+        ]
         line += ["--allow", str(config.parent / "rewards.py")]
-        refused = subprocess.run(line, cwd=elsewhere, env=wrong, capture_output=True, text=True, timeout=300, check=False)
+        refused = subprocess.run(
+            line, cwd=elsewhere, env=wrong, capture_output=True, text=True, timeout=300, check=False
+        )
         assert refused.returncode != 0 and "refused" in refused.stderr + refused.stdout
 
         # Somebody with it joins from anywhere, with an address and a file.
@@ -156,7 +196,9 @@ def test_a_run_unpickles_nothing_from_a_wire_hears_nobody_else_and_keeps_its_sec
     assert all(row.get("weights/probe_max", 0) < 1e-4 for row in rows(run))
     assert processes_of(run) == []
     check_sockets(seen, {store_port, control_port})
-    assert any(DECODER in line for line in seen.argv.values()), "groups were decoded in a process of their own"
+    assert any(DECODER in line for line in seen.argv.values()), (
+        "groups were decoded in a process of their own"
+    )
     check_unpickling(notes)
     check_secrets(seen, config.parent, keys, store_dump)
 
@@ -168,7 +210,10 @@ def answers(port: int) -> bool:
 
 def check_refusals(store: str, control: str, keys: RunKeys) -> None:
     password = keys.store_password(GENERATOR)
-    assert RunRecord(StoreConnection(store, password=password, retry_s=5), keys.join.record).read().name == "whole"
+    assert (
+        RunRecord(StoreConnection(store, password=password, retry_s=5), keys.join.record).read().name
+        == "whole"
+    )
     for url, wrong in [
         (store, None),
         (store, "x" * 64),
@@ -178,10 +223,17 @@ def check_refusals(store: str, control: str, keys: RunKeys) -> None:
         (store.replace(f"{GENERATOR}@", ""), None),
     ]:
         with pytest.raises(StoreRefused):
-            StoreConnection(url, password=wrong, retry_s=20).call(lambda client: client.hgetall("asyncrl:run"))
+            StoreConnection(url, password=wrong, retry_s=20).call(
+                lambda client: client.hgetall("asyncrl:run")
+            )
     assert isinstance(answer(control, keys.join.control, wait_ms=20_000, wire_key=keys.join.wire), Refused)
     assert answer(control, None, wire_key=keys.join.wire) is None
-    assert answer(control, GeneratorKeys(secret=os.urandom(32), learner=keys.join.learner), wire_key=keys.join.wire) is None
+    assert (
+        answer(
+            control, GeneratorKeys(secret=os.urandom(32), learner=keys.join.learner), wire_key=keys.join.wire
+        )
+        is None
+    )
 
 
 def dump(store: str, keys: RunKeys) -> bytes:
@@ -232,7 +284,8 @@ def check_secrets(seen: Seen, root: Path, keys: RunKeys, store_dump: bytes) -> N
         assert any(part in place for place in places), f"nothing of {part} was searched"
     for name, (place, data) in ((name, found) for name in forms for found in places.items()):
         assert not any(form in data for form in forms[name]), f"{name} stands in {place}"
-    # A process inherits what it needs: trackers run in the learner, and only roles need the secret of the run.
+    # A process inherits what it needs: trackers run in the learner, and only roles need the secret of the
+    # run.
     never = CANARIES.keys() - {"HF_TOKEN", "WANDB_API_KEY"}
     for pid, line in seen.argv.items():
         if "asyncrl.cli.main" in line:

@@ -1,4 +1,5 @@
-"""A generator that holds the run's keys and turns against the run: whatever it says, the control thread hears the others."""
+"""A generator that holds the run's keys and turns against the run: whatever it says, the control thread hears
+the others."""
 
 import contextlib
 import math
@@ -93,14 +94,19 @@ class Caller:
         return Hello(**{"generator_id": self.name, "incarnation": self.incarnation} | values)
 
     def beat(self, state="sampling", **changes):
-        return Heartbeat(**{"generator_id": self.name, "incarnation": self.incarnation, "version": 0, "state": state} | changes)
+        return Heartbeat(
+            **{"generator_id": self.name, "incarnation": self.incarnation, "version": 0, "state": state}
+            | changes
+        )
 
     def say(self, message):
         self.socket.send(CODEC.encode(message, WIRE))
 
     def say_raw(self, kind, fields):
         """Authentic, and not what an honest process could send."""
-        self.socket.send(encode_frame(MESSAGE_LIMITS, {"message": {"type": kind, "fields": fields}}, {}, key=WIRE))
+        self.socket.send(
+            encode_frame(MESSAGE_LIMITS, {"message": {"type": kind, "fields": fields}}, {}, key=WIRE)
+        )
 
     def hear(self, wait_ms=10_000):
         return CODEC.decode(self.socket.recv(), WIRE) if self.socket.poll(wait_ms) else None
@@ -275,7 +281,8 @@ def test_a_flood_costs_its_sender_only(stage):
     member, flooder = stage.caller("m"), stage.caller("f")
     for caller in (member, flooder):
         caller.join()
-    peers, few = stage.hub._peers, Budget(1.0, 10.0, 10.0)  # a slow machine takes fewer messages than the real budgets allow
+    # A slow machine takes fewer messages than the real budgets allow.
+    peers, few = (stage.hub._peers, Budget(1.0, 10.0, 10.0))
     peers._budgets[peers.peer(holder_name("f", "1"))] = few
     beat = CODEC.encode(flooder.beat(), WIRE)
     for _ in range(5_000):
@@ -315,7 +322,9 @@ def test_a_listener_that_breaks_on_a_report_breaks_nothing_else(stage, caplog):
 def test_an_order_that_cannot_be_sent_fails_that_update_only(stage):
     member = stage.caller()
     member.join()
-    order = UpdateOrder(version=1, transport="gloo", deadline_s=1.0, details={}, probe_ids=(1, 2), probe_logprobs=(math.nan,))
+    order = UpdateOrder(
+        version=1, transport="gloo", deadline_s=1.0, details={}, probe_ids=(1, 2), probe_logprobs=(math.nan,)
+    )
     assert stage.hub._send("a:1", order) is False
     stage.check_alive()
 
@@ -323,7 +332,25 @@ def test_an_order_that_cannot_be_sent_fails_that_update_only(stage):
 fields = st.dictionaries(
     st.sampled_from([*Hello.__slots__, *Heartbeat.__slots__, *REPORT, "reason", "x"]),
     st.one_of(
-        st.sampled_from(["a", "1", "abc", "1.0", "sampling", "gloo", ["gloo"], {}, {"m": 1.0}, True, 0, 1, -1, 2**53, 2**64 - 1]),
+        st.sampled_from(
+            [
+                "a",
+                "1",
+                "abc",
+                "1.0",
+                "sampling",
+                "gloo",
+                ["gloo"],
+                {},
+                {"m": 1.0},
+                True,
+                0,
+                1,
+                -1,
+                2**53,
+                2**64 - 1,
+            ]
+        ),
         st.floats(),
         st.integers(-(2**63), 2**64 - 1),
         st.text(max_size=8),
@@ -357,14 +384,20 @@ def test_a_pause_of_the_learner_is_nobodys_silence(stage, monkeypatch):
     stage.wait_for(lambda: stage.dead == ["a:1"])
 
 
-kinds = st.sampled_from([kind.__name__ for kind in (Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, Stop, UpdateOrder)])
+kinds = st.sampled_from(
+    [kind.__name__ for kind in (Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, Stop, UpdateOrder)]
+)
 
 
 def test_no_message_ends_the_control_thread(stage):
     """Authentic frames with whatever in them; half of them whole but for a field."""
     member = stage.caller()
     member.join()
-    whole = {"Hello": member.hello(), "Heartbeat": member.beat(), "Leave": Leave(generator_id="a", incarnation="1")}
+    whole = {
+        "Hello": member.hello(),
+        "Heartbeat": member.beat(),
+        "Leave": Leave(generator_id="a", incarnation="1"),
+    }
     sent = 0
 
     @settings(max_examples=300, deadline=None, database=None)
@@ -372,7 +405,9 @@ def test_no_message_ends_the_control_thread(stage):
     def attack(kind, wrong, on_top):
         nonlocal sent
         base = {"UpdateReport": REPORT}.get(kind) or (
-            {name: getattr(whole[kind], name) for name in type(whole[kind]).__slots__} if kind in whole else {}
+            {name: getattr(whole[kind], name) for name in type(whole[kind]).__slots__}
+            if kind in whole
+            else {}
         )
         with contextlib.suppress(msgpack.PackException, OverflowError, ValueError):
             member.say_raw(kind, {**base, **wrong} if on_top else wrong)
@@ -405,12 +440,18 @@ def test_idle_connections_of_strangers_take_nothing_that_the_learner_needs():
     """More of them than the process was allowed descriptors; without a word they are dropped by and by."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     process = subprocess.Popen(
-        [sys.executable, "-c", IDLE.format(paths=paths)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", IDLE.format(paths=paths)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with process, contextlib.ExitStack() as idle:
         try:
             host, _, port = process.stdout.readline().strip().removeprefix("tcp://").rpartition(":")
-            connections = [idle.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(400)]
+            connections = [
+                idle.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                for _ in range(400)
+            ]
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline().strip() == "fine"

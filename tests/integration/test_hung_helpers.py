@@ -1,4 +1,5 @@
-"""Helpers that are stopped and never go on: whoever needs them replaces them. Senders are in test_senders.py."""
+"""Helpers that are stopped and never go on: whoever needs them replaces them. Senders are in
+test_senders.py."""
 
 import os
 import signal

@@ -12,8 +12,25 @@ def test_handles_are_tensor_classes_again_before_vllm_sees_them(monkeypatch):
     from asyncrl.engine.vllm.receiver import IpcReceiver
     from asyncrl.weights.ipc import _lower
 
-    exported = (torch.Tensor, torch.Size([2]), (1,), 0, torch.storage.TypedStorage, torch.float16, 0, b"h", 4, 0, False)
-    update = {"names": ["a"], "dtype_names": ["float16"], "shapes": [[2]], "ipc_handles": [{"GPU-1": _lower(exported)}]}
+    exported = (
+        torch.Tensor,
+        torch.Size([2]),
+        (1,),
+        0,
+        torch.storage.TypedStorage,
+        torch.float16,
+        0,
+        b"h",
+        4,
+        0,
+        False,
+    )
+    update = {
+        "names": ["a"],
+        "dtype_names": ["float16"],
+        "shapes": [[2]],
+        "ipc_handles": [{"GPU-1": _lower(exported)}],
+    }
     details = msgpack.unpackb(msgpack.packb({"init": None, "update": update}))
     seen = []
     receiver = object.__new__(IpcReceiver)

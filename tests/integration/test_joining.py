@@ -1,4 +1,5 @@
-"""Joining a run from another host: what is taken from the store's record, what needs this host's consent, and waiting."""
+"""Joining a run from another host: what is taken from the store's record, what needs this host's consent, and
+waiting."""
 
 import asyncio
 import json
@@ -39,7 +40,9 @@ EVIL = 'open({ran!r}, "w").write("ran")\ndef f(*a, **k): return 0.0\n'
 
 
 def config(**parts) -> Config:
-    return Config.model_validate({**PLAIN, **{name: {**PLAIN.get(name, {}), **part} for name, part in parts.items()}})
+    return Config.model_validate(
+        {**PLAIN, **{name: {**PLAIN.get(name, {}), **part} for name, part in parts.items()}}
+    )
 
 
 def record_of(config: Config) -> StoredRun:
@@ -121,7 +124,9 @@ def test_a_config_without_code_needs_no_consent():
 def test_the_stores_operator_runs_nothing_here(server, record, host):
     """He forges the record with all that he knows; the owner of the host has even allowed the file."""
     wanted = config(**ATTACKS["evil.py"])
-    RunRecord(StoreConnection(server.url), b"a key of his own").renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+    RunRecord(StoreConnection(server.url), b"a key of his own").renew(
+        replace(record_of(wanted), config_hash=config_hash(wanted))
+    )
     told = join(server, "--allow", "evil.py")
     assert told.returncode == 2 and "not written by the run's learner" in told.stdout + told.stderr
     assert not (host / "ran").exists() and not (host / "runs").exists()
@@ -154,7 +159,9 @@ def test_a_run_that_is_not_there_yet_is_waited_for(record, host, join_here, caps
             lambda: record.renew(replace(record_of(config()), release="0.0")),
         )
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all("waiting for the run" in line for line in lines), "told when it changes, not each time"
+    assert len(lines) == 2 and all("waiting for the run" in line for line in lines), (
+        "told when it changes, not each time"
+    )
     assert "join.key, which does not exist" in lines[0] and "serves no run yet" in lines[1]
 
 

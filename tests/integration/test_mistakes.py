@@ -1,4 +1,5 @@
-"""A user's mistakes, on the real command line: a message that says what to do, exit status 2, and no traceback."""
+"""A user's mistakes, on the real command line: a message that says what to do, exit status 2, and no
+traceback."""
 
 import json
 import subprocess
@@ -46,7 +47,9 @@ def test_unknown_key_with_a_suggestion(tmp_path, values):
 
 
 def test_all_mistakes_at_once(tmp_path, values):
-    said = refuse(tmp_path, values | {"batch": {"group_size": "many"}, "staleness": {"max_lag": -1}}, "learner.stepz=3")
+    said = refuse(
+        tmp_path, values | {"batch": {"group_size": "many"}, "staleness": {"max_lag": -1}}, "learner.stepz=3"
+    )
     assert all(word in said for word in ("group_size", "max_lag", "stepz"))
 
 
@@ -70,7 +73,9 @@ def test_reward_function_that_is_not_there(tmp_path, values):
 
 
 def test_tokens_beyond_the_models_length(tmp_path, values):
-    said = refuse(tmp_path, values, "sampling.max_response_tokens=5000", "learner.tokens_per_microbatch=20000")
+    said = refuse(
+        tmp_path, values, "sampling.max_response_tokens=5000", "learner.tokens_per_microbatch=20000"
+    )
     assert "512" in said
 
 

@@ -1,4 +1,5 @@
-"""A whole run whose machine loses its power after any change of any file. `python -m reliability.crash.whole_run` does more."""
+"""A whole run whose machine loses its power after any change of any file. `python -m
+reliability.crash.whole_run` does more."""
 
 import pytest
 

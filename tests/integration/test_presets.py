@@ -1,4 +1,5 @@
-"""Every preset trains: real rollouts of one vLLM engine, the real trainer, two steps of lag; and three of them as whole runs."""
+"""Every preset trains: real rollouts of one vLLM engine, the real trainer, two steps of lag; and three of
+them as whole runs."""
 
 import asyncio
 import json
@@ -86,7 +87,15 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     directory = tmp_path_factory.mktemp("presets")
     tiny = WarmupSettings(
-        layers=1, hidden=64, heads=2, intermediate=128, test_rows=16, batch=64, steps=60, report_every=60, lr=3e-3
+        layers=1,
+        hidden=64,
+        heads=2,
+        intermediate=128,
+        test_rows=16,
+        batch=64,
+        steps=60,
+        report_every=60,
+        lr=3e-3,
     )
     built = build(directory / "quickstart", tiny, lambda line: None)
     (directory / "rewards.py").write_text(REWARDS)
@@ -95,7 +104,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "run": {"name": "presets", "root": str(directory / "runs")},
         "model": {"path": str(built.model), "dtype": "float32"},
         "data": {"train": str(built.train), "eval": str(built.test)},
-        "reward": {"functions": [{"function": "arithmetic"}, {"function": f"{directory}/rewards.py:digits", "name": "digits"}]},
+        "reward": {
+            "functions": [
+                {"function": "arithmetic"},
+                {"function": f"{directory}/rewards.py:digits", "name": "digits"},
+            ]
+        },
         "batch": {"groups": B, "group_size": G},
         "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 5},
         "staleness": {"max_lag": STEPS - 1},
@@ -113,18 +127,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def record(config: Config, count: int) -> list[Group]:
     """Groups with greedy rewards, from one real engine, scored by real reward processes."""
     prompts = PromptSource(config.data, config.model, config.sampling, seed=0)
-    spec = SamplingSpec(temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens)
+    spec = SamplingSpec(
+        temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens
+    )
 
     limits = train_limits(config, vocabulary_size(config.model))
 
     async def sample() -> list[Group]:
         pool = RewardPool(config.reward, config.run.root)
         await pool.start()
-        engine = await VLLMEngine.start(config.model, config.generator, config.sampling, config.weights, device="cpu")
+        engine = await VLLMEngine.start(
+            config.model, config.generator, config.sampling, config.weights, device="cpu"
+        )
         try:
             sampler = Sampler(engine, pool, prompts.decode, "g0")
             tickets = range(1, count + 1)
-            return await asyncio.gather(*(sampler.group(prompts.prompt(i), i, limits, spec, greedy=True) for i in tickets))
+            return await asyncio.gather(
+                *(sampler.group(prompts.prompt(i), i, limits, spec, greedy=True) for i in tickets)
+            )
         finally:
             await engine.close()
             await pool.close()
@@ -217,7 +237,9 @@ def test_the_critic_of_ppo_learns_to_tell_good_states_from_bad(world: World) -> 
     """One batch again and again, the policy at rest: the values move towards the returns."""
     ppo = next(path for path in PRESETS if path.stem == "ppo")
     again = [world.batches[0]] * 12
-    config = world.config(ppo, "critic.warmup_steps=12", "learner.steps=13", "staleness.max_lag=12", "critic.optimizer.lr=3e-3")
+    config = world.config(
+        ppo, "critic.warmup_steps=12", "learner.steps=13", "staleness.max_lag=12", "critic.optimizer.lr=3e-3"
+    )
     run = train(config, again)
     assert distance(run.weights[0], run.weights[-1]) == 0
     losses = [sum(result.metrics["loss"] for result in step.critic_results) for step in run.steps]
@@ -235,13 +257,20 @@ FRESH = [
     "algorithm.correction=none",
     "critic.warmup_steps=0",
 ]
-NO_CANDIDATES = {"clip_cov": ["algorithm.policy_loss.covariance_low=1e6", "algorithm.policy_loss.covariance_high=1e7"]}
-RATIO = [path for path in PRESETS if "policy_loss: {name: reinforce}" not in path.read_text() and path.stem != "gpg"]
+NO_CANDIDATES = {
+    "clip_cov": ["algorithm.policy_loss.covariance_low=1e6", "algorithm.policy_loss.covariance_high=1e7"]
+}
+RATIO = [
+    path
+    for path in PRESETS
+    if "policy_loss: {name: reinforce}" not in path.read_text() and path.stem != "gpg"
+]
 
 
 @pytest.mark.parametrize("preset", RATIO, ids=[path.stem for path in RATIO])
 def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: World, preset: Path) -> None:
-    """One step per batch, fresh data: the gradient of -A ln pi under the preset's advantage, KL and aggregation."""
+    """One step per batch, fresh data: the gradient of -A ln pi under the preset's advantage, KL and
+    aggregation."""
     gradients = []
     for loss in (NO_CANDIDATES.get(preset.stem, []), ["algorithm.policy_loss=reinforce"]):
         before, after = train(world.config(preset, *FRESH, *LINEAR, *loss), world.batches[:1]).weights
@@ -256,7 +285,13 @@ def whole_run(world: World, preset: str, *overrides: str) -> tuple[Path, list[di
     path = next(path for path in PRESETS if path.stem == preset)
     world.config(path)  # writes the file
     run = world.directory / "runs" / preset
-    arguments = [f"run.name={preset}", "learner.steps=3", "learner.optimizer.lr=1e-3", *FITTED.get(preset, ()), *overrides]
+    arguments = [
+        f"run.name={preset}",
+        "learner.steps=3",
+        "learner.optimizer.lr=1e-3",
+        *FITTED.get(preset, ()),
+        *overrides,
+    ]
     command = [*ASYNCRL, "up", "--plain", "--config", str(world.directory / f"{preset}.yaml"), *arguments]
     try:
         with (world.directory / f"{preset}.out").open("w+") as output:
@@ -282,7 +317,10 @@ def ledger_of(run: Path) -> dict[str, Any]:
 def test_ppo_as_a_whole_run(world: World) -> None:
     _, steps = whole_run(world, "ppo")
     for row in steps:
-        assert all(math.isfinite(row[f"critic/{name}"]) for name in ("loss", "explained_variance", "value_mean", "grad_norm"))
+        assert all(
+            math.isfinite(row[f"critic/{name}"])
+            for name in ("loss", "explained_variance", "value_mean", "grad_norm")
+        )
     assert [row["policy/lr"] > 0 for row in steps] == [False, True, True]  # one step of warm-up
     assert steps[1]["policy/kl_coefficient"] == 0.001
     assert all(row["time/critic"] > 0 and row["time/measure"] > 0 for row in steps)
@@ -299,8 +337,11 @@ def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: Wo
 
 @pytest.mark.slow
 def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
-    """Half of the prompts never earn anything: their groups are flat, rejected, counted, and refilled without a deadlock."""
-    run, steps = whole_run(world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]")
+    """Half of the prompts never earn anything: their groups are flat, rejected, counted, and refilled without
+    a deadlock."""
+    run, steps = whole_run(
+        world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]"
+    )
     rejected = sum(row.get("groups/rejected_zero_variance", 0) for row in steps)
     ledger = ledger_of(run)
     assert rejected >= B

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.integration
 
 
 def listening(port=None):
-    found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    found = [
+        one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN
+    ]
     return {address.ip for address in found if port in (None, address.port)}
 
 
@@ -48,13 +50,23 @@ def test_gloo_listens_on_the_interface_of_that_address(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "what the user says counts"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes a network of its own: needs root and ip")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="makes a network of its own: needs root and ip"
+)
 def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it():
-    network = "ip link add wan type veth peer name wan2; ip link add lan type veth peer name lan2; ip link set lan2 up"
+    network = (
+        "ip link add wan type veth peer name wan2; ip link add lan type veth peer name lan2; ip link set "
+        "lan2 up"
+    )
     network += "; ip address add 192.0.2.7/24 dev wan"
     network += "; ip address add 10.9.0.2/24 dev lan; ip link set wan up; ip link set lan up"
-    code = "import os; from asyncrl.trainer.deepspeed.collectives import _keep_to_interface as keep; keep('10.9.0.1')"
+    code = (
+        "import os; from asyncrl.trainer.deepspeed.collectives import _keep_to_interface as keep; "
+        "keep('10.9.0.1')"
+    )
     script = f"{network}; exec {sys.executable} -c \"{code}; print(os.environ.get('GLOO_SOCKET_IFNAME'))\""
     without = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    told = subprocess.run(["unshare", "--net", "sh", "-ec", script], env=without, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(
+        ["unshare", "--net", "sh", "-ec", script], env=without, capture_output=True, text=True, timeout=120
+    )
     assert told.stdout.strip() == "lan", told.stderr

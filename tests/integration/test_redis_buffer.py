@@ -43,7 +43,9 @@ pytestmark = pytest.mark.integration
 def server(request, tmp_path_factory):
     if request.param != "bundled" and shutil.which(request.param) is None:
         pytest.skip(f"no {request.param} on PATH")
-    with StoreServer(StoreConfig(fsync="no"), tmp_path_factory.mktemp("store"), server=request.param) as running:
+    with StoreServer(
+        StoreConfig(fsync="no"), tmp_path_factory.mktemp("store"), server=request.param
+    ) as running:
         yield running
 
 
@@ -71,13 +73,16 @@ class TestRedisShards(ShardContract):
 
     @pytest.mark.parametrize("shards", SHARDS)
     @pytest.mark.parametrize("seed", range(3))
-    def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(self, make_lanes, shards, seed):
+    def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(
+        self, make_lanes, shards, seed
+    ):
         lanes = make_lanes(shards, BufferRules(groups=2))
         Run(lanes, max_lag=1, groups=2, window=3).check(12, random.Random(seed))
 
 
 class Repeating(Weighed):
-    """Every reply is lost once: the server does each call twice, and the second time changes and says nothing else."""
+    """Every reply is lost once: the server does each call twice, and the second time changes and says nothing
+    else."""
 
     def _fcall(self, client, function, arguments):
         reply, again = self._twice(client, lambda: super(Repeating, self)._fcall(client, function, arguments))
@@ -155,7 +160,10 @@ def test_functions_are_loaded_again_after_the_server_lost_them(connection, lane,
 
 def code_of(connection):
     """Of our functions, as the server has it."""
-    [library] = [dict(zip(found[::2], found[1::2], strict=True)) for found in connection.client.function_list(withcode=True)]
+    [library] = [
+        dict(zip(found[::2], found[1::2], strict=True))
+        for found in connection.client.function_list(withcode=True)
+    ]
     return library[b"library_code"].decode()
 
 
@@ -224,7 +232,9 @@ def test_dead_letters_keep_the_beginning_of_the_frame_and_are_few(connection, la
     for i in range(105):
         (ticket_id,) = ids(buffer.lease("g", 1))
         assert buffer.put("g", ticket_id, b"bad-%d" % i) is PutOutcome.STORED
-        ledger.consume(buffer.reject_frame(buffer.take(ledger, 1, window=1), ticket_id, b"bad-%d" % i, "no frame").ids)
+        ledger.consume(
+            buffer.reject_frame(buffer.take(ledger, 1, window=1), ticket_id, b"bad-%d" % i, "no frame").ids
+        )
     letters = connection.client.lrange(lane.key("dead_letters"), 0, -1)
     assert len(letters) == 100
     assert letters[0] == b"53 no frame\nbad-104"  # after two attempts the next ticket
@@ -281,7 +291,9 @@ def test_processes_share_the_ids_without_overlap(server, lane):
     buffer.recover(Ledger(), version=0, limit=400)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=lease_all, args=(server.url, lane.run, f"g{i}", queue)) for i in range(3)]
+    workers = [
+        context.Process(target=lease_all, args=(server.url, lane.run, f"g{i}", queue)) for i in range(3)
+    ]
     try:
         for worker in workers:
             worker.start()
@@ -398,7 +410,11 @@ reward: {{functions: [{{function: exact_match}}]}}
     assert audit().returncode == 0
     connection.client.zrem(f"{{audited:{shard_names('train', shards)[-1]}}}:ready", "2")
     told = audit()
-    assert told.returncode == 2 and json.loads(told.stdout)["missing"] == 1 and "1 issued ids are nowhere" in told.stderr
+    assert (
+        told.returncode == 2
+        and json.loads(told.stdout)["missing"] == 1
+        and "1 issued ids are nowhere" in told.stderr
+    )
     for _ in range(2):
         watch.audit()
     assert watch.mismatch == 1
@@ -444,7 +460,9 @@ def test_a_record_that_its_learner_did_not_write_is_refused_before_it_is_used(co
     record.renew(replace(RUN, control_endpoint="ipc:///here"))
     for lie in ("", "x", '{"model": {"trust_remote_code": true}}', b"\xff\xfe"):
         connection.client.hset("asyncrl:run", field, lie)
-        with pytest.raises((ForeignRunError, StoreRefused), match=r"another secret|not written by the run's learner"):
+        with pytest.raises(
+            (ForeignRunError, StoreRefused), match=r"another secret|not written by the run's learner"
+        ):
             record.read()
     connection.client.hdel("asyncrl:run", field)
     with pytest.raises(StoreError):
@@ -467,7 +485,9 @@ def test_another_run_is_refused_and_its_groups_are_left_alone(connection, record
     buffer.recover(Ledger(), version=0, limit=8)
     fill(buffer, 3)
     with pytest.raises(ForeignRunError, match=r"'first'.*'second'.*another"):
-        record.claim(StoredRun(name="second", config_json="", config_hash="", release="", key_id=""), fresh=True)
+        record.claim(
+            StoredRun(name="second", config_json="", config_hash="", release="", key_id=""), fresh=True
+        )
     assert record.read() == RUN
     assert places(buffer)["ready"] == 3
     record.claim(RUN, fresh=False)

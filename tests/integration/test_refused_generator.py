@@ -1,4 +1,5 @@
-"""A generator that the learner will not have ends for good: its supervisor must not start it again and again."""
+"""A generator that the learner will not have ends for good: its supervisor must not start it again and
+again."""
 
 import asyncio
 import threading

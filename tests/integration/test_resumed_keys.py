@@ -1,7 +1,8 @@
-"""A run is resumed with one key changed: store, generators' loop, intake, evaluation and checkpoints are real, no model is.
+"""A run is resumed with one key changed: store, generators' loop, intake, evaluation and checkpoints are
+real, no model is.
 
-Steps are made, some of them saved, and the learner and its generator die with groups in every place. Then both come back with
-another config. Keys that are refused are refused in tests/unit/test_resume.py.
+Steps are made, some of them saved, and the learner and its generator die with groups in every place. Then
+both come back with another config. Keys that are refused are refused in tests/unit/test_resume.py.
 """
 
 import asyncio
@@ -82,7 +83,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreSer
 def config_in(directory: Path) -> Path:
     """16 groups a step, and a little of everything that lags, is rejected or is evaluated."""
     for name in ("train", "test"):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": "1", "answer": "1"}) + "\n" for _ in range(4)))
+        (directory / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": "1", "answer": "1"}) + "\n" for _ in range(4))
+        )
     values = {
         "run": {"name": f"resumed-{next(names)}"},
         "model": {"path": "model"},
@@ -123,7 +126,10 @@ class Rewards:
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         parts = [{one.part: float(len(each.response) % 3) for one in self.functions} for each in inputs]
-        return [Score(total=sum(one.weight * part[one.part] for one in self.functions), parts=part) for part in parts]
+        return [
+            Score(total=sum(one.weight * part[one.part] for one in self.functions), parts=part)
+            for part in parts
+        ]
 
     async def close(self) -> None: ...
 
@@ -156,7 +162,12 @@ class History:
     def train(self, version: int, collected: Collected) -> None:
         ids = [group.ticket_id for group in collected.groups]
         gone = [(group.ticket_id, kind_of(reason)) for group, reason in collected.rejected]
-        oldest = min(s.version for group in collected.groups for rollout in group.rollouts for s in rollout.version_spans)
+        oldest = min(
+            s.version
+            for group in collected.groups
+            for rollout in group.rollouts
+            for s in rollout.version_spans
+        )
         self.steps.append({"version": version, "trained": ids, "rejected": gone, "lag": version - oldest})
 
 
@@ -170,7 +181,9 @@ class Life:
         self.trainer = History()
         values = self.checkpoints.load(self.trainer) or {}
         self.state = LearnerState.from_dict(values)
-        self.history = self.state.history.resumed(self.state.version, lineage=next(names), longest_lag=config.lag_bound)
+        self.history = self.state.history.resumed(
+            self.state.version, lineage=next(names), longest_lag=config.lag_bound
+        )
         self.lane = train_lane(config, self.connections[0])
         condemned = StepDeaths(checkpoints.parent / "step_under_way.json").reason
         limits = train_limits(config, VOCABULARY)
@@ -195,13 +208,19 @@ class Life:
             control=self.control,
             tracker=Nowhere(),
             settings=GeneratorSettings(
-                max_running=config.generator.max_running, lease_s=config.generator.lease_s, heartbeat_s=1.0, probe_limit=1e-3
+                max_running=config.generator.max_running,
+                lease_s=config.generator.lease_s,
+                heartbeat_s=1.0,
+                probe_limit=1e-3,
             ),
         )
 
     async def live(self, steps: int, *, saves: int) -> None:
-        """Train up to version `steps`, save up to `saves`; then the generator and the learner are gone in the middle."""
-        hello = Hello(generator_id="g0", incarnation=str(next(names)), release="r", config_hash="c", version=0)
+        """Train up to version `steps`, save up to `saves`; then the generator and the learner are gone in the
+        middle."""
+        hello = Hello(
+            generator_id="g0", incarnation=str(next(names)), release="r", config_hash="c", version=0
+        )
         generator = asyncio.create_task(self.generator.run(hello))
         try:
             async with asyncio.timeout(60):
@@ -222,7 +241,8 @@ class Life:
         self.under_way = self.issued_before - self._consumed
         while version < steps:
             assert not generator.done(), generator.exception()
-            if version <= SAVED or self.config.learner.steps == saves:  # else answers are there when this life ends
+            # Else answers are there when this life ends.
+            if version <= SAVED or self.config.learner.steps == saves:
                 self._evaluate()
             collected = await asyncio.to_thread(self.intake.poll, version, wait_s=0.02)
             if collected is None:
@@ -290,7 +310,9 @@ def begin(path: Path, server: StoreServer, *overrides: str) -> Life:
 def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *overrides: str) -> Life:
     """The life after; whatever was changed, no group is lost or trained twice."""
     with contextlib.chdir(path.parent):
-        config = load_config(path, [override.replace("url=OTHER", f"url={servers[1].url}") for override in overrides])
+        config = load_config(
+            path, [override.replace("url=OTHER", f"url={servers[1].url}") for override in overrides]
+        )
         assert not list(
             resume_findings(
                 fixed_values(first.config, rows=DataFiles(first.config.data).train),
@@ -313,7 +335,14 @@ def begun(
     path = config_in(tmp_path_factory.mktemp("begun"))
     life = begin(path, servers[0])
     with contextlib.closing(StoreConnection(servers[0].url, retry_s=5.0)) as connection:
-        return path, life, {key: connection.client.dump(key) for key in connection.client.keys(f"*{life.config.run.name}:*")}
+        return (
+            path,
+            life,
+            {
+                key: connection.client.dump(key)
+                for key in connection.client.keys(f"*{life.config.run.name}:*")
+            },
+        )
 
 
 def check(first: Life, second: Life) -> None:
@@ -335,7 +364,9 @@ def check(first: Life, second: Life) -> None:
     assert max(step["lag"] for step in steps[SAVED:]) <= second.config.lag_bound
     if second.config.data.eval:
         prompts, last = min(second.config.eval.prompts, 4), second.config.learner.steps
-        assert second.evaluated[-1] == (last, prompts, 0) and {one[1:] for one in second.evaluated} == {(prompts, 0)}
+        assert second.evaluated[-1] == (last, prompts, 0) and {one[1:] for one in second.evaluated} == {
+            (prompts, 0)
+        }
 
 
 @pytest.mark.parametrize("change", CHANGES.split())
@@ -352,14 +383,25 @@ def test_a_run_goes_on_with_one_key_changed(change, begun, servers, tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(("before", "after"), [(64, 32), (32, 64), (8, 64), (64, 2)])
 def test_a_run_goes_on_with_another_batch(before, after, shards, servers, tmp_path):
-    """What is sampled for the new batch is all trained; what had been sampled before is trained as far as it is young enough."""
+    """What is sampled for the new batch is all trained; what had been sampled before is trained as far as it
+    is young enough."""
     path, same = config_in(tmp_path), [f"store.shards={shards}", "eval.every=5"]
-    second = resume(path, servers, begin(path, servers[0], *same, f"batch.groups={before}"), *same, f"batch.groups={after}")
+    second = resume(
+        path,
+        servers,
+        begin(path, servers[0], *same, f"batch.groups={before}"),
+        *same,
+        f"batch.groups={after}",
+    )
     reasons = {reason for step in second.trainer.steps for _, reason in step["rejected"]}
     assert reasons <= {"stale", "discarded_lineage"}
 
 
 def test_every_key_that_may_change_here_is_changed():
     here = ("batch", "staleness", "sampling", "learner", "eval", "store", "reward", "reward.functions")
-    changed = {override.split("=")[0].replace(".0.", ".") for change in CHANGES.split() for override in change.split(";")}
+    changed = {
+        override.split("=")[0].replace(".0.", ".")
+        for change in CHANGES.split()
+        for override in change.split(";")
+    }
     assert {f"{section}.{name}" for section in here for name in FREE[section].split()} <= changed

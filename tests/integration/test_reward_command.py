@@ -56,7 +56,10 @@ def config(tmp_path: Path) -> Path:
         "run": {"name": "scored", "root": str(tmp_path / "runs")},
         "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
         "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
-        "reward": {"functions": [{"function": f"{tmp_path}/rewards.py:right", "weight": 2.0}], "timeout_s": 20},
+        "reward": {
+            "functions": [{"function": f"{tmp_path}/rewards.py:right", "weight": 2.0}],
+            "timeout_s": 20,
+        },
         "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
     }
     path = tmp_path / "run.yaml"
@@ -66,7 +69,9 @@ def config(tmp_path: Path) -> Path:
 
 def reward_test(config: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "asyncrl.cli.main", "reward", "test", str(config), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"COLUMNS": "200"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"COLUMNS": "200"}
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -96,11 +101,17 @@ def test_whatever_fails_is_counted_with_its_message(config):
         assert expected in said, said
     rows = [line.split() for line in said.splitlines() if len(line.split()) == 9 and line.split()[0] in names]
     failed = {row[0]: row[-1] for row in rows}
-    assert failed["right"] == "0" and failed["hangs"] == failed["nan"] == failed["dies"] == "1" and failed["always_hangs"] == "3"
+    assert (
+        failed["right"] == "0"
+        and failed["hangs"] == failed["nan"] == failed["dies"] == "1"
+        and failed["always_hangs"] == "3"
+    )
 
 
 def test_a_constant_reward_is_doubted_and_what_a_function_prints_is_shown(config):
-    functions = ", ".join(f"{{function: {config.parent}/rewards.py:{name}}}" for name in ("constant", "trl", "verl"))
+    functions = ", ".join(
+        f"{{function: {config.parent}/rewards.py:{name}}}" for name in ("constant", "trl", "verl")
+    )
     status, said = reward_test(config, f"reward.functions=[{functions}]", "--n", "1")
     assert status == 0, said
     assert (
@@ -109,23 +120,28 @@ def test_a_constant_reward_is_doubted_and_what_a_function_prints_is_shown(config
         and "looking at 0 characters" in said
     )
     assert "trl gives" not in said and "verl gives" not in said
-    assert (
-        f"verl finds an answer in {len(WRONG)} of {1 + len(WRONG)} responses, like `" in said
-    )  # none where the response is empty
+    # None where the response is empty.
+    assert f"verl finds an answer in {len(WRONG)} of {1 + len(WRONG)} responses, like `" in said
     assert "trl finds" not in said and "constant finds" not in said
 
 
 def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):
     loaded, home = load_config(config), config.parent
     file = home / "mine.jsonl"
-    file.write_text('{"prompt": "a", "response": "4", "answer": "4"}\n{"prompt": "a", "response": "5", "answer": "4"}\n')
+    file.write_text(
+        '{"prompt": "a", "response": "4", "answer": "4"}\n{"prompt": "a", "response": "5", "answer": "4"}\n'
+    )
     status, said = reward_test(config, "--samples", str(file))
     assert status == 0 and "2 responses: 2 sample" in said and " 0.5 " in said
     rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
     run = home / "runs" / "scored"
     run.mkdir(parents=True)
-    records = [{"ticket_id": ticket, "kind": "train", "prompt": "p", "response": "r"} for ticket in (1, 11, 30)]
-    records.append({"ticket_id": 5, "kind": "eval", "prompt": "p", "response": "r", "finish_reason": "length"})
+    records = [
+        {"ticket_id": ticket, "kind": "train", "prompt": "p", "response": "r"} for ticket in (1, 11, 30)
+    ]
+    records.append(
+        {"ticket_id": 5, "kind": "eval", "prompt": "p", "response": "r", "finish_reason": "length"}
+    )
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cases = list(sample_cases(loaded, run, 8))
     assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
@@ -137,7 +153,9 @@ def test_prompts_are_those_that_the_run_trains_on_first(config):
     loaded = load_config(config)
     rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
     cases = [case for case in generic_cases(loaded, 3) if case.kind == "reference"]
-    assert [case.given.response for case in cases] == [rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)]
+    assert [case.given.response for case in cases] == [
+        rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)
+    ]
     assert len([case for case in generic_cases(loaded, 99) if case.kind == "reference"]) == 8
 
 

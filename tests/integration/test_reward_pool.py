@@ -70,12 +70,19 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def config(functions: Path, *names: str, timeout_s: float = 1.0, workers: int = 1, weights=None, **more) -> RewardConfig:
+def config(
+    functions: Path, *names: str, timeout_s: float = 1.0, workers: int = 1, weights=None, **more
+) -> RewardConfig:
     listed = [
-        {"function": f"{functions}:{name}" if name != "exact_match" else name, "weight": (weights or {}).get(name, 1.0)}
+        {
+            "function": f"{functions}:{name}" if name != "exact_match" else name,
+            "weight": (weights or {}).get(name, 1.0),
+        }
         for name in names
     ]
-    return RewardConfig.model_validate({"functions": listed, "timeout_s": timeout_s, "workers": workers} | more)
+    return RewardConfig.model_validate(
+        {"functions": listed, "timeout_s": timeout_s, "workers": workers} | more
+    )
 
 
 def ask(response: str = "abc", **row) -> RewardInput:
@@ -171,7 +178,12 @@ def test_parts_are_weighted_and_reported_raw_sync_and_async(functions):
         assert [score.total for score in scores] == [3 * 0.1 + 2 * 0.5 - 1, 2 * 0.1 + 2 * 0.5]
         assert [score.answer for score in scores] == ["abc", "ab"], "of the one part that gives answers"
 
-    run(config(functions, "good", "later", "exact_match", weights={"good": 0.1, "later": 2, "exact_match": -1}), scenario)
+    run(
+        config(
+            functions, "good", "later", "exact_match", weights={"good": 0.1, "later": 2, "exact_match": -1}
+        ),
+        scenario,
+    )
 
 
 def test_the_part_that_failed_is_named_not_its_neighbours(functions):
@@ -186,7 +198,9 @@ def test_the_part_that_failed_is_named_not_its_neighbours(functions):
 
 
 def test_memory_is_limited_without_a_sandbox_too(functions):
-    functions.write_text(FUNCTIONS + "def greedy(prompt, response):\n    return float(len(bytearray(int(response) << 20)))\n")
+    functions.write_text(
+        FUNCTIONS + "def greedy(prompt, response):\n    return float(len(bytearray(int(response) << 20)))\n"
+    )
 
     async def scenario(pool):
         with pytest.raises(RewardError, match="part `greedy` raised MemoryError"):
@@ -198,11 +212,14 @@ def test_memory_is_limited_without_a_sandbox_too(functions):
 
 def test_how_much_was_printed_before_the_end_is_told(functions):
     functions.write_text(
-        "import os\ndef loud(prompt, response):\n    print('y' * 50_000, 'the end', flush=True)\n    os._exit(1)\n"
+        "import os\ndef loud(prompt, response):\n    print('y' * 50_000, 'the end', flush=True)\n    "
+        "os._exit(1)\n"
     )
 
     async def scenario(pool):
-        with pytest.raises(RewardError, match=r"last printed \(45,913 bytes before were dropped\): y+ the end$"):
+        with pytest.raises(
+            RewardError, match=r"last printed \(45,913 bytes before were dropped\): y+ the end$"
+        ):
             await pool.score([ask()])
 
     run(config(functions, "loud"), scenario)
@@ -223,7 +240,9 @@ def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functi
             with pytest.raises(RewardError, match="out of step, because user code wrote to its pipe"):
                 await pool.score([ask(reply=msgpack.packb(forged).hex())])
             assert (await pool.score([ask(reply="")]))[0].total == 1.0
-        assert (await pool.score([ask(reply=msgpack.packb({"value": 100.0}).hex())]))[0].total == 100.0  # its own score
+        assert (await pool.score([ask(reply=msgpack.packb({"value": 100.0}).hex())]))[
+            0
+        ].total == 100.0  # its own score
         assert (await pool.score([ask(reply="")]))[0].total == 1.0, "and nobody else's"
 
     run(config(functions, "forge"), scenario)
@@ -281,7 +300,9 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functio
         pool._workers[0].kill()
         refused.clear()
         most = pool_module.BEGINNINGS
-        with pytest.raises(RewardError, match=r"3 reward workers in a row did not begin .*temporarily unavailable"):
+        with pytest.raises(
+            RewardError, match=r"3 reward workers in a row did not begin .*temporarily unavailable"
+        ):
             await pool.score([ask("abc")])
         assert (await pool.score([ask("abc")]))[0].total == 3.0
 
@@ -289,7 +310,9 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functio
     run(config(functions, "good"), scenario)
 
 
-def test_a_worker_that_dies_as_it_starts_is_replaced_before_the_functions_are_blamed(functions, monkeypatch, caplog):
+def test_a_worker_that_dies_as_it_starts_is_replaced_before_the_functions_are_blamed(
+    functions, monkeypatch, caplog
+):
     monkeypatch.setattr(pool_module, "AGAIN_S", 0.01)
     start, killed = asyncio.create_subprocess_exec, []
 
@@ -345,7 +368,10 @@ def test_a_cancelled_call_leaves_a_clean_worker(functions):
             "part `good` cannot be loaded: raised OSError: no disk",
         ),
         ("def bad(prompt, response): return 1.0", "has no function `good`; it has .'bad'"),
-        ("import os; print('bye', flush=True); os._exit(7)", "start of the reward worker: .*exit status 7.*bye"),
+        (
+            "import os; print('bye', flush=True); os._exit(7)",
+            "start of the reward worker: .*exit status 7.*bye",
+        ),
         ("def good(:", "raised SyntaxError"),
     ],
 )
@@ -363,7 +389,9 @@ def test_a_missing_column_is_named_and_odd_values_are_passed_as_text(functions):
     from datetime import date
 
     async def scenario(pool):
-        with pytest.raises(RewardError, match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]"):
+        with pytest.raises(
+            RewardError, match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]"
+        ):
             await pool.score([ask(day=date(2026, 1, 1))])
         with pytest.raises(RewardError, match=r"cannot be sent this row: .*surrogate"):
             await pool.score([ask(how="\ud800")])
@@ -410,5 +438,7 @@ def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions
 def test_the_worker_is_light():
     heavy = ("torch", "pydantic", "numpy", "transformers")
     code = f"import sys, asyncrl.rewards.worker; print([name for name in {heavy} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert found.strip() == "[]"

@@ -1,7 +1,8 @@
-"""Rewards in bubblewrap against attacks by the programs that they run: none has an effect outside, and the next reward works.
+"""Rewards in bubblewrap against attacks by the programs that they run: none has an effect outside, and the
+next reward works.
 
-The attacks are in tests/support/reward_attacks.py; what they did is looked up from outside. A few are also made without the
-sandbox, where they succeed: otherwise nobody would know that they are attacks.
+The attacks are in tests/support/reward_attacks.py; what they did is looked up from outside. A few are also
+made without the sandbox, where they succeed: otherwise nobody would know that they are attacks.
 """
 
 import contextlib
@@ -51,8 +52,16 @@ class World:
         self.victim = self.project / "victim.py"
         self.elsewhere = root / "elsewhere" / "key.txt"
         self.elsewhere.parent.mkdir()
-        self.secrets = [self.run / "run.key", self.project / "join.key", self.project / ".env", self.elsewhere]
-        self.secrets += [self.project / "older" / "second" / "run.key", self.project / "tools" / ".git" / "config"]
+        self.secrets = [
+            self.run / "run.key",
+            self.project / "join.key",
+            self.project / ".env",
+            self.elsewhere,
+        ]
+        self.secrets += [
+            self.project / "older" / "second" / "run.key",
+            self.project / "tools" / ".git" / "config",
+        ]
         for path in self.secrets:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(CANARY)
@@ -171,7 +180,11 @@ class Host:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ
-            | {"HF_TOKEN": CANARY, MARK: world.token, "PYTHONPATH": f"{SUPPORT.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
+            | {
+                "HF_TOKEN": CANARY,
+                MARK: world.token,
+                "PYTHONPATH": f"{SUPPORT.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
+            },
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -195,7 +208,9 @@ class Host:
 
     def family(self) -> list[psutil.Process]:
         """The host, what descends from it, and everything that carries its mark, wherever it has gone."""
-        descendants = {one.pid for one in self.process.children(recursive=True)} if self.process.is_running() else set()
+        descendants = (
+            {one.pid for one in self.process.children(recursive=True)} if self.process.is_running() else set()
+        )
         return [process for process in psutil.process_iter() if self._is_ours(process, descendants)]
 
     def _is_ours(self, process: psutil.Process, descendants: set[int]) -> bool:
@@ -208,9 +223,15 @@ class Host:
 
     def peak_gib(self, what: str) -> float:
         """VmPeak or VmHWM, the largest of the workers; the host itself for VmHWM."""
-        processes = [self.process] if what == "VmHWM" else [one for one in self.family() if one.pid != self.process.pid]
+        processes = (
+            [self.process]
+            if what == "VmHWM"
+            else [one for one in self.family() if one.pid != self.process.pid]
+        )
         texts = [path.read_text() for one in processes if (path := Path(f"/proc/{one.pid}/status")).exists()]
-        return max((int(text.split(f"{what}:")[1].split()[0]) / 2**20 for text in texts if what in text), default=0.0)
+        return max(
+            (int(text.split(f"{what}:")[1].split()[0]) / 2**20 for text in texts if what in text), default=0.0
+        )
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -256,13 +277,18 @@ def hurt(host: Host, answer: dict) -> bool:
     time.sleep(0.2)  # for a signal to arrive
     states = []
     for process in (host.world.bystander, host.process):
-        text = Path(f"/proc/{process.pid}/status").read_text() if process.poll() is None else "State:\tX\nTracerPid:\t0\n"
+        text = (
+            Path(f"/proc/{process.pid}/status").read_text()
+            if process.poll() is None
+            else "State:\tX\nTracerPid:\t0\n"
+        )
         states.append((text.split("State:\t")[1][0], text.split("TracerPid:\t")[1].split()[0]))
     return any(state in "XZTt" or tracer != "0" for state, tracer in states)
 
 
 def left(host: Host, answer: dict) -> bool:
-    """More processes than the host, its worker, and bubblewrap between them; killed ones may take a moment."""
+    """More processes than the host, its worker, and bubblewrap between them; killed ones may take a
+    moment."""
     allowed, until_s = (3, time.monotonic() + 20.0) if host.sandbox != "none" else (2, 0.0)
     while len(host.family()) > allowed:
         if time.monotonic() > until_s:
@@ -299,7 +325,11 @@ EFFECTS: dict[str, Callable[[Host, dict], bool]] = {
     "read_another_run": told,
     "read_deeper": told,
     "reach_the_kernel": lambda host, answer: "reached []" not in answer.get("error", ""),
-    **({"ask_in_32_bit": lambda host, answer: "reached" in answer.get("error", "")} if os.uname().machine == "x86_64" else {}),
+    **(
+        {"ask_in_32_bit": lambda host, answer: "reached" in answer.get("error", "")}
+        if os.uname().machine == "x86_64"
+        else {}
+    ),
     "trace": hurt,
     "kill": hurt,
     "stop": hurt,
@@ -308,7 +338,9 @@ EFFECTS: dict[str, Callable[[Host, dict], bool]] = {
     "attach_system_v": lambda host, answer: ctypes.string_at(host.world.system_v_address, 8) != b"innocent",
     "print_a_gigabyte": lambda host, answer: host.peak_gib("VmHWM") > 0.5,
     "use_up_descriptors": nothing,
-    "fill_tmp": lambda host, answer: any(Path(place, host.world.token).exists() for place in ("/tmp", "/dev/shm")),
+    "fill_tmp": lambda host, answer: any(
+        Path(place, host.world.token).exists() for place in ("/tmp", "/dev/shm")
+    ),
     "leave": nothing,
     "system_exit": nothing,
     "sleep_forever": nothing,
@@ -316,10 +348,32 @@ EFFECTS: dict[str, Callable[[Host, dict], bool]] = {
     "interrupt_the_group": nothing,
 }
 SUCCEED_OUTSIDE = (
-    *("orphan", "connect_tcp", "ask_dns", "connect_store", "connect_abstract", "read_environ", "read_run_key", "read_join_key"),
+    *(
+        "orphan",
+        "connect_tcp",
+        "ask_dns",
+        "connect_store",
+        "connect_abstract",
+        "read_environ",
+        "read_run_key",
+        "read_join_key",
+    ),
     *("read_another_run", "read_deeper", *(["reach_the_kernel"] if os.geteuid() == 0 else [])),
-    *("read_dot_file", "read_elsewhere", "write_beside_reward", "write_run_key", "symlink_out", "stop", "forge_reply"),
-    *("overwrite_shared_memory", "attach_system_v", "kill", *(["write_sysctl"] if os.access(SYSCTL, os.W_OK) else [])),
+    *(
+        "read_dot_file",
+        "read_elsewhere",
+        "write_beside_reward",
+        "write_run_key",
+        "symlink_out",
+        "stop",
+        "forge_reply",
+    ),
+    *(
+        "overwrite_shared_memory",
+        "attach_system_v",
+        "kill",
+        *(["write_sysctl"] if os.access(SYSCTL, os.W_OK) else []),
+    ),
 )
 """Those that a test can let happen, and that a user may do everywhere."""
 

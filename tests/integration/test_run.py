@@ -1,4 +1,5 @@
-"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner, senders - and some of them killed."""
+"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner, senders - and some of them
+killed."""
 
 import json
 import re
@@ -19,7 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
 from tests.support.cluster import PRIMARIES, Node, cluster
-from tests.support.whole_run import ASYNCRL, B, call, kill, member_versions, rows, start, steps, tiny_run, wait
+from tests.support.whole_run import (
+    ASYNCRL,
+    B,
+    call,
+    kill,
+    member_versions,
+    rows,
+    start,
+    steps,
+    tiny_run,
+    wait,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,14 +43,19 @@ def config(tmp_path: Path) -> Iterator[Path]:
 
 
 def scrape(run: Path, process: str) -> dict[str, float]:
-    """What a process tells Prometheus, found as Prometheus finds it, nothing before that; of series with labels the last."""
+    """What a process tells Prometheus, found as Prometheus finds it, nothing before that; of series with
+    labels the last."""
     target = run.parent / "prometheus" / f"{run.name}@{process}.json"
     if not target.exists():
         return {}
     (group,) = json.loads(target.read_text())
     assert httpx.get(f"http://{group['targets'][0]}/health", timeout=60).status_code == 200
     text = httpx.get(f"http://{group['targets'][0]}/metrics", timeout=60).text
-    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def ledger_of(run: Path, step: int) -> dict[str, Any]:
@@ -53,7 +70,11 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     try:
         wait(lambda: "asyncrl_generator_sampled_tokens" in scrape(run, "g0"), up, config)
         learner: dict[str, float] = {}
-        wait(lambda: learner.update(scrape(run, "learner")) or "asyncrl_time_step_seconds" in learner, up, config)
+        wait(
+            lambda: learner.update(scrape(run, "learner")) or "asyncrl_time_step_seconds" in learner,
+            up,
+            config,
+        )
         kill(run, "g1")
         assert learner["asyncrl_time_step_seconds"] > 0 and learner["asyncrl_buffer_missing_groups"] == 0
         assert learner["asyncrl_learner_target_step"] == 6 and learner["asyncrl_progress_age_seconds"] < 400
@@ -66,10 +87,19 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert not (run.parent / "prometheus" / "whole@learner.json").exists(), "who has ended is no target"
     log = [json.loads(line) for line in (run / "logs" / "g0.jsonl").read_text().splitlines()]
     assert {line["version"] for line in log} & set(range(1, 7)), "lines carry the version that samples"
-    assert re.search(r" g0 v[0-6] asyncrl", (run / "logs" / "g0.out").read_text()), "and people can read them too"
-    trace = [json.loads(line.removesuffix(",")) for line in (run / "trace_events.json").read_text().splitlines()[1:]]
-    lived = Counter(event["args"]["outcome"].split(":")[0] for event in trace if event["name"].startswith("group "))
-    assert {f"trained in step {number}": B for number in range(1, 7)}.items() <= lived.items(), "a life for each trained group"
+    assert re.search(r" g0 v[0-6] asyncrl", (run / "logs" / "g0.out").read_text()), (
+        "and people can read them too"
+    )
+    trace = [
+        json.loads(line.removesuffix(","))
+        for line in (run / "trace_events.json").read_text().splitlines()[1:]
+    ]
+    lived = Counter(
+        event["args"]["outcome"].split(":")[0] for event in trace if event["name"].startswith("group ")
+    )
+    assert {f"trained in step {number}": B for number in range(1, 7)}.items() <= lived.items(), (
+        "a life for each trained group"
+    )
     durations = {event["name"]: event["dur"] / 1e6 for event in trace if event["name"].startswith("step ")}
     for row in rows(run):
         if "time/step" in row:  # between two parts nothing is done that counts
@@ -105,7 +135,8 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
         killed = kill(run, "learner")
         written = len(steps(run))
         wait(lambda: len(steps(run)) > written + 2, up, config)
-        assert steps(run)[written] <= steps(run)[written - 1] + 1  # from the checkpoint: steps may be repeated, never skipped
+        # From the checkpoint: steps may be repeated, never skipped.
+        assert steps(run)[written] <= steps(run)[written - 1] + 1
         call("down", str(run))
         assert up.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
@@ -120,19 +151,22 @@ LIVES = (
     (
         8,
         8,
-        "batch.groups=8 batch.minibatches=2 staleness.max_lag=4 sampling.max_response_tokens=6 eval.every=2 eval.samples=2 "
-        "eval.temperature=0.7 checkpoint.every=1 store.max_gib=2 reward.workers=2 learner.optimizer.lr=5e-4 generator.count=1 "
-        "reward.functions.0.weight=2 store.fsync=no",
+        "batch.groups=8 batch.minibatches=2 staleness.max_lag=4 sampling.max_response_tokens=6 "
+        "eval.every=2 eval.samples=2 eval.temperature=0.7 checkpoint.every=1 store.max_gib=2 "
+        "reward.workers=2 learner.optimizer.lr=5e-4 generator.count=1 reward.functions.0.weight=2 "
+        "store.fsync=no",
     ),
     (
         12,
         2,
-        "batch.groups=2 batch.group_size=2 staleness.max_lag=1 staleness.policy=drop sampling.temperature=0.8 eval.prompts=4 "
-        "learner.tokens_per_microbatch=24 algorithm.advantage=rloo learner.optimizer.weight_decay=0.1 generator.count=1 "
-        "weights.probe_tokens=6 control.heartbeat_s=0.5 reward.attempts=2",
+        "batch.groups=2 batch.group_size=2 staleness.max_lag=1 staleness.policy=drop "
+        "sampling.temperature=0.8 eval.prompts=4 learner.tokens_per_microbatch=24 algorithm.advantage=rloo "
+        "learner.optimizer.weight_decay=0.1 generator.count=1 weights.probe_tokens=6 "
+        "control.heartbeat_s=0.5 reward.attempts=2",
     ),
 )
-"""learner.steps, batch.groups and what else of the config is changed: each life begins with a checkpoint of the one before."""
+"""learner.steps, batch.groups and what else of the config is changed: each life begins with a checkpoint of
+the one before."""
 
 
 def test_a_run_is_resumed_with_many_keys_changed_at_once_and_loses_nothing(config: Path) -> None:
@@ -153,18 +187,25 @@ def test_a_run_is_resumed_with_many_keys_changed_at_once_and_loses_nothing(confi
     rates = {int(row["step"]): row["policy/lr"] for row in rows(run) if "policy/lr" in row}
     assert [rates[step] for step in (4, 8, 12)] == pytest.approx([1e-3, 5e-4, 1e-3])
 
-    # Now there is nothing left to do; and with another seed it is another run. Either is said at once, and changes nothing.
+    # Now there is nothing left to do; and with another seed it is another run. Either is said at once, and
+    # changes nothing.
     saved = (run / "config.yaml").read_bytes()
     assert "nothing is left to do" in call("up", "--plain", "--config", str(config), "learner.steps=12")
     refused = subprocess.run(
         [*ASYNCRL, "up", "--plain", "--config", str(config), "learner.steps=20", "run.seed=1", "model.dtype=bfloat16"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert refused.returncode == 2 and "2 problems in" in refused.stderr and "model.dtype: found 'bfloat16'" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "2 problems in" in refused.stderr
+        and "model.dtype: found 'bfloat16'" in refused.stderr
+    )
     assert (run / "config.yaml").read_bytes() == saved and processes_of(run) == []
 
 
-def test_two_ranks_train_from_four_shards_of_a_cluster_and_a_generator_without_a_config_joins_late(config: Path) -> None:
+def test_two_ranks_train_from_four_shards_of_a_cluster_and_a_generator_without_a_config_joins_late(
+    config: Path,
+) -> None:
     (config.parent / "cluster").mkdir()
     with cluster(config.parent / "cluster") as nodes:
         _train_from_four_shards(config, nodes)
@@ -179,7 +220,9 @@ def _train_from_four_shards(config: Path, nodes: list[Node]) -> None:
     try:
         wait(lambda: 1 in steps(run), up, config)
         store = (run / "store.url").read_text()
-        joined = subprocess.Popen([*ASYNCRL, "generator", "--count", "1", "--store", store], cwd=config.parent)
+        joined = subprocess.Popen(
+            [*ASYNCRL, "generator", "--count", "1", "--store", store], cwd=config.parent
+        )
         wait(lambda: any(row.get("weights/joined") == 2 for row in rows(run)), up, config)
         # Both adopt what is trained from then on; while an update is under way a member has no version (-1).
         at = len(steps(run))

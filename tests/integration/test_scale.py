@@ -63,7 +63,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def start(run: RunDirectory, count: int) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(run.path), str(count), GENERATOR], env=os.environ)
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(run.path), str(count), GENERATOR], env=os.environ
+    )
 
 
 def children(run: RunDirectory) -> set[str]:
@@ -78,7 +80,9 @@ def wait(condition: Callable[[], bool], wait_s: float = 120.0) -> None:
 
 
 def scale(run: RunDirectory, change: str) -> tuple[int, str]:
-    done = subprocess.run([*ASYNCRL, "scale", change, str(run.path)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*ASYNCRL, "scale", change, str(run.path)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -87,7 +91,10 @@ def test_generators_are_started_and_drained_while_the_run_goes_on(run):
     supervisor = start(run, 2)
     try:
         wait(lambda: children(run) == {"learner", "g0", "g1"} and run.scale.exists())
-        assert scale(run, "generators=+2") == (0, "generators: 2 -> 4; started: g2, g3 (the model is loaded first)\n")
+        assert scale(run, "generators=+2") == (
+            0,
+            "generators: 2 -> 4; started: g2, g3 (the model is loaded first)\n",
+        )
         assert children(run) == {"learner", "g0", "g1", "g2", "g3"}
         wait(lambda: all((run.path / f"g{index}.up").exists() for index in range(4)))
         status, said = scale(run, "generators=-3")
@@ -105,7 +112,9 @@ def test_generators_are_started_and_drained_while_the_run_goes_on(run):
         (run.path / "broken").touch()
         run.scale.write_text('{"generators": 4}')
         wait(lambda: run.scale.read_text() == '{"generators": 2}')
-        assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None, "extra ones that cannot start end nothing"
+        assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None, (
+            "extra ones that cannot start end nothing"
+        )
     finally:
         supervisor.terminate()
         supervisor.wait(timeout=60)

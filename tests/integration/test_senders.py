@@ -24,17 +24,23 @@ from asyncrl.weights.publisher import SharedMemoryPublisher
 
 pytestmark = pytest.mark.integration
 
-LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000)
+LAYOUT = Layout.plan(
+    [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 5 * i)) for i in range(20)], 20_000
+)
 PROBE = (1, 2, 3)
 
 
 def weights(version):
     generator = torch.Generator().manual_seed(version)
-    return [(spec.name, torch.randn(spec.shape, generator=generator).to(torch.bfloat16)) for spec in LAYOUT.specs]
+    return [
+        (spec.name, torch.randn(spec.shape, generator=generator).to(torch.bfloat16)) for spec in LAYOUT.specs
+    ]
 
 
 def expected_sum(version):
-    return sum(int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, tensor in weights(version))
+    return sum(
+        int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for _, tensor in weights(version)
+    )
 
 
 class Receiver:
@@ -133,7 +139,9 @@ def pid_of(sender):
     while sender._process is None:
         select.select([sender], [], [], 30.0)
         sender.replies()
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sender._process}").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sender._process}").read_text().splitlines()
+    )
     return int(fields["Pid"])
 
 
@@ -219,7 +227,9 @@ def test_a_sender_that_cannot_be_started_is_started_later(stage, monkeypatch, tm
         sender.restart()
         assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
     assert pid_of(other) == untouched and publisher._fork_server.generation == 1
-    assert len(list((tmp_path / "weights" / "rendezvous").iterdir())) == 2, "nothing is left of starts that failed"
+    assert len(list((tmp_path / "weights" / "rendezvous").iterdir())) == 2, (
+        "nothing is left of starts that failed"
+    )
     sender.close()
 
 

@@ -1,4 +1,5 @@
-"""The lines that name a store's users, as they are shipped: each server takes them, and they let in whom they should."""
+"""The lines that name a store's users, as they are shipped: each server takes them, and they let in whom they
+should."""
 
 import re
 import secrets
@@ -40,7 +41,9 @@ class Shipped:
 
     def connection(self, user: str | None) -> StoreConnection:
         at = f"{user}@" if user else ""
-        return StoreConnection(f"redis://{at}127.0.0.1:{self.port}/0", password=self.passwords.get(user or ""), retry_s=20)
+        return StoreConnection(
+            f"redis://{at}127.0.0.1:{self.port}/0", password=self.passwords.get(user or ""), retry_s=20
+        )
 
 
 def of_compose(server: Shipped) -> list[str]:
@@ -58,7 +61,13 @@ def of_compose(server: Shipped) -> list[str]:
 
 def of_the_page(server: Shipped) -> list[str]:
     """A server of one's own, to which the lines of docs/security.md are typed."""
-    return [str(server.directory / "valkey-server"), "--port", str(server.port), "--maxmemory-policy", "noeviction"]
+    return [
+        str(server.directory / "valkey-server"),
+        "--port",
+        str(server.port),
+        "--maxmemory-policy",
+        "noeviction",
+    ]
 
 
 def type_the_lines(server: Shipped) -> None:
@@ -106,10 +115,18 @@ def test_shipped_users_do_their_part_and_nothing_else(server):
     assert buffer.audit().missing == 0
 
     def state() -> tuple[object, ...]:
-        return buffer.audit(), learner.client.hgetall(f"{{{NAME}:train}}:meta"), RunRecord(generator, b"key").read()
+        return (
+            buffer.audit(),
+            learner.client.hgetall(f"{{{NAME}:train}}:meta"),
+            RunRecord(generator, b"key").read(),
+        )
 
     before = state()
-    elsewhere = [("HGET", "other:meta", "epoch"), ("HSET", "asyncrl:run", "name", "mine"), ("GET", "anything")]
+    elsewhere = [
+        ("HGET", "other:meta", "epoch"),
+        ("HSET", "asyncrl:run", "name", "mine"),
+        ("GET", "anything"),
+    ]
     for words in [*ATTACKS, *elsewhere]:
         line = [f"{{{NAME}:train}}:{word}" if word in PLACES else word for word in words]
         with pytest.raises(ResponseError, match=REFUSED):

@@ -1,6 +1,8 @@
-"""Ctrl-C, SIGTERM, a closed terminal and a reader that leaves, in every command, at any moment from its first line on.
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that leaves, in every command, at any moment from its first
+line on.
 
-Before that line Python itself is set up (some hundredths of a second): it answers a Ctrl-C there with a traceback of its own.
+Before that line Python itself is set up (some hundredths of a second): it answers a Ctrl-C there with a
+traceback of its own.
 """
 
 import json
@@ -58,9 +60,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run.advance()
         (root / "runs" / name / "config.yaml").write_text(f"run: {{name: {name}, root: {root / 'runs'}}}\n")
     (root / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    (root / "score.py").write_text("import time\ndef slow(prompt, response, **row):\n    time.sleep(5)\n    return 0.0\n")
+    (root / "score.py").write_text(
+        "import time\ndef slow(prompt, response, **row):\n    time.sleep(5)\n    return 0.0\n"
+    )
     (root / "model").mkdir()
-    for name, content in (("config.json", '{"num_attention_heads": 4}'), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+    for name, content in (
+        ("config.json", '{"num_attention_heads": 4}'),
+        ("tokenizer.json", "{}"),
+        ("model.safetensors", ""),
+    ):
         (root / "model" / name).write_text(content)
     values = {
         "run": {"name": "mine"},
@@ -169,7 +177,14 @@ def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, 
 def test_a_reader_that_leaves(project):
     asyncrl = f"{sys.executable} -m asyncrl.cli.main"
     lines = [f"{asyncrl} {words} | true; echo ${{PIPESTATUS[0]}}" for words in READ]
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120, check=False, cwd=project)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=project,
+    )
     assert (done.stdout, done.stderr) == ("0\n" * len(READ), "")
 
 
@@ -195,9 +210,16 @@ WITHIN = {
 @pytest.mark.parametrize("where", WITHIN)
 def test_ctrl_c_within_an_import_is_not_left_to_the_library(where, tmp_path):
     (tmp_path / "library.py").write_text(f"import time\nprint('begun', flush=True)\n{WITHIN[where]}\n")
-    code = "import asyncrl.cli.main as ours\ndef use(arguments): import library\nours._status = use\nours.main()"
+    code = (
+        "import asyncrl.cli.main as ours\ndef use(arguments): import library\nours._status = use\nours.main()"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=heed
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=heed,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"

@@ -1,4 +1,5 @@
-"""deploy/slurm.sh under a Slurm of three lines, and under a real one with three nodes here where slurmd is installed."""
+"""deploy/slurm.sh under a Slurm of three lines, and under a real one with three nodes here where slurmd is
+installed."""
 
 import json
 import os
@@ -69,7 +70,11 @@ def install(directory: Path, programs: dict[str, str]) -> dict[str, str]:
         (directory / name).write_text(text)
         (directory / name).chmod(0o700)
     (directory / "configs").symlink_to(ROOT / "configs")
-    return os.environ | {"PATH": f"{directory}:{os.environ['PATH']}", "LOGS": str(directory), "RETRY_S": "0.05"}
+    return os.environ | {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "LOGS": str(directory),
+        "RETRY_S": "0.05",
+    }
 
 
 def started(directory: Path, role: str) -> list:
@@ -87,7 +92,9 @@ def wait(condition, within_s=JOB_S) -> None:
 @pytest.fixture
 def job(tmp_path):
     environment = install(tmp_path, STAND_INS) | {"SLURM_JOB_NODELIST": "n[1-3]"}
-    process = subprocess.Popen(["bash", str(SCRIPT), *OPTIONS], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["bash", str(SCRIPT), *OPTIONS], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.wait()
@@ -99,14 +106,19 @@ def test_who_runs_where_with_which_secrets_and_that_all_find_the_store(job, tmp_
     [(_, learner, of_learner)] = started(tmp_path, "learner")
     _, generator, of_generator = started(tmp_path, "generator")[-1]
     assert {"--nodelist=n1", "--nodes=1", "--ntasks=1"} <= {*json.loads(of_learner["SRUN"])}
-    assert {"--nodelist=n2,n3", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= {*json.loads(of_generator["SRUN"])}
+    assert {"--nodelist=n2,n3", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= {
+        *json.loads(of_generator["SRUN"])
+    }
     group = typer.main.get_command(app)
     for command in (learner, generator):
         group.commands[command[0]].make_context(command[0], command[1:])
     config = load_config(tmp_path / learner[2], [word for word in learner if re.match(r"[\w.]+=", word)])
     assert config.learner.steps == 7
     assert config.store.url is None, "the run's own, with a user for the learner and one for the generators"
-    assert generator[generator.index("--store") + 1] == config.store.bind.replace("tcp://", "redis://generator@") + "/0"
+    assert (
+        generator[generator.index("--store") + 1]
+        == config.store.bind.replace("tcp://", "redis://generator@") + "/0"
+    )
     assert (config.store.bind, config.control.bind) == ("tcp://10.0.0.1:16379", "tcp://10.0.0.1:16380")
     key = Path(learner[learner.index("--join-key") + 1])
     assert of_generator["ASYNCRL_SECRET_FILE"] == str(key) and key.parent.stat().st_mode & 0o077 == 0
@@ -125,7 +137,14 @@ def test_the_learners_status_is_the_jobs(job, tmp_path):
 
 def test_one_node_is_told_what_to_do(tmp_path):
     environment = install(tmp_path, {"scontrol": "#!/bin/sh\necho n1\n"}) | {"SLURM_JOB_NODELIST": "n1"}
-    done = subprocess.run(["bash", SCRIPT, "task.yaml"], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", SCRIPT, "task.yaml"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1 and "asyncrl up --config task.yaml" in done.stderr
 
 
@@ -162,8 +181,13 @@ def slurm(tmp_path_factory):
     at, ports = tmp_path_factory.mktemp("slurm"), free_ports(4)
     (at / "state").mkdir()
     host = socket.gethostname().partition(".")[0]
-    nodes = [f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=1 State=UNKNOWN\n" for i in (1, 2, 3)]
-    (at / "slurm.conf").write_text(SLURM_CONF.format(host=host, user="root", at=at, ports=ports) + "".join(nodes))
+    nodes = [
+        f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=1 State=UNKNOWN\n"
+        for i in (1, 2, 3)
+    ]
+    (at / "slurm.conf").write_text(
+        SLURM_CONF.format(host=host, user="root", at=at, ports=ports) + "".join(nodes)
+    )
     (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     environment = os.environ | {"SLURM_CONF": str(at / "slurm.conf")}
     lines = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i}"] for i in (1, 2, 3))]
@@ -171,7 +195,13 @@ def slurm(tmp_path_factory):
         daemons = [subprocess.Popen(line, env=environment, stdout=out, stderr=out) for line in lines]
         try:
             ask = ["sinfo", "--noheader", "--format=%T %D"]
-            wait(lambda: subprocess.run(ask, env=environment, capture_output=True, text=True).stdout.strip() == "idle 3", 60)
+            wait(
+                lambda: (
+                    subprocess.run(ask, env=environment, capture_output=True, text=True).stdout.strip()
+                    == "idle 3"
+                ),
+                60,
+            )
             yield environment
         finally:
             subprocess.run(["scancel", "--user=root"], env=environment, check=False)
@@ -185,13 +215,18 @@ def slurm(tmp_path_factory):
 
 
 def state_of(job: str, environment) -> dict[str, str]:
-    told = subprocess.run(["scontrol", "show", "job", job], env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["scontrol", "show", "job", job], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
 
 @pytest.mark.slow
-def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_before_the_time_limit(slurm, tmp_path):
-    """The limit is as long as the warning before it, so the TERM of the script's own #SBATCH line comes at once."""
+def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_before_the_time_limit(
+    slurm, tmp_path
+):
+    """The limit is as long as the warning before it, so the TERM of the script's own #SBATCH line comes at
+    once."""
     store, control = free_ports(2)
     environment = install(tmp_path, {}) | {"SLURM_CONF": slurm["SLURM_CONF"], "ASYNCRL_ADDRESS": "127.0.0.1"}
     environment |= {"STORE_PORT": str(store), "CONTROL_PORT": str(control)}
@@ -205,7 +240,12 @@ def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_
         f"--output={tmp_path}/job.out",
     ]
     job = subprocess.run(
-        ["sbatch", *options, str(SCRIPT), *OPTIONS], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ["sbatch", *options, str(SCRIPT), *OPTIONS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     wait(lambda: len(started(tmp_path, "generator")) >= 2)
     time.sleep(1)  # for one too many

@@ -1,4 +1,5 @@
-"""Shards on the nodes of a real cluster, which refuses whatever touches two slots: functions, transactions, reads."""
+"""Shards on the nodes of a real cluster, which refuses whatever touches two slots: functions, transactions,
+reads."""
 
 import itertools
 import random
@@ -37,10 +38,14 @@ class ClusterLane(RedisLane):
         super().__init__(None, rules, run=run, lane=lane)
         self.first = nodes[0]
         slot = int(self.first.cluster("KEYSLOT", self.key("meta")))
-        self.node = next(node for number, node in enumerate(nodes) if slot < SLOTS * (number + 1) // PRIMARIES)
+        self.node = next(
+            node for number, node in enumerate(nodes) if slot < SLOTS * (number + 1) // PRIMARIES
+        )
 
     def handle(self):
-        return RedisBuffer(StoreConnection(self.first.url, retry_s=60.0), self.run, self.rules, lane=self.lane)
+        return RedisBuffer(
+            StoreConnection(self.first.url, retry_s=60.0), self.run, self.rules, lane=self.lane
+        )
 
     def wipe(self):
         self.node.client.delete(*map(self.key, PLACES))
@@ -90,7 +95,9 @@ def test_every_node_must_keep_what_it_is_given(nodes):
     connection.check()
     nodes[1].client.config_set("maxmemory-policy", "allkeys-lru")
     try:
-        with pytest.raises(StoreRefused, match=rf"127.0.0.1:{nodes[1].port} has maxmemory-policy allkeys-lru"):
+        with pytest.raises(
+            StoreRefused, match=rf"127.0.0.1:{nodes[1].port} has maxmemory-policy allkeys-lru"
+        ):
             connection.check()
     finally:
         nodes[1].client.config_set("maxmemory-policy", "noeviction")
@@ -101,12 +108,16 @@ def test_the_users_of_a_run_find_its_shards_on_every_node(nodes):
     users = {LEARNER: f"{learner_rules('by-role')} +cluster|slots", GENERATOR: generator_rules("by-role")}
     for node, (user, rules) in itertools.product(nodes, users.items()):
         node.client.execute_command("ACL", "SETUSER", user, "on", f">{user}", *rules.split())
-    learner, generator = (StoreConnection(with_user(nodes[0].url, user), password=user, retry_s=20.0) for user in users)
+    learner, generator = (
+        StoreConnection(with_user(nodes[0].url, user), password=user, retry_s=20.0) for user in users
+    )
     run = StoredRun(name="by-role", config_json="{}", config_hash="h", release="r", key_id=key_id(b"key"))
     RunRecord(learner, b"key").claim(run, fresh=True)
     assert RunRecord(generator, b"key").read() == run
     for name in shard_names("train", 4):
-        buffer, sampler = (RedisBuffer(one, run.name, BufferRules(groups=2), lane=name) for one in (learner, generator))
+        buffer, sampler = (
+            RedisBuffer(one, run.name, BufferRules(groups=2), lane=name) for one in (learner, generator)
+        )
         ledger = Ledger()
         buffer.recover(ledger, version=0, limit=8)
         fill(sampler, 4)

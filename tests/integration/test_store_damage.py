@@ -1,4 +1,5 @@
-"""Whatever somebody with the generators' rights wrote into the store, and more: an honest run goes on, each id in its place.
+"""Whatever somebody with the generators' rights wrote into the store, and more: an honest run goes on, each
+id in its place.
 
 Learner and generator of that run are the users that a run makes.
 """

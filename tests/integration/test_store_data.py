@@ -1,4 +1,5 @@
-"""Data of a store that does not load, or takes its time: the store comes up, or says what stands in its way."""
+"""Data of a store that does not load, or takes its time: the store comes up, or says what stands in its
+way."""
 
 import os
 import shutil
@@ -42,7 +43,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
             client.set(f"base {key}", os.urandom(100))
         client.bgrewriteaof()
         until_s = time.monotonic() + 60
-        while not (directory / "appendonlydir" / BASE).exists() or client.info("persistence")["aof_rewrite_in_progress"]:
+        while (
+            not (directory / "appendonlydir" / BASE).exists()
+            or client.info("persistence")["aof_rewrite_in_progress"]
+        ):
             assert time.monotonic() < until_s
             time.sleep(0.02)
         for key in range(KEYS):
@@ -89,13 +93,17 @@ def replaced(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [emptied, truncated, flipped, missing, replaced])
 @pytest.mark.parametrize("name", [BASE, LOG, MANIFEST])
-def test_a_damaged_file_keeps_no_store_from_starting(store: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_file_keeps_no_store_from_starting(
+    store: Path, name: str, damage: Callable[[Path], None]
+) -> None:
     damage(store / "appendonlydir" / name)
     with open_store(store) as server:
         found = keys(server)
         aside = list(store.glob("damaged-*"))
         assert 0 <= found <= 2 * KEYS
-        assert not aside or (found == 0 and (aside[0] / MANIFEST).exists() == ((name, damage) != (MANIFEST, missing)))
+        assert not aside or (
+            found == 0 and (aside[0] / MANIFEST).exists() == ((name, damage) != (MANIFEST, missing))
+        )
 
 
 @pytest.mark.parametrize("what", ["appendonlydir", "store.sock", "store.log"])
@@ -127,7 +135,8 @@ def test_no_more_than_two_damaged_ones_are_kept(store: Path, caplog: pytest.LogC
 
 
 def test_a_store_on_a_full_disk_answers_and_does_not_count_as_hung(tmp_path: Path) -> None:
-    """It refuses even PING then; who took that for silence would kill it again and again while the disk is full."""
+    """It refuses even PING then; who took that for silence would kill it again and again while the disk is
+    full."""
     disk = Disk(tmp_path / "store", tmp_path)
     server = open_store(tmp_path / "store")
     with disk.below(), server:
@@ -198,7 +207,8 @@ class SlowStore(StoreServer):
 def test_a_store_that_loads_is_waited_for_by_everybody(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    emptied(store / "appendonlydir" / LOG)  # while it reads this one, it answers after every thousand commands only
+    # While it reads this one, it answers after every thousand commands only.
+    emptied(store / "appendonlydir" / LOG)
     monkeypatch.setattr(store_data, "LOG_EVERY_S", 0.2)
     caplog.set_level("INFO")
     server = SlowStore(StoreConfig(), store, server="bundled", needs_data=False)
@@ -234,7 +244,9 @@ def _ask(url: str) -> int:
     return count
 
 
-def test_one_that_says_nothing_is_stopped_with_a_message(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_says_nothing_is_stopped_with_a_message(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_data, "SILENT_S", 0.3)
     monkeypatch.setattr(server_module, "STOP_S", 0.2)
     server = open_store(store)

@@ -1,4 +1,5 @@
-"""Our own store: its lifetime, and that a run loses and repeats nothing when it is killed, rolled back or wiped."""
+"""Our own store: its lifetime, and that a run loses and repeats nothing when it is killed, rolled back or
+wiped."""
 
 import os
 import pathlib
@@ -72,7 +73,9 @@ def test_a_port_needs_a_user_whose_password_is_no_argument(choice, tmp_path):
         with pytest.raises(StoreRefused):
             StoreConnection(server.url, retry_s=1).check()
         process = psutil.Process(server.pid)
-        assert [found.laddr for found in process.net_connections("inet") if found.status == "LISTEN"] == [("127.0.0.1", port)]
+        assert [found.laddr for found in process.net_connections("inet") if found.status == "LISTEN"] == [
+            ("127.0.0.1", port)
+        ]
         assert "cret" not in " ".join(process.cmdline())
 
 
@@ -83,7 +86,18 @@ def certificate(tmp_path):
         pytest.skip("no openssl on PATH")
     paths = tmp_path / "cert.pem", tmp_path / "key.pem"
     names = ["-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     subprocess.run([*make, *names, "-out", paths[0], "-keyout", paths[1]], check=True, capture_output=True)
     return paths
 
@@ -94,7 +108,13 @@ def test_a_configured_store_may_speak_tls_and_its_certificate_is_checked(certifi
         pytest.skip("no redis-server on PATH")
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    tls = {"port": 0, "tls-port": port, "tls-cert-file": certificate[0], "tls-key-file": certificate[1], "tls-auth-clients": "no"}
+    tls = {
+        "port": 0,
+        "tls-port": port,
+        "tls-cert-file": certificate[0],
+        "tls-key-file": certificate[1],
+        "tls-auth-clients": "no",
+    }
     settings = tls | {"bind": "127.0.0.1", "dir": tmp_path, "save": '""', "requirepass": "right"}
     process = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -133,7 +153,9 @@ def test_it_ends_with_its_parent_however_that_dies(choice, tmp_path):
         "print(server.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), choice], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), choice], stdout=subprocess.PIPE, text=True
+    )
     try:
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
@@ -195,7 +217,10 @@ class Producer(threading.Thread):
         try:
             while not self.stopping.is_set():
                 for ticket_id in ids(self.buffer.lease(self.name, 4)):
-                    while self.buffer.put(self.name, ticket_id, b"%d" % ticket_id + bytes(2000)) is PutOutcome.FULL:
+                    while (
+                        self.buffer.put(self.name, ticket_id, b"%d" % ticket_id + bytes(2000))
+                        is PutOutcome.FULL
+                    ):
                         time.sleep(0.01)
                 time.sleep(0.001)
         except StoreError as error:
@@ -285,8 +310,24 @@ class Faults:
 def test_nothing_is_lost_or_repeated_when_the_store_is_killed_rolled_back_or_wiped(choice, tmp_path):
     with StoreServer(StoreConfig(), tmp_path, server=choice) as server:
         faults, learner = Faults(server, tmp_path), Learner(server.url)
-        schedule = [faults.kill, faults.remember, learner.crash, faults.roll_back, faults.kill, faults.wipe, faults.remember]
-        schedule += [learner.crash, faults.roll_back, faults.roll_back, learner.crash, faults.wipe, learner.crash, faults.kill]
+        schedule = [
+            faults.kill,
+            faults.remember,
+            learner.crash,
+            faults.roll_back,
+            faults.kill,
+            faults.wipe,
+            faults.remember,
+        ]
+        schedule += [
+            learner.crash,
+            faults.roll_back,
+            faults.roll_back,
+            learner.crash,
+            faults.wipe,
+            learner.crash,
+            faults.kill,
+        ]
         producers = [Producer(server.url, f"g{i}") for i in range(2)]
         try:
             for producer in producers:

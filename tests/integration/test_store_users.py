@@ -1,4 +1,5 @@
-"""Who may do what in a store of ours: every command and every function for each role, on every server that is supported."""
+"""Who may do what in a store of ours: every command and every function for each role, on every server that is
+supported."""
 
 import itertools
 import shutil
@@ -17,7 +18,15 @@ from asyncrl.buffer.ledger import Ledger, sha1_of
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
-from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, user_of, with_user
+from asyncrl.buffer.users import (
+    GENERATOR,
+    LEARNER,
+    StoreUser,
+    generator_rules,
+    learner_rules,
+    user_of,
+    with_user,
+)
 from asyncrl.config.schema import StoreConfig
 from asyncrl.errors import StoreError, StoreRefused
 from asyncrl.lineage import INITIAL
@@ -134,7 +143,9 @@ def learners_calls(buffer: RedisBuffer, ledger: Ledger, taken: Any) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("function", ["take", "reject", "commit", "version", "close", "recover", "revoke", "audit"])
+@pytest.mark.parametrize(
+    "function", ["take", "reject", "commit", "version", "close", "recover", "revoke", "audit"]
+)
 def test_a_generator_that_calls_the_learners_functions_changes_nothing(lane, function):
     buffer, ledger, taken = under_way(lane)
     arguments = learners_calls(buffer, ledger, taken).get(function, ())
@@ -164,7 +175,16 @@ def dry_run(lane: Lane, user: str, *words: str) -> bytes:
 @pytest.mark.parametrize(("user", "allowed"), [(GENERATOR, OF_GENERATORS), (LEARNER, OF_THE_LEARNER)])
 def test_no_role_may_use_another_command(lane, user, allowed):
     known = commands(lane)
-    assert {"flushall", "config|set", "eval", "keys", "function|flush", "acl|setuser", "debug", "shutdown"} <= known.keys()
+    assert {
+        "flushall",
+        "config|set",
+        "eval",
+        "keys",
+        "function|flush",
+        "acl|setuser",
+        "debug",
+        "shutdown",
+    } <= known.keys()
     possible = set()
     for name, words in known.items():
         line = name.split("|")
@@ -239,13 +259,16 @@ def test_every_place_of_the_run_is_the_learners_and_nothing_of_another_run_is_an
     tried = [("hget", "f"), ("hset", "f", "v"), ("zadd", "1", "m"), ("zrange", "0", "1")]
     for (name, *rest), place in itertools.product(tried, PLACES):
         assert dry_run(lane, LEARNER, name, lane.key(place), *rest) == b"OK", place
-        for user, key in itertools.product((GENERATOR, LEARNER), ("{other:train}:meta", "{other:train}:ready", "anything")):
+        for user, key in itertools.product(
+            (GENERATOR, LEARNER), ("{other:train}:meta", "{other:train}:ready", "anything")
+        ):
             assert dry_run(lane, user, name, key, *rest) != b"OK", (user, key)
     assert {("hget", RECORD), ("hset", RECORD)} <= permitted(lane, LEARNER)
 
 
 def test_a_frame_that_was_left_behind_stops_no_generator(lane):
-    """A frame without its PUT, as where the store had lost its functions, of a ticket whose lease runs out."""
+    """A frame without its PUT, as where the store had lost its functions, of a ticket whose lease runs
+    out."""
     buffer, ledger = lane.handle(), Ledger()
     buffer.recover(ledger, version=0, limit=12)
     fill(buffer, 4)
@@ -273,7 +296,9 @@ def test_the_learner_does_not_rule_the_server(lane, words):
         lane.learner.client.execute_command(*words)
 
 
-def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_and_is_healed_by_its_ledger(lane):
+def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_and_is_healed_by_its_ledger(
+    lane,
+):
     buffer, ledger, _ = under_way(lane)
     client, before = lane.generator.client, lane.dump()
     for place in ("leased", "deadlines", "reissue", "ready"):
@@ -282,7 +307,9 @@ def test_the_worst_that_a_generator_may_write_leaves_the_learners_places_alone_a
         client.hset(lane.key(place), mapping={"5": "7", "issued": "3", "bytes": "-9"})
     client.hdel(lane.key("frames"), "5", "6")
     after = lane.dump()
-    kept = [lane.key(place).encode() for place in ("meta", "takes", "done", "dead_letters")] + [b"asyncrl:run"]
+    kept = [lane.key(place).encode() for place in ("meta", "takes", "done", "dead_letters")] + [
+        b"asyncrl:run"
+    ]
     assert [after[key] for key in kept if key in before] == [before[key] for key in kept if key in before]
     lane.wipe()
     buffer.recover(ledger, version=0, limit=12)

@@ -1,4 +1,5 @@
-"""TensorBoard's and Trackio's own code, without a network: what they wrote is read back with their own readers."""
+"""TensorBoard's and Trackio's own code, without a network: what they wrote is read back with their own
+readers."""
 
 import json
 import math
@@ -46,24 +47,42 @@ def write(tmp_path: Path, tracker: str) -> None:
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr, done.stderr
 
 
-def test_tensorboard_reads_scalars_histograms_samples_and_config_and_forgets_what_was_made_again(tmp_path: Path) -> None:
+def test_tensorboard_reads_scalars_histograms_samples_and_config_and_forgets_what_was_made_again(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"tensors": 0, "scalars": 0, "histograms": 0}).Reload()
+    events = EventAccumulator(
+        str(tmp_path / "run" / "tensorboard"), {"tensors": 0, "scalars": 0, "histograms": 0}
+    ).Reload()
     rewards = [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")]
-    assert rewards == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)], "step 12 and the first step 3 are of a discarded history"
+    assert rewards == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)], (
+        "step 12 and the first step 3 are of a discarded history"
+    )
     assert all(math.isnan(event.value) for event in events.Scalars("policy/loss"))
     assert "tokens_per_s" not in events.Tags()["scalars"], "TensorBoard has steps only"
     lags = events.Histograms("staleness/in_queue/histogram")[0].histogram_value
-    assert (lags.num, lags.sum, list(lags.bucket_limit), list(lags.bucket)) == (1.0, 0.75, [1.0, 2.0, 3.0], [0.625, 0.0, 0.375])
-    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert (lags.num, lags.sum, list(lags.bucket_limit), list(lags.bucket)) == (
+        1.0,
+        0.75,
+        [1.0, 2.0, 3.0],
+        [0.625, 0.0, 0.375],
+    )
+    texts = {
+        tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]
+    }
     config = "\n".join(line.removeprefix("    ") for line in texts["config/text_summary"].splitlines())
     assert json.loads(config)["batch"] == {"groups": 32}
     sample = texts["samples/train/text_summary"].splitlines()
@@ -84,7 +103,9 @@ def test_trackio_holds_one_run_with_metrics_histograms_and_tables(tmp_path: Path
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 1.0), (2, 2.0), (3, 3.0), (12, 12.0), (3, 3.2), (4, 4.2),
     ]  # fmt: skip
-    (lags, *_) = [row["staleness/in_queue/histogram"] for row in rows if "staleness/in_queue/histogram" in row]
+    (lags, *_) = [
+        row["staleness/in_queue/histogram"] for row in rows if "staleness/in_queue/histogram" in row
+    ]
     assert (lags["bins"], lags["values"]) == ([0, 1, 2, 3], [0.625, 0, 0.375])
     tables = [row["samples/train"] for row in rows if "samples/train" in row]
     assert tables and "| 4" in json.dumps(tables[0])

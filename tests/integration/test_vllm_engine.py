@@ -37,7 +37,9 @@ def spec(temperature=1.0, tokens=100, stop=()):
 
 def assert_sampled_from(model, rollout, temperature=1.0):
     """The recorded log-probabilities are those of the model."""
-    expected = logprobs_of(model, [*rollout.prompt_ids, *rollout.response_ids], temperature)[len(rollout.prompt_ids) - 1 :]
+    expected = logprobs_of(model, [*rollout.prompt_ids, *rollout.response_ids], temperature)[
+        len(rollout.prompt_ids) - 1 :
+    ]
     np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
 
 
@@ -56,7 +58,8 @@ def test_a_greedy_request_beside_sampled_ones_says_the_likeliest_tokens_with_the
 
     async def scenario():
         requests = (
-            engine.sample([1, 403, 407], count, spec(temperature, tokens=40)) for count, temperature in ((6, 1.0), (1, 0.0))
+            engine.sample([1, 403, 407], count, spec(temperature, tokens=40))
+            for count, temperature in ((6, 1.0), (1, 0.0))
         )
         return await asyncio.gather(*requests)
 
@@ -148,7 +151,9 @@ def test_a_refused_request_is_an_engine_error(stories):
 def test_an_engine_whose_core_is_stopped_makes_no_progress(stories):
     """Idle and while it samples; under an event loop that goes on."""
     runner, engine, _ = stories
-    alive = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+    ]
     (core,) = [child for child in alive if "VLLM::EngineCore" in " ".join(child.cmdline())]
 
     async def is_silent():

@@ -26,7 +26,9 @@ def test_a_dead_engine_process_is_an_engine_error_soon(victim):
         assert processes, "the engine's processes are found by name"
 
         async def scenario():
-            task = asyncio.create_task(engine.sample([1, 300], 64, SamplingSpec(temperature=1.0, max_response_tokens=256)))
+            task = asyncio.create_task(
+                engine.sample([1, 300], 64, SamplingSpec(temperature=1.0, max_response_tokens=256))
+            )
             await asyncio.sleep(0.05)
             os.kill(processes[0].pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="died"):
@@ -39,7 +41,8 @@ def test_a_dead_engine_process_is_an_engine_error_soon(victim):
 
 
 def living_children():
-    """Processes below this one and their command lines, without those that have ended and wait for their parent."""
+    """Processes below this one and their command lines, without those that have ended and wait for their
+    parent."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             yield process, " ".join(process.cmdline())

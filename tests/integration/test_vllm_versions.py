@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from asyncrl.engine.base import SamplingSpec
-from tests.support.vllm_engines import LINEAGE, apply, disk_order, load, needs_stories, one_token_llama, running_engine, saying
+from tests.support.vllm_engines import (
+    LINEAGE,
+    apply,
+    disk_order,
+    load,
+    needs_stories,
+    one_token_llama,
+    running_engine,
+    saying,
+)
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -30,7 +39,8 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
 
     async def scenario():
         async def ask(position):
-            await asyncio.sleep(0.01 * position)  # so that some are being prefilled, and some new, in each update
+            # So that some are being prefilled, and some new, in each update.
+            await asyncio.sleep(0.01 * position)
             prompt = [1, *([300] * (position % 7)), 301]
             return await engine.sample(prompt, 2, SPEC)
 
@@ -44,7 +54,11 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
     for rollout in rollouts:
         np.testing.assert_array_equal(rollout.response_ids - FIRST_TOKEN, rollout.versions)
         np.testing.assert_allclose(rollout.behaviour_logprobs, 0.0, atol=1e-4)
-        assert rollout.action_mask.all() and len(rollout.response_ids) == 250 and rollout.finish_reason == "length"
+        assert (
+            rollout.action_mask.all()
+            and len(rollout.response_ids) == 250
+            and rollout.finish_reason == "length"
+        )
         assert all(span.lineage == (LINEAGE if span.version else 0) for span in rollout.version_spans)
     spans = [len(rollout.version_spans) for rollout in rollouts]
     assert max(spans) >= 4, "the updates must fall within the requests"

@@ -72,10 +72,13 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         update = Sender(tmp_path, deadline_s=60.0).order(2, new, after=leave)
         arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, update))
         during = await engine.sample([1, 300], 4, SPEC)
-        assert not arriving.done() and engine.weights.version == 1 and engine.stats().paused_s == paused_before_s
+        assert (
+            not arriving.done() and engine.weights.version == 1 and engine.stats().paused_s == paused_before_s
+        )
         leave.set()
         ready = await arriving
-        np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)  # nothing is loaded yet
+        # Nothing is loaded yet.
+        np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)
         across = asyncio.create_task(engine.sample([1, 300], 32, SPEC))
         await asyncio.sleep(0.05)
         await engine.begin_update()
@@ -102,8 +105,10 @@ def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
         await apply(engine, good.order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         nobody = Sender(tmp_path, deadline_s=1.0).order(2, model, absent=True)
-        spoilt = Sender(tmp_path).order(3, scrambled(model, 3), spoil=8)  # in the second bucket: the first was fine
-        stalled = good.order(4, scrambled(model, 4), absent=True)  # a sender that dies in the group of a good transfer
+        # In the second bucket: the first was fine.
+        spoilt = Sender(tmp_path).order(3, scrambled(model, 3), spoil=8)
+        # A sender that dies in the group of a good transfer.
+        stalled = good.order(4, scrambled(model, 4), absent=True)
         reasons = ["transfer failed", "not opened within 1 s", "checksum"]
         for update, reason in zip([stalled, nobody, spoilt], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
@@ -125,7 +130,9 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         await apply(engine, Sender(tmp_path).order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         await asyncio.sleep(0.05)
-        incomplete = Sender(tmp_path).order(4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"])
+        incomplete = Sender(tmp_path).order(
+            4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"]
+        )
         nowhere = order(5, "disk", {"directory": str(tmp_path / "none")})
         reasons = ["1 of .* parameters were not sent", "no .safetensors"]
         for update, reason in zip([incomplete, nowhere], reasons, strict=True):
@@ -147,7 +154,8 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
 
 @pytest.mark.parametrize("last", ["mlp.up_proj", "self_attn.v_proj"])
 def test_half_a_fused_layer_of_a_failed_update_is_not_mixed_into_the_next(world, last, tmp_path):
-    """vLLM buffers the parts of a fused layer until all are there; here the file of the last one cannot be read."""
+    """vLLM buffers the parts of a fused layer until all are there; here the file of the last one cannot be
+    read."""
     runner, engine, model = world
     tensors = {name: parameter.detach().clone() for name, parameter in scrambled(model, 1).named_parameters()}
     del tensors[f"model.layers.1.{last}.weight"]

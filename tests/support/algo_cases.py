@@ -1,4 +1,5 @@
-"""Random batches for the tests of asyncrl.algo, and the same batches as plain Python numbers for the oracles."""
+"""Random batches for the tests of asyncrl.algo, and the same batches as plain Python numbers for the
+oracles."""
 
 import dataclasses
 import random
@@ -31,7 +32,9 @@ class Case(NamedTuple):
     entropy_T: Tensor
 
 
-def make_case(seed: int, *, proximal: bool = True, lengths: Sequence[int] | None = None, spread: float = 0.6) -> Case:
+def make_case(
+    seed: int, *, proximal: bool = True, lengths: Sequence[int] | None = None, spread: float = 0.6
+) -> Case:
     """Lengths 0 to 5, ratios on both sides of every usual clip, advantages of all signs, float64."""
     draw = random.Random(seed)
     lengths = [draw.randint(0, 5) for _ in range(draw.randint(1, 6))] if lengths is None else lengths
@@ -43,7 +46,9 @@ def make_case(seed: int, *, proximal: bool = True, lengths: Sequence[int] | None
     behaviour_T = -0.05 - normal(1.5).abs()
     proximal_T = -0.01 - (behaviour_T + normal(spread)).abs()
     logprobs_T = -0.01 - ((proximal_T if proximal else behaviour_T) + normal(spread)).abs()
-    advantages_S = torch.tensor([draw.choice([-1.5, -0.4, 0.0, 0.7, 1.3]) for _ in lengths], dtype=torch.float64)
+    advantages_S = torch.tensor(
+        [draw.choice([-1.5, -0.4, 0.0, 0.7, 1.3]) for _ in lengths], dtype=torch.float64
+    )
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     batch = TokenBatch(
         sequence_T=sequence_T,
@@ -70,7 +75,9 @@ def rows(case: Case) -> list[list[Token]]:
         weights_T,
         case.entropy_T,
     )
-    for index, *values in zip(batch.sequence_T.tolist(), *(column.tolist() for column in columns), strict=True):
+    for index, *values in zip(
+        batch.sequence_T.tolist(), *(column.tolist() for column in columns), strict=True
+    ):
         found[index].append(Token(*values))
     return found
 
@@ -85,8 +92,12 @@ def pick(case: Case, sequences: Sequence[int]) -> Case:
         for field in dataclasses.fields(batch)
         if field.name.endswith("_T") and (column := getattr(batch, field.name)) is not None
     }
-    columns["sequence_T"] = torch.cat([torch.full((len(t),), i) for i, t in enumerate(tokens)] + [order[:0]]).long()
-    return Case(TokenBatch(**columns, num_sequences=len(sequences)), case.logprobs_T[order], case.entropy_T[order])
+    columns["sequence_T"] = torch.cat(
+        [torch.full((len(t),), i) for i, t in enumerate(tokens)] + [order[:0]]
+    ).long()
+    return Case(
+        TokenBatch(**columns, num_sequences=len(sequences)), case.logprobs_T[order], case.entropy_T[order]
+    )
 
 
 def cast(case: Case, dtype: torch.dtype) -> Case:
@@ -100,7 +111,9 @@ def cast(case: Case, dtype: torch.dtype) -> Case:
     return Case(dataclasses.replace(batch, **columns), case.logprobs_T.to(dtype), case.entropy_T.to(dtype))
 
 
-def make_rewards(seed: int, *, sizes: Sequence[int] | None = None, token_rewards: bool = False) -> GroupRewards:
+def make_rewards(
+    seed: int, *, sizes: Sequence[int] | None = None, token_rewards: bool = False
+) -> GroupRewards:
     """Groups of 1 to 5, lengths 0 to 4; rewards from few values, so that ties and flat groups are common."""
     draw = random.Random(seed)
     sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))] if sizes is None else sizes
@@ -119,7 +132,10 @@ def make_rewards(seed: int, *, sizes: Sequence[int] | None = None, token_rewards
         num_groups=len(sizes),
         lengths_S=torch.tensor(lengths),
         sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        parts={"right": torch.tensor([float(draw.random() < 0.5) for _ in lengths]), "short": uniform(len(lengths))},
+        parts={
+            "right": torch.tensor([float(draw.random() < 0.5) for _ in lengths]),
+            "short": uniform(len(lengths)),
+        },
         token_rewards_T=uniform(tokens, -0.2, 0.2) if token_rewards else None,
         values_T=uniform(tokens),
         greedy_rewards_group=uniform(len(sizes)),

@@ -155,7 +155,8 @@ class BufferContract:
         assert buffer.audit().counters["deaths"] == 2
 
     def test_a_ticket_that_kills_its_holders_is_given_up_and_its_neighbours_are_not(self, buffer, ledger):
-        """Ticket 2 kills whoever has it; 1 and 3 were only there. RULES allow five deaths, the last two alone."""
+        """Ticket 2 kills whoever has it; 1 and 3 were only there. RULES allow five deaths, the last two
+        alone."""
         held_with_2 = []
         for life in range(20):
             holder = f"g{life}"
@@ -269,7 +270,8 @@ class BufferContract:
         assert buffer.commit(taken.number, taken.chain) == 1
 
     def test_over_the_cap_a_dead_holder_of_the_oldest_holds_nobody_up(self, lane, buffer, ledger):
-        """Generators that keep a group lease nothing: nobody would ask for the oldest, which ends its lease."""
+        """Generators that keep a group lease nothing: nobody would ask for the oldest, which ends its
+        lease."""
         buffer.lease("dead", 1)
         buffer.lease("g", 3)
         assert buffer.put("g", 2, bytes(1000)) is PutOutcome.STORED
@@ -299,7 +301,9 @@ class BufferContract:
         assert take(buffer, ledger, 3).ids == (1, 2, 3)
 
     @pytest.mark.parametrize(("window", "expected"), [(1, None), (3, None), (4, (2, 3, 5)), (100, (2, 3, 5))])
-    def test_younger_groups_overtake_the_oldest_only_within_the_window(self, buffer, ledger, window, expected):
+    def test_younger_groups_overtake_the_oldest_only_within_the_window(
+        self, buffer, ledger, window, expected
+    ):
         buffer.lease("g", 8)
         for ticket_id in (3, 2, 5, 8):
             buffer.put("g", ticket_id, b"x")
@@ -320,7 +324,9 @@ class BufferContract:
         fill(buffer, 6)
         first = buffer.take(ledger, 3, window=1)
         assert (
-            buffer.take(ledger, 3, window=1) == first == Take(number=1, ids=(1, 2, 3), chain=next_chain(ledger.chain, (1, 2, 3)))
+            buffer.take(ledger, 3, window=1)
+            == first
+            == Take(number=1, ids=(1, 2, 3), chain=next_chain(ledger.chain, (1, 2, 3)))
         )
         ledger.consume(first.ids)
         second = buffer.take(ledger, 3, window=1)
@@ -369,7 +375,9 @@ class BufferContract:
 
     def test_a_frame_refused_for_the_last_time_leaves_an_empty_one_and_the_take_whole(self, buffer, ledger):
         fill(buffer, 3)
-        ledger.consume(buffer.reject_frame(buffer.take(ledger, 2, window=1), 1, FRAME % 1, "no frame of ours").ids)
+        ledger.consume(
+            buffer.reject_frame(buffer.take(ledger, 2, window=1), 1, FRAME % 1, "no frame of ours").ids
+        )
         assert ids(buffer.lease("h", 1)) == [1]
         buffer.put("h", 1, b"as bad")
         whole = buffer.take(ledger, 2, window=1)
@@ -380,7 +388,11 @@ class BufferContract:
         assert buffer.take(ledger, 2, window=1) == whole
         assert buffer.frames(whole.ids) == [GIVEN_UP + b"again", FRAME % 3]
         counters, freed = buffer.audit().counters, before - buffer.audit().payload_bytes
-        assert (counters["rejected_frames"], counters["dead"], freed) == (2, 1, len(b"as bad") - len(GIVEN_UP + b"again"))
+        assert (counters["rejected_frames"], counters["dead"], freed) == (
+            2,
+            1,
+            len(b"as bad") - len(GIVEN_UP + b"again"),
+        )
         assert places(buffer)["reissue"] == 0
         assert buffer.put("h", 1, b"late") is PutOutcome.DUPLICATE
         buffer.recover(ledger, version=0, limit=9)  # another learner, perhaps
@@ -391,7 +403,8 @@ class BufferContract:
         assert places(buffer)["done"] == 3
 
     def test_another_frame_than_the_refused_one_stays(self, buffer, ledger):
-        """The store lost a bad frame and got a good one under the same id, in the same take; then the refusal comes late."""
+        """The store lost a bad frame and got a good one under the same id, in the same take; then the refusal
+        comes late."""
         fill(buffer, 3)
         whole = buffer.take(ledger, 3, window=1)
         before = buffer.audit()
@@ -416,7 +429,8 @@ class BufferContract:
         assert take(buffer, ledger, 2) == second
 
     def test_a_frame_that_is_set_aside_gets_no_other_attempt(self, buffer, ledger):
-        """What decodes, and must not be digested: its reason takes its place, for this learner and for those to come."""
+        """What decodes, and must not be digested: its reason takes its place, for this learner and for those
+        to come."""
         fill(buffer, 3)
         whole = buffer.take(ledger, 3, window=1)
         for _ in range(2):  # the second call: the reply was lost
@@ -437,9 +451,13 @@ class BufferContract:
         fill(buffer, 2)
         whole = buffer.take(ledger, 2, window=1)
         with pytest.raises(BufferGap, match="take 1 with this chain"):
-            buffer.reject_frame(Take(number=1, ids=whole.ids, chain=ledger.chain), 1, FRAME % 1, "another history")
+            buffer.reject_frame(
+                Take(number=1, ids=whole.ids, chain=ledger.chain), 1, FRAME % 1, "another history"
+            )
         with pytest.raises(BufferGap, match="take 2 with this chain"):
-            buffer.reject_frame(Take(number=2, ids=whole.ids, chain=whole.chain), 1, FRAME % 1, "not taken yet")
+            buffer.reject_frame(
+                Take(number=2, ids=whole.ids, chain=whole.chain), 1, FRAME % 1, "not taken yet"
+            )
         assert places(buffer)["taken"] == 2
 
     def test_a_take_may_lose_all_its_ids(self, buffer, ledger):
@@ -506,7 +524,8 @@ class BufferContract:
         assert (ids(lease), lease.closed) == ([5, 6, 7, 8], False)
 
     def test_a_learner_that_another_has_followed_takes_nothing_back(self, lane, buffer, ledger):
-        """As when its call to recover was held up on the way, or in a store that hung, and it has died since."""
+        """As when its call to recover was held up on the way, or in a store that hung, and it has died
+        since."""
         newer = lane.handle()
         newer.recover(ledger, version=3, limit=8)
         with pytest.raises(BufferFenced):

@@ -1,7 +1,7 @@
 """A random walk over everything that can happen to a lane, made by several implementations at once.
 
-They must answer alike at every step; every issued id must be in one place; no lineage of checkpoints may consume an id
-twice (the ledger refuses that); and at the end every id up to the limit can still be consumed.
+They must answer alike at every step; every issued id must be in one place; no lineage of checkpoints may
+consume an id twice (the ledger refuses that); and at the end every id up to the limit can still be consumed.
 """
 
 from hypothesis import strategies as st
@@ -48,7 +48,18 @@ class Walk:
         audits = [lane.handle().audit() for lane in self.lanes]
         for audit in audits:
             assert audit.missing == 0, audit
-            assert min(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done, audit.payload_bytes) >= 0
+            assert (
+                min(
+                    audit.issued,
+                    audit.leased,
+                    audit.reissue,
+                    audit.ready,
+                    audit.taken,
+                    audit.done,
+                    audit.payload_bytes,
+                )
+                >= 0
+            )
             nonzero = {name: value for name, value in audit.counters.items() if value}
             audit.counters.clear()
             audit.counters.update(nonzero)
@@ -97,7 +108,9 @@ class Walk:
 
     def fail(self):
         holder, ticket_id = self.holder(), self.any_id()
-        self.all(self.generators, lambda buffer: buffer.fail(holder, ticket_id, "reason", b"%d:dead" % ticket_id))
+        self.all(
+            self.generators, lambda buffer: buffer.fail(holder, ticket_id, "reason", b"%d:dead" % ticket_id)
+        )
 
     def revoke(self):
         holder = self.holder()
@@ -131,11 +144,19 @@ class Walk:
             assert self.ledger.chain == self.last_take.chain
 
     def reject(self):
-        if self.last_take is not None and self.last_take.ids and self.last_take.number == self.ledger.takes + 1:
+        if (
+            self.last_take is not None
+            and self.last_take.ids
+            and self.last_take.number == self.ledger.takes + 1
+        ):
             whole, ticket_id = self.last_take, self.draw(st.sampled_from(self.last_take.ids))
-            frame = self.draw(st.sampled_from([*[self.frames_seen.get(ticket_id, b"unseen")] * 4, b"another"]))
+            frame = self.draw(
+                st.sampled_from([*[self.frames_seen.get(ticket_id, b"unseen")] * 4, b"another"])
+            )
             final = self.draw(st.integers(0, 3)) == 0
-            self.last_take = self.learner(lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason", final=final))
+            self.last_take = self.learner(
+                lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason", final=final)
+            )
 
     def save(self):
         self.checkpoint = self.ledger.to_dict()
@@ -158,10 +179,14 @@ class Walk:
     def recover(self):
         limit = self.draw(st.integers(0, MOST_IDS))
         self.last_take = None
-        assert self.all(self.learners, lambda buffer: buffer.recover(self.ledger, version=0, limit=limit)) is None
+        assert (
+            self.all(self.learners, lambda buffer: buffer.recover(self.ledger, version=0, limit=limit))
+            is None
+        )
 
     def crash(self):
-        """A new learner process with what a checkpoint says, mostly the last; the old one may still be alive."""
+        """A new learner process with what a checkpoint says, mostly the last; the old one may still be
+        alive."""
         if self.draw(st.integers(0, 3)) == 0:
             kept = self.draw(st.integers(1, len(self.checkpoints)))
             del self.checkpoints[kept:]
@@ -188,7 +213,8 @@ class Walk:
                 ]
             )
         )
-        # A rolled back store may be one that belongs to the zombie; the chain protects it, and the lock of the run.
+        # A rolled back store may be one that belongs to the zombie; the chain protects it, and the lock of
+        # the run.
         if all(lane.owner_is_newest(self.learners) for lane in self.lanes):
             reply = self.all(self.older, call)
             assert reply in (BufferFenced, BufferGap)
@@ -232,7 +258,9 @@ class Walk:
             if self.last_take is None:
                 lease = self.all(self.generators, lambda buffer: buffer.lease("z", 1))
                 for ticket in lease.tickets:
-                    assert self.store("z", ticket.id) is PutOutcome.STORED, "the awaited group is always let in"
+                    assert self.store("z", ticket.id) is PutOutcome.STORED, (
+                        "the awaited group is always let in"
+                    )
             else:
                 self.consume()
                 self.save()

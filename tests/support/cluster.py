@@ -41,12 +41,16 @@ def cluster(directory: Path) -> Iterator[list[Node]]:
     """A new one: node n has the n-th third of the slots, the last node is a replica of the one before."""
     with contextlib.ExitStack() as stack:
         ports = iter(free_ports(2 * (PRIMARIES + 1)))
-        nodes = [_start_node(stack, directory, port, bus_port) for port, bus_port in zip(ports, ports, strict=True)]
+        nodes = [
+            _start_node(stack, directory, port, bus_port) for port, bus_port in zip(ports, ports, strict=True)
+        ]
         for number, node in enumerate(nodes):
             _wait_until(node.client.ping)
             nodes[0].cluster("MEET", "127.0.0.1", node.port, node.bus_port)
             if number < PRIMARIES:
-                node.cluster("ADDSLOTSRANGE", SLOTS * number // PRIMARIES, SLOTS * (number + 1) // PRIMARIES - 1)
+                node.cluster(
+                    "ADDSLOTSRANGE", SLOTS * number // PRIMARIES, SLOTS * (number + 1) // PRIMARIES - 1
+                )
         *_, primary, replica = nodes
         for node in nodes:
             _wait_until(lambda node=node: _knows_all(node, len(nodes)))
@@ -65,7 +69,10 @@ def _start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_por
         "dir": directory / str(port),
         "save": "",
     }
-    argv = [str(find_server()), *itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())]
+    argv = [
+        str(find_server()),
+        *itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items()),
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     stack.callback(process.wait, timeout=60)
     stack.callback(process.kill)

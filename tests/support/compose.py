@@ -1,4 +1,5 @@
-"""deploy/compose.yaml as Docker Compose reads it: variables filled in. Enough of its rules for our own file."""
+"""deploy/compose.yaml as Docker Compose reads it: variables filled in. Enough of its rules for our own
+file."""
 
 import re
 import shlex
@@ -14,7 +15,9 @@ VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|\{(?P<name>\w+)(?::(?P<kind>[-?])(?P
 
 def env_file(path: Path = DEPLOY / ".env.example") -> dict[str, str]:
     """The variables of an env file."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+    ]
     return dict(line.split("=", 1) for line in lines)
 
 
@@ -41,7 +44,10 @@ class Mount(NamedTuple):
 def mounts(service: Mapping[str, Any]) -> list[Mount]:
     """In the order in which a later one lies over an earlier one."""
     found = [volume.split(":") for volume in service["volumes"]]
-    return sorted((Mount(source, target, "ro" in mode) for source, target, *mode in found), key=lambda mount: mount.target)
+    return sorted(
+        (Mount(source, target, "ro" in mode) for source, target, *mode in found),
+        key=lambda mount: mount.target,
+    )
 
 
 def filled(text: str, variables: Mapping[str, str]) -> str:
@@ -64,4 +70,6 @@ def used_variables() -> set[str]:
     """Every variable that the file reads."""
     text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     passed_on = re.findall(r"^      (\w+):$", text.partition("\nservices:")[2], re.MULTILINE)
-    return {match["name"] for match in VARIABLE.finditer(text) if match["name"]} | {name for name in passed_on if name.isupper()}
+    return {match["name"] for match in VARIABLE.finditer(text) if match["name"]} | {
+        name for name in passed_on if name.isupper()
+    }

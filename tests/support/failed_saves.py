@@ -43,5 +43,7 @@ def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[saving.LeadSaving
     coefficients.state.return_value = {}
     parts: dict[str, Any] = {"taking": around, "reporting": around, "mark_saved": around.mark_saved}
     trainer: Any = FakeTrainer("weights")
-    made = saving.LeadSaving(store, trainer, every=every, begun=LearnerState(), coefficients=coefficients, **parts)
+    made = saving.LeadSaving(
+        store, trainer, every=every, begun=LearnerState(), coefficients=coefficients, **parts
+    )
     return made, around

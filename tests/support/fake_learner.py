@@ -1,4 +1,5 @@
-"""What surrounds the learner's data path: groups whose tokens can be told apart, and a trainer that knows a number for each."""
+"""What surrounds the learner's data path: groups whose tokens can be told apart, and a trainer that knows a
+number for each."""
 
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,13 @@ PHASE = {"logprobs_T": 0.0, "reference_logprobs_T": 1.0, "values_T": 2.0, "sum_s
 def known(name: str, token: float) -> float:
     """What the fake trainer measures of a token."""
     value = float(np.sin(token + PHASE[name]))
-    return value if name == "values_T" else (value + 1.0) / 3.0 if name == "sum_squared_probs_T" else -1.0 - value
+    return (
+        value
+        if name == "values_T"
+        else (value + 1.0) / 3.0
+        if name == "sum_squared_probs_T"
+        else -1.0 - value
+    )
 
 
 class Batch:
@@ -38,11 +45,19 @@ class Batch:
 
     def group(self, *rollouts: Rollout, greedy: float | None = None) -> "Batch":
         self.groups.append(
-            Group(ticket_id=len(self.groups) + 1, rollouts=rollouts, generator_id="g", finished_version=5, greedy_reward=greedy)
+            Group(
+                ticket_id=len(self.groups) + 1,
+                rollouts=rollouts,
+                generator_id="g",
+                finished_version=5,
+                greedy_reward=greedy,
+            )
         )
         return self
 
-    def rollout(self, reward: float, versions: Sequence[int], *, tools: Sequence[int] = (), finish: str = "stop") -> Rollout:
+    def rollout(
+        self, reward: float, versions: Sequence[int], *, tools: Sequence[int] = (), finish: str = "stop"
+    ) -> Rollout:
         """One response token per version; `tools` are offsets of tokens that are no action."""
         ids = np.arange(self._next, self._next + len(versions), dtype=np.int32)
         self._next += len(versions)
@@ -111,7 +126,12 @@ class FakeTrainer:
         self.events.append("measure")
         self.measured_microbatches = len(microbatches)
         return [
-            {name: torch.tensor([known(name, token) for token in one.target_T.tolist()], dtype=torch.float32) for name in columns}
+            {
+                name: torch.tensor(
+                    [known(name, token) for token in one.target_T.tolist()], dtype=torch.float32
+                )
+                for name in columns
+            }
             for one in microbatches
         ]
 

@@ -1,4 +1,5 @@
-"""A generator without an engine: the real control client and the real Gloo receiver. Says what happens as JSON lines.
+"""A generator without an engine: the real control client and the real Gloo receiver. Says what happens as
+JSON lines.
 
 Arguments: endpoint, generator id, and a JSON object of options:
     hang_on     version whose transfer it stops reading half way, for good
@@ -28,7 +29,9 @@ def say(**what):
 async def main(endpoint, generator_id, options):
     heartbeat_s = options.get("heartbeat_s", 0.2)
     keys = RunKeys(bytes.fromhex(options["secret"])).join.control if "secret" in options else None
-    client = ControlClient(endpoint, heartbeat_s=heartbeat_s, timeout_s=5.0, join_s=options.get("join_s", 30.0), keys=keys)
+    client = ControlClient(
+        endpoint, heartbeat_s=heartbeat_s, timeout_s=5.0, join_s=options.get("join_s", 30.0), keys=keys
+    )
     incarnation = options.get("incarnation", uuid.uuid4().hex[:8])
     hello = Hello(
         generator_id=generator_id,
@@ -46,7 +49,9 @@ async def main(endpoint, generator_id, options):
     say(joined=welcome.version)
     version = 0
     while True:
-        beat = Heartbeat(generator_id=generator_id, incarnation=incarnation, version=version, state="sampling")
+        beat = Heartbeat(
+            generator_id=generator_id, incarnation=incarnation, version=version, state="sampling"
+        )
         client.beat(beat)
         order = await client.next_order()
         if isinstance(order, Stop):

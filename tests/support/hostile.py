@@ -7,19 +7,47 @@ import redis
 
 WRITABLE = "leased deadlines holders reissue ready requests attempts deaths counters totals frames".split()  # noqa: SIM905
 ZSETS = {"leased", "deadlines", "reissue", "ready"}
-NUMBERS = ["0", "-1", "1", "5", "9007199254740992", "9e15", "1e300", "99999999999999999999", "inf", "nan", "-0", "007", "1.5"]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "5",
+    "9007199254740992",
+    "9e15",
+    "1e300",
+    "99999999999999999999",
+    "inf",
+    "nan",
+    "-0",
+    "007",
+    "1.5",
+]
 TEXTS = [*NUMBERS, "abc", "", "foo bar", "\xff", "given up: "]
 FIELDS = {
     "totals": ["issued", "bytes"],
-    "counters": ["put", "duplicate", "unknown", "full", "lease_expired", "failed", "dead", "deaths", "returned", "x"],
+    "counters": [
+        "put",
+        "duplicate",
+        "unknown",
+        "full",
+        "lease_expired",
+        "failed",
+        "dead",
+        "deaths",
+        "returned",
+        "x",
+    ],
     "requests": ["g", "other"],
 }
 
 
-def damage(client: redis.Redis, key_of: Callable[[str], str], rng: random.Random, *, first: int = 1) -> list[str]:
+def damage(
+    client: redis.Redis, key_of: Callable[[str], str], rng: random.Random, *, first: int = 1
+) -> list[str]:
     """Any value in what a generator may write, once or a few times; and what it may not: keys of other types.
 
-    `key_of` gives the key of a place of the lane; `first` is the lowest ticket that may be meant. Returns what was done.
+    `key_of` gives the key of a place of the lane; `first` is the lowest ticket that may be meant. Returns
+    what was done.
     """
     done, ids = [], [*map(str, range(first, first + 23)), *TEXTS]
     for _ in range(rng.choice([1, 1, 2, 5])):

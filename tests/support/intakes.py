@@ -25,12 +25,18 @@ def frame(ticket_id: int, version: int = 0) -> bytes:
         finish_reason="stop",
         reward=float(ticket_id % 2),
     )
-    return encode_group(Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=version))
+    return encode_group(
+        Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id="g", finished_version=version)
+    )
 
 
-def intake(buffer: MemoryBuffer, judge: Callable[[Group, int], str | None] = lambda group, version: None, **more) -> Intake:
+def intake(
+    buffer: MemoryBuffer, judge: Callable[[Group, int], str | None] = lambda group, version: None, **more
+) -> Intake:
     settings = {"groups": B, "window": 2 * B, "max_lag": 1, "max_refills": 3, "stall_s": 60.0} | more
-    gate = Gate(lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8))
+    gate = Gate(
+        lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8)
+    )
     one = Intake(buffer=buffer, ledger=Ledger(), gate=gate, judge=judge, **settings)
     one.recover(0)
     return one

@@ -43,9 +43,13 @@ class World(FakeTrainer):
 
 
 def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None = None, **config) -> Recipe:
-    batch = BatchConfig(groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config})
+    batch = BatchConfig(
+        groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config}
+    )
     critic = CriticConfig(warmup_steps=config.pop("warmup_steps", 0))
     settings = replace(SETTINGS, minibatches=batch.minibatches)
-    algorithm = make_recipe(AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=())
+    algorithm = make_recipe(
+        AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=()
+    )
     run_learner(world, world, algorithm, hooks or Hooks(), version=version, steps=steps)
     return algorithm

@@ -27,7 +27,9 @@ class MemoryLane:
         return values | {"owner": self.first._store.owner, "now_s": self.now_s}
 
     def roll_back(self, snapshot):
-        values = copy.deepcopy({name: value for name, value in snapshot.items() if name not in ("owner", "now_s")})
+        values = copy.deepcopy(
+            {name: value for name, value in snapshot.items() if name not in ("owner", "now_s")}
+        )
         for lease in values["leases"].values():
             lease.ends_s += self.now_s - snapshot["now_s"]  # time goes on, leases last as long as they had to
         for name, value in values.items():

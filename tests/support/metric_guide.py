@@ -6,7 +6,9 @@ from pathlib import Path
 from asyncrl.algo.metrics import BANDS
 
 ROOT = Path(__file__).parents[2]
-GUIDE, ELSEWHERE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## The same under other names")
+GUIDE, ELSEWHERE = (
+    (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## The same under other names")
+)
 
 
 def first_column(text: str) -> set[str]:
@@ -21,7 +23,14 @@ def documented() -> set[str]:
     return {re.sub(r"<\w+>", "<>", name) for name in names}
 
 
-EXAMPLES = {"<pair>": "mismatch", "<band>": "short", "<steps>": "3", "<samples>": "8", "<name>": "mine", "<reason>": "stale"}
+EXAMPLES = {
+    "<pair>": "mismatch",
+    "<band>": "short",
+    "<steps>": "3",
+    "<samples>": "8",
+    "<name>": "mine",
+    "<reason>": "stale",
+}
 BY_TIME = first_column(GUIDE.split("## Generators, by time")[1].split("\n## ")[0])
 
 

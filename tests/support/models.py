@@ -23,13 +23,11 @@ def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        directory
+    )
     config = Qwen2Config(
-        vocab_size=len(vocabulary),
-        **SIZES,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        pad_token_id=0,
+        vocab_size=len(vocabulary), **SIZES, tie_word_embeddings=tied, eos_token_id=1, pad_token_id=0
     )
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(directory)

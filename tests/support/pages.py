@@ -10,7 +10,12 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md"), *(ROOT / "reliability").glob("*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "deploy").glob("*.md"),
+        *(ROOT / "reliability").glob("*.md"),
+    ]
 )
 PROGRAMS = {
     "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "make", "mkdir", "mypy", "pip", "pytest", "python",
@@ -54,7 +59,9 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 def commands(page: Path) -> Iterator[Command]:
     """Every line of an indented or fenced block that begins with a program."""
     for language, content in blocks(page):
-        for line in content.splitlines() if not language or language in ("sh", "bash", "console", "shell") else ():
+        for line in (
+            content.splitlines() if not language or language in ("sh", "bash", "console", "shell") else ()
+        ):
             command = Command(page.relative_to(ROOT).as_posix(), re.sub(r"\s+#\s.*$", "", line.strip()))
             if _begins_with_a_program(command):
                 yield command

@@ -5,7 +5,8 @@ import random
 import socket
 
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to whoever asks for any port, so that nobody is given one before it is used."""
+"""Below those that the kernel gives to whoever asks for any port, so that nobody is given one before it is
+used."""
 
 
 def free_ports(count: int) -> list[int]:

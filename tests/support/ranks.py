@@ -23,14 +23,16 @@ Results = dict[str, tuple[dict[str, Tensor], Any]]
 
 
 class Ranks:
-    """Processes that run scenarios one after the other: importing torch and DeepSpeed takes longer than most scenarios."""
+    """Processes that run scenarios one after the other: importing torch and DeepSpeed takes longer than most
+    scenarios."""
 
     def __init__(self, ranks: int) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
         self._logs = [Path(tempfile.mkstemp(suffix=f".rank-{rank}")[1]) for rank in range(ranks)]
         self._processes = [_worker(log, environment) for log in self._logs]
         self.is_usable = True
-        """No scenario has failed: one that fails ends its process, and leaves the others within a collective."""
+        """No scenario has failed: one that fails ends its process, and leaves the others within a
+        collective."""
 
     def close(self) -> None:
         self.is_usable = False
@@ -40,14 +42,22 @@ class Ranks:
         for log in self._logs:
             log.unlink(missing_ok=True)
 
-    def run(self, model: Path, scenarios: list[dict[str, Any]], out: Path, *, timeout_s: float = 240) -> Results:
+    def run(
+        self, model: Path, scenarios: list[dict[str, Any]], out: Path, *, timeout_s: float = 240
+    ) -> Results:
         """Fails with the output of a rank that failed."""
         out.mkdir(parents=True, exist_ok=True)
         ports = free_ports(len(scenarios))
         scenarios = [scenario | {"port": port} for scenario, port in zip(scenarios, ports, strict=True)]
         try:
             for rank, process in enumerate(self._processes):
-                job = {"rank": rank, "ranks": len(self._processes), "model": str(model), "scenarios": scenarios, "out": str(out)}
+                job = {
+                    "rank": rank,
+                    "ranks": len(self._processes),
+                    "model": str(model),
+                    "scenarios": scenarios,
+                    "out": str(out),
+                }
                 process.stdin.write(json.dumps(job) + "\n")
                 process.stdin.flush()
             self._wait(out, timeout_s)
@@ -79,7 +89,12 @@ def _worker(log: Path, environment: dict[str, str]) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tests.support.trainer_worker"]
     with log.open("w") as output:
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
         )
 
 
@@ -98,7 +113,9 @@ def resident_ranks() -> Iterator[Callable[[int], Ranks]]:
         yield ranks_of
 
 
-def run_ranks(ranks: int, model: Path, scenarios: list[dict[str, Any]], out: Path, *, timeout_s: float = 240) -> Results:
+def run_ranks(
+    ranks: int, model: Path, scenarios: list[dict[str, Any]], out: Path, *, timeout_s: float = 240
+) -> Results:
     """Run `scenarios` on `ranks` fresh processes."""
     with resident_ranks() as fresh:
         return fresh(ranks).run(model, scenarios, out, timeout_s=timeout_s)

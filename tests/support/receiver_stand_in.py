@@ -1,4 +1,5 @@
-"""A generator's receiving end without a generator: obeys orders that arrive as JSON lines, answers with JSON lines."""
+"""A generator's receiving end without a generator: obeys orders that arrive as JSON lines, answers with JSON
+lines."""
 
 import json
 import sys

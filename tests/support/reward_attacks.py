@@ -1,7 +1,9 @@
-"""Reward functions that attack: what a program that a model wrote may do to the process, the run and the machine around it.
+"""Reward functions that attack: what a program that a model wrote may do to the process, the run and the
+machine around it.
 
-Copied beside a victim file by `test_reward_sandbox.py`, and run in a real worker. They only try: whether they succeeded is seen
-from outside. Column `how` names the attack, `world` has the paths, ports and process ids that are attacked.
+Copied beside a victim file by `test_reward_sandbox.py`, and run in a real worker. They only try: whether they
+succeeded is seen from outside. Column `how` names the attack, `world` has the paths, ports and process ids
+that are attacked.
 """
 
 import ctypes
@@ -30,7 +32,9 @@ def task(prompt, response, how, world):
     if how == "honest":
         with tempfile.TemporaryFile() as file:
             file.write(b"x" * 1_000_000)
-        done = subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, check=True
+        )
         return float(done.stdout)
     return ATTACKS[how](world) or 0.0
 
@@ -105,7 +109,11 @@ def read_environ(world):
     found = []
     for path in glob.glob("/proc/[0-9]*/environ"):
         try:
-            found += [line for line in Path(path).read_text(errors="replace").split("\0") if line.startswith("HF_TOKEN=")]
+            found += [
+                line
+                for line in Path(path).read_text(errors="replace").split("\0")
+                if line.startswith("HF_TOKEN=")
+            ]
         except OSError:
             continue
     tell(" ".join(found))
@@ -244,13 +252,10 @@ def _targets(world):
 def forge_reply(world):
     """The score is written by a program that the reward runs, not by the reward."""
     code = (
-        "import glob, os, stat, struct\n"
-        "reply = bytes([0x81, 0xa5]) + b'value' + bytes([0xcb]) + struct.pack('>d', 100.0)\n"
-        f"for path in glob.glob('/proc/{os.getpid()}/fd/*'):\n"
-        "    try:\n"
-        "        if not stat.S_ISFIFO(os.stat(path).st_mode): continue\n"
-        "        os.write(os.open(path, os.O_WRONLY | os.O_NONBLOCK), struct.pack('<I', len(reply)) + reply)\n"
-        "    except OSError: pass\n"
+        "import glob, os, stat, struct\nreply = bytes([0x81, 0xa5]) + b'value' + bytes([0xcb]) + "
+        f"struct.pack('>d', 100.0)\nfor path in glob.glob('/proc/{os.getpid()}/fd/*'):\n    try:\n        "
+        "if not stat.S_ISFIFO(os.stat(path).st_mode): continue\n        os.write(os.open(path, os.O_WRONLY "
+        "| os.O_NONBLOCK), struct.pack('<I', len(reply)) + reply)\n    except OSError: pass\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -314,4 +319,8 @@ def interrupt_the_group(world):
     time.sleep(3600)
 
 
-ATTACKS = {name: value for name, value in globals().items() if callable(value) and getattr(value, "__module__", "") == __name__}
+ATTACKS = {
+    name: value
+    for name, value in globals().items()
+    if callable(value) and getattr(value, "__module__", "") == __name__
+}

@@ -1,4 +1,5 @@
-"""`reward_host.py CONFIG RUN_ROOT` stands for a generator: a pool of one worker; each line of its input is a row to score."""
+"""`reward_host.py CONFIG RUN_ROOT` stands for a generator: a pool of one worker; each line of its input is a
+row to score."""
 
 import asyncio
 import json

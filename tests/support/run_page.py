@@ -39,7 +39,9 @@ class Page(HTMLParser):
         return {curve["name"]: list(zip(curve["x"], curve["y"], strict=True)) for curve in figure["data"]}
 
 
-def run_in(directory: Path, *, steps: int = 30, config: str = "run: {name: quickstart}\nlearner: {steps: 400}\n") -> SyntheticRun:
+def run_in(
+    directory: Path, *, steps: int = 30, config: str = "run: {name: quickstart}\nlearner: {steps: 400}\n"
+) -> SyntheticRun:
     run = SyntheticRun(directory / "quickstart", generators=2)
     (run.directory / "config.yaml").write_text(config)
     for _ in range(steps):

@@ -83,14 +83,20 @@ class ShardContract:
         assert buffer.lease("a", 1).closed
 
     @pytest.mark.parametrize("shards", SHARDS)
-    def test_a_group_that_is_kept_for_a_full_shard_holds_up_none_of_the_others(self, make_lanes: MakeLanes, shards):
+    def test_a_group_that_is_kept_for_a_full_shard_holds_up_none_of_the_others(
+        self, make_lanes: MakeLanes, shards
+    ):
         """The only generator leases nothing while it keeps one, and a step needs a group of every shard."""
         run = Run(make_lanes(shards, BufferRules(groups=1, max_bytes=1)), max_lag=1, groups=1, window=1)
         kept: set[int] = set()
         for version in range(4):
             for _ in range(4 * shards):
                 kept = kept or set(ids(run.buffer.lease("g", 2)))
-                kept = {i for i in kept if run.buffer.put("g", i, frame(i, *run.history.weights(version))) is PutOutcome.FULL}
+                kept = {
+                    i
+                    for i in kept
+                    if run.buffer.put("g", i, frame(i, *run.history.weights(version))) is PutOutcome.FULL
+                }
                 if (collected := run.intake.poll(version, wait_s=0.0)) is not None:
                     break
             assert collected is not None, "a deadlock"
@@ -98,7 +104,9 @@ class ShardContract:
             run.intake.commit(run.intake.settled.to_dict(), version + 1)
         assert run.buffer.audit().counters["full"] > 0
 
-    def test_a_part_that_is_there_already_is_not_settled_before_the_step_is_whole(self, make_lanes: MakeLanes):
+    def test_a_part_that_is_there_already_is_not_settled_before_the_step_is_whole(
+        self, make_lanes: MakeLanes
+    ):
         run = Run(make_lanes(4, BufferRules(groups=2)), max_lag=1, groups=2, window=1)
         for ticket in run.buffer.lease("g", 8).tickets:
             if split(ticket.id, 4)[0] != 2:
@@ -139,7 +147,9 @@ def decode(stored: bytes) -> Group:
         prompt_ids=_ONE, response_ids=_ONE, action_mask=np.ones(1, np.bool_), behaviour_logprobs=np.zeros(1, np.float32),
         version_spans=(VersionSpan(version, 1, lineage),), finish_reason="stop", reward=ticket_id % 7,
     )  # fmt: skip
-    return Group(ticket_id=ticket_id, rollouts=(rollout,), generator_id=str(learner), finished_version=version)
+    return Group(
+        ticket_id=ticket_id, rollouts=(rollout,), generator_id=str(learner), finished_version=version
+    )
 
 
 _ONE = np.ones(1, np.int32)
@@ -200,16 +210,20 @@ class Run:
         self.under_way = [one.buffer.audit().issued - one.ledger.consumed for one in self.intake.intakes]
 
     def judge(self, group: Group, version: int) -> str | None:
-        """A ticket of this learner is in time. One of before may not be: it had other settings, or was lent credit by rejections
-        in steps that are lost."""
+        """A ticket of this learner is in time. One of before may not be: it had other settings, or was lent
+        credit by rejections in steps that are lost."""
         reason = self.judged(group, version)
-        assert reason != "stale" or group.generator_id != str(self.learners), "a ticket that this learner issued is too old"
+        assert reason != "stale" or group.generator_id != str(self.learners), (
+            "a ticket that this learner issued is too old"
+        )
         return reason
 
     def generate(self, chance: random.Random) -> None:
         for ticket in self.buffer.lease("g", chance.randint(1, 5)).tickets:
             assert ticket.minimum_version <= self.version and ticket.history == self.history
-            known = [Weights(version, self.makers[version]) for version in (ticket.minimum_version, self.version)]
+            known = [
+                Weights(version, self.makers[version]) for version in (ticket.minimum_version, self.version)
+            ]
             weights = chance.choice([one for one in known if one in ticket.history])
             self.held.setdefault(ticket.id, frame(ticket.id, *weights, self.learners))
         for intake, before in zip(self.intake.intakes, self.under_way, strict=True):
@@ -223,8 +237,12 @@ class Run:
         collected = self.intake.poll(self.version, wait_s=0.0)
         if collected is None:
             return
-        names = [group.ticket_id for group in (*collected.groups, *(group for group, _ in collected.rejected))]
-        assert len(collected.groups) == self.groups * len(self.lanes) and set(collected.taken_at) == set(names)
+        names = [
+            group.ticket_id for group in (*collected.groups, *(group for group, _ in collected.rejected))
+        ]
+        assert len(collected.groups) == self.groups * len(self.lanes) and set(collected.taken_at) == set(
+            names
+        )
         ages = [self.version - group.finished_version for group in collected.groups]
         assert min(ages) >= 0 and max(ages) <= self.bound
         for group in collected.groups:
@@ -236,12 +254,16 @@ class Run:
         self.intake.open(self.version)
         if chance.random() < 0.4:
             self.saved = [*self.saved[-1:], (self.version, self.history, self.intake.settled.to_dict())]
-            self.intake.commit(self.saved[0][2] or Ledgers(ledgers_of({}, len(self.lanes))).to_dict(), self.version)
+            self.intake.commit(
+                self.saved[0][2] or Ledgers(ledgers_of({}, len(self.lanes))).to_dict(), self.version
+            )
 
     @property
     def bound(self) -> int:
         shards = len(self.lanes)
-        return lag_bound(self.max_lag, window=self.window * shards, groups=self.groups * shards, shards=shards)
+        return lag_bound(
+            self.max_lag, window=self.window * shards, groups=self.groups * shards, shards=shards
+        )
 
     def strike(self, chance: random.Random) -> None:
         """A learner, a generator or a node of the store is lost."""
@@ -272,4 +294,6 @@ class Run:
         assert len(once) == sum(map(len, self.trained)) and len(self.trained) == steps
         settled = self.intake.settled.shards
         assert [ledger.trained for ledger in settled] == [len(once) // len(self.lanes)] * len(self.lanes)
-        assert sum(ledger.consumed for ledger in settled) == len(once) + sum(ledger.total_rejected for ledger in settled)
+        assert sum(ledger.consumed for ledger in settled) == len(once) + sum(
+            ledger.total_rejected for ledger in settled
+        )

@@ -55,4 +55,10 @@ ATTACKS = [
     ("SHUTDOWN", "NOSAVE"),
     ("INFO",),
 ]
-OF_A_RULER = [("FLUSHALL",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"), ("KEYS", "*"), ("ACL", "LIST")]
+OF_A_RULER = [
+    ("FLUSHALL",),
+    ("CONFIG", "GET", "*"),
+    ("EVAL", "return 1", "0"),
+    ("KEYS", "*"),
+    ("ACL", "LIST"),
+]

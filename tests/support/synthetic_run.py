@@ -19,7 +19,9 @@ NASTY = "[red]<think>\x1b[31m 12 + 7\n= 19\u202e\u200b</think> 答案是 \U0001f
 class SyntheticRun:
     """Writes one step after the other."""
 
-    def __init__(self, directory: Path, *, generators: int = 4, total_steps: int = 400, seed: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *, generators: int = 4, total_steps: int = 400, seed: int = 0
+    ) -> None:
         self.directory = directory
         self.total_steps = total_steps
         self.learner = JsonlTracker(directory / "metrics" / "learner.jsonl", directory / "samples.jsonl")

@@ -20,8 +20,12 @@ def record(**changes: Any) -> SampleRecord:
 
 def snapshot(**changes: Any) -> StatusSnapshot:
     counters = {"put": 3}
-    audit = Audit(issued=10, leased=1, reissue=2, ready=3, taken=0, done=4, payload_bytes=5, counters=counters)
-    member = MemberStatus(generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"tokens_per_s": 12.5})
+    audit = Audit(
+        issued=10, leased=1, reissue=2, ready=3, taken=0, done=4, payload_bytes=5, counters=counters
+    )
+    member = MemberStatus(
+        generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"tokens_per_s": 12.5}
+    )
     values: dict[str, Any] = {
         "run": "a", "state": "training", "step": 4, "total_steps": 9, "version": 4, "started_at": 1.0, "updated_at": 2.0,
         "pid": 3, "members": (member,), "audit": audit, "counters": {"died": 1.0},

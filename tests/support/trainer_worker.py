@@ -1,7 +1,8 @@
-"""One rank of a learner, as its own process: reads jobs such as `{"rank": 0, ...}`, one a line, until its input ends.
+"""One rank of a learner, as its own process: reads jobs such as `{"rank": 0, ...}`, one a line, until its
+input ends.
 
-Each scenario of a job writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`; after the last, each rank
-makes `<out>/<rank>.done`.
+Each scenario of a job writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`; after the last,
+each rank makes `<out>/<rank>.done`.
 """
 
 import json
@@ -57,7 +58,9 @@ def tokens_of(items: list[TrainSample]) -> int:
 def loss_over(total: int) -> Any:
     def loss(batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
         value = (-(logprobs_T * batch.tokens.advantages_T).sum() - 0.1 * entropy_T.sum()) / total
-        return LossSums(loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)})
+        return LossSums(
+            loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)}
+        )
 
     return loss
 
@@ -67,7 +70,9 @@ def critic_loss_over(total: int, target: float | None = None) -> Any:
 
     def loss(batch: MicroBatch, values_T: Tensor) -> LossSums:
         value = (values_T - (batch.tokens.advantages_T if target is None else target)).square().sum() / total
-        return LossSums(loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)})
+        return LossSums(
+            loss=value, metrics={"loss": float(value.detach()), "tokens": float(batch.tokens.tokens)}
+        )
 
     return loss
 
@@ -105,16 +110,23 @@ def everything(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
         models["critic"] = trainer._critic.engine.module
     if trainer._reference is not None:
         models["reference"] = trainer._reference._policy
-    return {f"{model}.{name}": tensor.detach().clone() for model in models for name, tensor in whole_parameters(models[model])}
+    return {
+        f"{model}.{name}": tensor.detach().clone()
+        for model in models
+        for name, tensor in whole_parameters(models[model])
+    }
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """The models of which a parameter differs."""
-    return sorted({name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])})
+    return sorted(
+        {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    )
 
 
 def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The gradient that was applied: AdamW's first step with lr 1 and eps 1 subtracts u = g / (|g| + 1), so g = u / (1 - |u|)."""
+    """The gradient that was applied: AdamW's first step with lr 1 and eps 1 subtracts u = g / (|g| + 1), so g
+    = u / (1 - |u|)."""
     trainer = build(job, scenario, lr=1.0, eps=1.0, max_grad_norm=1e9)
     items = sequences()
     mine = [microbatch([items[i] for i in members], CPU) for members in scenario["cut"][job["rank"]]]
@@ -122,7 +134,12 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
     result = trainer.step(mine, loss_over(tokens_of(items)))
     after = parameters(trainer)
     steps = {name: before[name].double() - after[name].double() for name in before}
-    report = {"metrics": dict(result.metrics), "grad_norm": result.grad_norm, "lr": result.lr, "names": list(before)}
+    report = {
+        "metrics": dict(result.metrics),
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "names": list(before),
+    }
     trainer.close()
     return {name: (u / (1 - u.abs())).contiguous() for name, u in steps.items()}, report
 
@@ -145,16 +162,25 @@ def nonfinite(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
     reports, states = [], []
     for loss in (good, bad, good) if scenario["with_bad"] else (good, good):
         result = trainer.step(batches, loss)
-        reports.append({"skipped": result.metrics["skipped_steps"], "finite": math.isfinite(result.grad_norm), "lr": result.lr})
+        reports.append(
+            {
+                "skipped": result.metrics["skipped_steps"],
+                "finite": math.isfinite(result.grad_norm),
+                "lr": result.lr,
+            }
+        )
         states.append(parameters(trainer))
     trainer.close()
-    return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}, reports
+    return {
+        f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()
+    }, reports
 
 
 def two_steps(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Two steps of policy and critic on one batch, packed into `budget` tokens and dealt to the ranks.
 
-    With eps 1 the step of AdamW is nearly proportional to the gradient, so it shows a wrong scale and hides rounding.
+    With eps 1 the step of AdamW is nearly proportional to the gradient, so it shows a wrong scale and hides
+    rounding.
     """
     trainer = build(job, scenario, lr=0.1, eps=1.0, max_grad_norm=1e9)
     items = sequences(12)
@@ -170,7 +196,8 @@ def two_steps(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
 
 
 def critic(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Which models a step changes, one with a NaN on the last rank, and how a critic learns a constant return."""
+    """Which models a step changes, one with a NaN on the last rank, and how a critic learns a constant
+    return."""
     trainer = build(job, scenario, lr=3e-3)
     items = sequences()
     batches = [microbatch(items[job["rank"] :: job["ranks"]], CPU), microbatch([], CPU)]
@@ -220,7 +247,8 @@ def reference(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
     def models() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         state = everything(trainer)
         return tuple(
-            {name.partition(".")[2]: state[name] for name in state if name.startswith(m)} for m in ("policy", "reference")
+            {name.partition(".")[2]: state[name] for name in state if name.startswith(m)}
+            for m in ("policy", "reference")
         )
 
     expected, far = models()[1], []
@@ -253,7 +281,11 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     """Everything but the step: values before and after one."""
     trainer = build(job, scenario, lr=scenario.get("lr", 1e-2))
     items = sequences()
-    batches = [microbatch(items[:4], CPU), microbatch([], CPU)] if job["rank"] == 0 else [microbatch(items[4:5], CPU)] * 2
+    batches = (
+        [microbatch(items[:4], CPU), microbatch([], CPU)]
+        if job["rank"] == 0
+        else [microbatch(items[4:5], CPU)] * 2
+    )
     columns = ("logprobs_T", "reference_logprobs_T")
     before = trainer.measure(batches, columns)
     none = trainer.step([], loss_over(1))
@@ -285,7 +317,9 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(17 + job["rank"])
     np.random.normal(), random.gauss(0, 1)  # leaves a cached second value in either state
-    trainer = build(job, scenario, **{"lr": 1e-2, "warmup_steps": 3, "weight_decay": 0.1} | scenario.get("optimizer", {}))
+    trainer = build(
+        job, scenario, **{"lr": 1e-2, "warmup_steps": 3, "weight_decay": 0.1} | scenario.get("optimizer", {})
+    )
     store = CheckpointStore(Path(scenario["store"]), KEY, 2) if "store" in scenario else None
     start, stop = scenario["steps"]
     state = store.load(trainer) if store and start else None
@@ -296,7 +330,9 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
         members = [items[(step + job["rank"] + i) % len(items)] for i in range(3)]
         plain = loss_over(60)
 
-        def loss(batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, noise: float = noise, plain: Any = plain) -> LossSums:
+        def loss(
+            batch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, noise: float = noise, plain: Any = plain
+        ) -> LossSums:
             sums = plain(batch, logprobs_T, entropy_T)
             return LossSums(loss=sums.loss * noise, metrics=sums.metrics)
 
@@ -311,13 +347,16 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     result = everything(trainer)
     models = [model for model in (trainer._policy, trainer._critic) if model is not None]
     groups = [model.engine.optimizer.param_groups[0] for model in models]
-    numbers = [{name: group[name] for name in ("lr", "initial_lr", "eps", "weight_decay")} for group in groups]
+    numbers = [
+        {name: group[name] for name in ("lr", "initial_lr", "eps", "weight_decay")} for group in groups
+    ]
     trainer.close()
     return result, {"losses": losses, "state": state, "numbers": numbers}
 
 
 def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Saves while no file of the last rank may grow beyond some size: a full disk on one host. Then with room again."""
+    """Saves while no file of the last rank may grow beyond some size: a full disk on one host. Then with room
+    again."""
     trainer = build(job, scenario, lr=1e-2)
     store = CheckpointStore(Path(scenario["store"]), KEY, 2)
     store.save(1, trainer, {"version": 1})

@@ -24,7 +24,9 @@ from asyncrl.weights.staging import GlooStaging
 from tests.support.models import SIZES
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
-needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here")
+needs_stories = pytest.mark.skipif(
+    not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here"
+)
 
 STAGING = GlooStaging(Path("/"))
 BUCKET_BYTES = 100_000
@@ -51,13 +53,7 @@ def running_engine(model, *, deadline_s=120.0, max_response_tokens=256, **genera
 
 
 def untied_qwen2(directory):
-    config = Qwen2Config(
-        vocab_size=512,
-        **SIZES,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = Qwen2Config(vocab_size=512, **SIZES, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
     return save(Qwen2ForCausalLM(config), directory)
 
 
@@ -74,7 +70,8 @@ def one_token_llama(directory):
 
 
 def saying(model, token):
-    """Every position's hidden state is the same vector; only `token`'s row of the output head looks along it."""
+    """Every position's hidden state is the same vector; only `token`'s row of the output head looks along
+    it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "embed" in name or "norm" in name else 0.0)
@@ -88,7 +85,9 @@ def scrambled(model, seed):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.02 * seed)
+            parameter.add_(
+                0.1 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.02 * seed
+            )
     return other
 
 
@@ -130,7 +129,10 @@ def order(version, transport, details, deadline_s=20.0):
 def disk_order(version, model, directory):
     directory = Path(directory) / f"v{version}-{uuid.uuid4().hex[:6]}"
     directory.mkdir(parents=True)
-    save_file({name: tensor.detach().clone() for name, tensor in model.named_parameters()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
+        directory / "model.safetensors",
+    )
     return order(version, "disk", {"directory": str(directory)})
 
 
@@ -153,7 +155,8 @@ class Sender:
     def order(self, version, model, *, leave_out=(), spoil=None, absent=False, after=None):
         """Sends in the background; `apply` receives.
 
-        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `after`: an event to wait for.
+        `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `after`: an event to wait
+        for.
         """
         tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
         specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]

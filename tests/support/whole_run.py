@@ -50,7 +50,9 @@ def tiny_run(tmp_path: Path) -> Iterator[Path]:
 
 def start(config: Path, *overrides: str) -> "subprocess.Popen[bytes]":
     output = (config.parent / "up.out").open("ab")
-    return subprocess.Popen([*ASYNCRL, "up", "--plain", "--config", str(config), *overrides], stdout=output, stderr=output)
+    return subprocess.Popen(
+        [*ASYNCRL, "up", "--plain", "--config", str(config), *overrides], stdout=output, stderr=output
+    )
 
 
 def call(*arguments: str) -> str:
@@ -62,14 +64,17 @@ def call(*arguments: str) -> str:
 def rows(run: Path) -> list[dict[str, float]]:
     path = run / "metrics" / "learner.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be half written
+    # The last one may be half written.
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def steps(run: Path) -> list[int]:
     return [int(row["step"]) for row in rows(run) if "time/step" in row]
 
 
-def wait(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", config: Path, wait_s: float = 400.0) -> None:
+def wait(
+    condition: Callable[[], bool], process: "subprocess.Popen[bytes]", config: Path, wait_s: float = 400.0
+) -> None:
     until_s = time.monotonic() + wait_s
     while not condition():
         said = (config.parent / "up.out").read_text()[-3000:]

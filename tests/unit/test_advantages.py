@@ -54,7 +54,9 @@ Advantages = list[list[list[float]]]
 
 def unpack(rewards: GroupRewards) -> Groups:
     groups: Groups = [[] for _ in range(rewards.num_groups)]
-    for s, (group, reward) in enumerate(zip(rewards.group_S.tolist(), rewards.rewards_S.tolist(), strict=True)):
+    for s, (group, reward) in enumerate(
+        zip(rewards.group_S.tolist(), rewards.rewards_S.tolist(), strict=True)
+    ):
         tokens = (rewards.sequence_T == s).nonzero().flatten().tolist()
 
         def column(column_T: torch.Tensor | None, tokens: list[int] = tokens) -> list[float]:
@@ -100,7 +102,8 @@ def whitened(advantages: Advantages, counted: Callable[[int], bool] = lambda gro
         return [[[0.0] * len(row) for row in group] for group in advantages]
     scale = math.sqrt(std(flat) ** 2 + 1e-8)
     return [
-        [[(x - mean(flat)) / scale if counted(g) else 0.0 for x in row] for row in group] for g, group in enumerate(advantages)
+        [[(x - mean(flat)) / scale if counted(g) else 0.0 for x in row] for row in group]
+        for g, group in enumerate(advantages)
     ]
 
 
@@ -136,7 +139,9 @@ def rloo(groups: Groups, normalise: bool = False, std_eps: float = 1e-4) -> Adva
 
     everything = [scalar(group, r) for group in groups for r in group]
     scale = std(everything) + std_eps if normalise else 1.0
-    return per_sequence(groups, lambda group, r: (scalar(group, r) - (mean(everything) if normalise else 0.0)) / scale)
+    return per_sequence(
+        groups, lambda group, r: (scalar(group, r) - (mean(everything) if normalise else 0.0)) / scale
+    )
 
 
 def opo(groups: Groups) -> Advantages:
@@ -149,7 +154,9 @@ def opo(groups: Groups) -> Advantages:
 def gpg(groups: Groups) -> Advantages:
     sequences = sum(len(group) for group in groups)
     informative = sum(len(group) for group in groups if len(set(totals(group))) > 1)
-    return per_sequence(groups, lambda group, r: sequences / max(informative, 1) * (r.total - mean(totals(group))))
+    return per_sequence(
+        groups, lambda group, r: sequences / max(informative, 1) * (r.total - mean(totals(group)))
+    )
 
 
 def grpo_passk(groups: Groups, scale: str = "group", std_eps: float = 1e-6) -> Advantages:
@@ -189,7 +196,10 @@ def reinforce_plus_plus_baseline(groups: Groups) -> Advantages:
 
 
 def returns(rollout: Rollout, gamma: float) -> list[float]:
-    return [sum(gamma ** (k - t) * rollout.rewards[k] for k in range(t, rollout.length)) for t in range(rollout.length)]
+    return [
+        sum(gamma ** (k - t) * rollout.rewards[k] for k in range(t, rollout.length))
+        for t in range(rollout.length)
+    ]
 
 
 def reinforce_plus_plus(groups: Groups, gamma: float = 1.0) -> Advantages:
@@ -210,16 +220,26 @@ def gae(
     critic_lambda: float | None = None,
 ) -> Advantages:
     def row(r: Rollout) -> list[float]:
-        decay = gae_lambda if length_alpha is None else max(0.0, 1 - 1 / (length_alpha * r.length)) if r.length else 0.0
+        decay = (
+            gae_lambda
+            if length_alpha is None
+            else max(0.0, 1 - 1 / (length_alpha * r.length))
+            if r.length
+            else 0.0
+        )
         following = [*r.values[1:], r.values[-1] if bootstrap and r.truncated and r.values else 0.0]
         deltas = [r.rewards[t] + gamma * following[t] - r.values[t] for t in range(r.length)]
-        return [sum((gamma * decay) ** (k - t) * deltas[k] for k in range(t, r.length)) for t in range(r.length)]
+        return [
+            sum((gamma * decay) ** (k - t) * deltas[k] for k in range(t, r.length)) for t in range(r.length)
+        ]
 
     found = [[row(rollout) for rollout in group] for group in groups]
     return whitened(found) if whitened_ else found
 
 
-def optimal_token_baseline(groups: Groups, zero_tail: bool = True, weight_cap: float | None = None) -> Advantages:
+def optimal_token_baseline(
+    groups: Groups, zero_tail: bool = True, weight_cap: float | None = None
+) -> Advantages:
     def norm(r: Rollout, k: int) -> float:
         weight = 1.0 if weight_cap is None else min(r.probs[k] / math.exp(r.behaviour[k]), weight_cap)
         return weight**2 * (1 - 2 * r.probs[k] + r.squares[k])
@@ -233,7 +253,9 @@ def optimal_token_baseline(groups: Groups, zero_tail: bool = True, weight_cap: f
             row = []
             for t in range(r.length):
                 alive = [j for j, other in enumerate(group) if other.length > t]
-                baseline = sum(norms[j][t] * gains[j][t] for j in alive) / (sum(norms[j][t] for j in alive) + 1e-8)
+                baseline = sum(norms[j][t] * gains[j][t] for j in alive) / (
+                    sum(norms[j][t] for j in alive) + 1e-8
+                )
                 if zero_tail and len(alive) == 1:
                     baseline = 0.0
                 row.append(gains[i][t] - baseline if len(group) > 1 else 0.0)
@@ -332,7 +354,9 @@ def test_permuting_the_sequences_of_a_group_permutes_the_advantages(name):
     columns["sequence_T"] = torch.repeat_interleave(torch.arange(7), rewards.lengths_S[order_S])
     parts = {key: part[order_S] for key, part in rewards.parts.items()}
     permuted = dataclasses.replace(rewards, **columns, parts=parts)
-    torch.testing.assert_close(estimate(name, permuted), estimate(name, rewards)[order_T], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        estimate(name, permuted), estimate(name, rewards)[order_T], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", registry.names("advantage"))
@@ -377,13 +401,20 @@ def test_value_targets_are_advantage_plus_value():
     torch.testing.assert_close(targets_T, raw_T + rewards.values_T)
 
 
-@pytest.mark.parametrize("params", [{"length_alpha": 0.7}, {"length_alpha": 0.7, "critic_lambda": 0.9}, {"critic_lambda": 0.3}])
+@pytest.mark.parametrize(
+    "params", [{"length_alpha": 0.7}, {"length_alpha": 0.7, "critic_lambda": 0.9}, {"critic_lambda": 0.3}]
+)
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_value_targets_have_the_lambda_of_the_critic(params, bootstrap):
-    """And the critic's alone: its returns are those of a plain GAE with that lambda; without one, those of the advantages."""
+    """And the critic's alone: its returns are those of a plain GAE with that lambda; without one, those of
+    the advantages."""
     rewards = make_rewards(23, sizes=[3, 2, 4])
     targets_T = value_targets(rewards, gamma=0.9, gae_lambda=0.5, bootstrap=bootstrap, **params)
-    own = {"gae_lambda": params["critic_lambda"]} if "critic_lambda" in params else {"gae_lambda": 0.5, **params}
+    own = (
+        {"gae_lambda": params["critic_lambda"]}
+        if "critic_lambda" in params
+        else {"gae_lambda": 0.5, **params}
+    )
     raw_T = estimate("gae", rewards, {"gamma": 0.9, **own, "bootstrap": bootstrap, "whitened": False})
     torch.testing.assert_close(targets_T, raw_T + rewards.values_T)
 

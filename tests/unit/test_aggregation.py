@@ -1,4 +1,5 @@
-"""Aggregations: the definitions of GRPO, DAPO and Dr. GRPO written out, and independence of how a batch is cut."""
+"""Aggregations: the definitions of GRPO, DAPO and Dr. GRPO written out, and independence of how a batch is
+cut."""
 
 import dataclasses
 
@@ -34,7 +35,9 @@ ORACLES = {
     "token-mean": lambda rows: total(rows) / max(1, sum(map(len, rows))),
     "token-sum": total,
     "seq-mean-token-sum": lambda rows: total(rows) / max(1, len(filled(rows))),
-    "seq-mean-token-mean": lambda rows: sum(sum(row) / len(row) for row in filled(rows)) / max(1, len(filled(rows))),
+    "seq-mean-token-mean": lambda rows: (
+        sum(sum(row) / len(row) for row in filled(rows)) / max(1, len(filled(rows)))
+    ),
     "seq-mean-token-sum-norm": lambda rows: total(rows) / max(1, len(filled(rows))) / 7.0,
 }
 
@@ -49,7 +52,9 @@ def aggregate(name: str, case: Case, counts: Counts) -> torch.Tensor:
 @given(seed=st.integers(0, 10_000))
 def test_aggregation_is_the_formula_written_out(name, seed):
     case = make_case(seed)
-    assert aggregate(name, case, Counts.of(case.batch)).item() == pytest.approx(ORACLES[name](loss_rows(case)), abs=1e-12)
+    assert aggregate(name, case, Counts.of(case.batch)).item() == pytest.approx(
+        ORACLES[name](loss_rows(case)), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", registry.names("aggregation"))
@@ -122,7 +127,9 @@ def test_the_sum_of_many_tokens_in_float32_is_exact_enough():
 
 def test_sums_along_long_sequences_keep_their_precision():
     """One after the other in float32, 100,000 times 0.01 is 1000.67."""
-    batch = dataclasses.replace(make_case(1, lengths=[100_000, 0, 5_000], proximal=False).batch, weights_T=None)
+    batch = dataclasses.replace(
+        make_case(1, lengths=[100_000, 0, 5_000], proximal=False).batch, weights_T=None
+    )
     values_T = torch.full((105_000,), 0.01, requires_grad=True)
     sums_S = batch.sum_S(values_T)
     assert sums_S.dtype == torch.float32

@@ -77,8 +77,11 @@ def test_published_metrics_are_the_formulas_written_out(seed, proximal):
         "policy": [[t.logprob - t.anchor for t in row] for row in by_sequence],
         "drift": [[t.logprob - t.behaviour for t in row] for row in by_sequence],
     }
-    expected |= {f"{pair}/{key}": value for pair, ds in pairs.items() for key, value in expected_pair(ds).items()}
-    assert published == pytest.approx(expected, rel=1e-9, abs=1e-7)  # a spread of 0 is known to half the digits
+    expected |= {
+        f"{pair}/{key}": value for pair, ds in pairs.items() for key, value in expected_pair(ds).items()
+    }
+    # A spread of 0 is known to half the digits.
+    assert published == pytest.approx(expected, rel=1e-9, abs=1e-7)
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,22 +94,28 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
 
     def measured(part: Case) -> dict[str, float]:
         left_out_T = part.entropy_T > 1.0
-        return policy_metrics(part.batch, part.logprobs_T, part.entropy_T, left_out_T=left_out_T, max_response_tokens=5)
+        return policy_metrics(
+            part.batch, part.logprobs_T, part.entropy_T, left_out_T=left_out_T, max_response_tokens=5
+        )
 
     merged, whole = merge(map(measured, parts)), measured(case)
     assert merged == pytest.approx(whole)
-    assert finish(merged) == pytest.approx(finish(whole), abs=1e-6)  # a standard deviation is the root of a difference of sums
+    # A standard deviation is the root of a difference of sums.
+    assert finish(merged) == pytest.approx(finish(whole), abs=1e-6)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("proximal", [True, False])
 def test_an_infinite_column_gives_finite_metrics(value, proximal):
-    """Without a proximal column the behaviour column stands on both sides of the mismatch, whose ratio is then 1."""
+    """Without a proximal column the behaviour column stands on both sides of the mismatch, whose ratio is
+    then 1."""
     case = make_case(5, lengths=[3, 2], proximal=proximal)
     behaviour_T = case.batch.behaviour_logprobs_T.clone()
     behaviour_T[1] = value
     reference_T = torch.tensor([-1.0, value, -30.0, -1.0, -1.0])
-    batch = dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T, reference_logprobs_T=reference_T)
+    batch = dataclasses.replace(
+        case.batch, behaviour_logprobs_T=behaviour_T, reference_logprobs_T=reference_T
+    )
     published = finish(policy_metrics(batch, case.logprobs_T))
     assert all(map(math.isfinite, published.values()))
     assert published["reference/nll"] == pytest.approx((1 + math.copysign(20, -value) + 20 + 1 + 1) / 5)
@@ -136,12 +145,17 @@ def test_what_is_dropped_is_told_by_the_length_of_its_response(limit):
     """A correction that rejects only the tokens of long responses looks harmless in the mean."""
     case = make_case(7, lengths=[2, 9, 0, 5, 3])
     thirds = [2 / limit, 9 / limit, 0, 5 / limit, 3 / limit]
-    band = {s: "short" if third <= 1 / 3 else "medium" if third <= 2 / 3 else "long" for s, third in enumerate(thirds)}
+    band = {
+        s: "short" if third <= 1 / 3 else "medium" if third <= 2 / 3 else "long"
+        for s, third in enumerate(thirds)
+    }
     draw = torch.Generator().manual_seed(1)
     weights_T = torch.randint(0, 2, (19,), generator=draw).double()
     left_out_T = torch.rand(19, generator=draw) < 0.4
     batch = dataclasses.replace(case.batch, weights_T=weights_T)
-    published = finish(policy_metrics(batch, case.logprobs_T, left_out_T=left_out_T, max_response_tokens=limit))
+    published = finish(
+        policy_metrics(batch, case.logprobs_T, left_out_T=left_out_T, max_response_tokens=limit)
+    )
     for name in BANDS:
         tokens = [t for t, s in enumerate(batch.sequence_T.tolist()) if band[s] == name]
         assert published[f"tokens/{name}"] == len(tokens)
@@ -150,16 +164,22 @@ def test_what_is_dropped_is_told_by_the_length_of_its_response(limit):
             assert published[f"{metric}/{name}"] == pytest.approx(share)
     counts = [published[f"tokens/{name}"] for name in BANDS]
     parts = [published[f"weight/zero/{name}"] for name in BANDS]
-    assert sum(n * p for n, p in zip(counts, parts, strict=True)) == pytest.approx(published["weight/zero"] * 19)
+    assert sum(n * p for n, p in zip(counts, parts, strict=True)) == pytest.approx(
+        published["weight/zero"] * 19
+    )
 
 
 def test_without_a_limit_nothing_is_told_by_length():
     case = make_case(7, lengths=[2])
-    assert not any(name.endswith(BANDS) for name in policy_metrics(case.batch, case.logprobs_T, case.entropy_T))
+    assert not any(
+        name.endswith(BANDS) for name in policy_metrics(case.batch, case.logprobs_T, case.entropy_T)
+    )
 
 
 def test_merge_takes_maxima_of_maxima_and_keeps_names_that_only_one_has():
-    merged = merge([{"a": 1.0, "b/max": -5.0, "c/max": 9.0}, {"a": 2.0, "b/max": -7.0, "d": 4.0}, {"c/max": 3.0}])
+    merged = merge(
+        [{"a": 1.0, "b/max": -5.0, "c/max": 9.0}, {"a": 2.0, "b/max": -7.0, "d": 4.0}, {"c/max": 3.0}]
+    )
     assert merged == {"a": 3.0, "b/max": -5.0, "c/max": 9.0, "d": 4.0}
 
 
@@ -167,7 +187,9 @@ def test_the_ratio_is_raw():
     """A truncated ratio could not show its tail: the weights' cap must not reach the metrics."""
     case = make_case(1, lengths=[4])
     behaviour_T = case.batch.anchor_logprobs_T - torch.tensor([0.0, 0.0, 0.0, 5.0])
-    batch = dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T, weights_T=torch.tensor([1.0, 1.0, 0.0, 2.0]))
+    batch = dataclasses.replace(
+        case.batch, behaviour_logprobs_T=behaviour_T, weights_T=torch.tensor([1.0, 1.0, 0.0, 2.0])
+    )
     published = finish(policy_metrics(batch, case.logprobs_T))
     assert published["mismatch/ratio/max"] == pytest.approx(math.exp(5))
     assert published["mismatch/ess"] == pytest.approx((3 + math.exp(5)) ** 2 / (3 + math.exp(10)) / 4)
@@ -186,16 +208,23 @@ def test_on_policy_everything_is_at_rest():
         assert published[f"{pair}/k1"] == published[f"{pair}/k3"] == published[f"{pair}/chi2_sequence"] == 0.0
         assert published[f"{pair}/perplexity_ratio"] == 1.0
         assert published[f"{pair}/chi2_token"] == pytest.approx(0.0)
-    assert published["perplexity/behaviour"] == published["perplexity/proximal"] == published["perplexity/current"]
+    assert (
+        published["perplexity/behaviour"]
+        == published["perplexity/proximal"]
+        == published["perplexity/current"]
+    )
 
 
 def test_extremes_are_finite():
     case = cast(make_case(3, lengths=[4, 2]), torch.float32)
     behaviour_T = torch.tensor([math.inf, -math.inf, 100.0, -100.0, -1.0, -1.0])
-    published = finish(policy_metrics(dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T), case.logprobs_T))
+    published = finish(
+        policy_metrics(dataclasses.replace(case.batch, behaviour_logprobs_T=behaviour_T), case.logprobs_T)
+    )
     assert all(math.isfinite(value) for value in published.values())
     assert published["mismatch/abs_log_ratio/max"] == 20.0
-    assert published["perplexity/behaviour"] == pytest.approx((1 + math.e) / 2)  # 20 - 20 + 20 - 20, and -1 twice
+    # 20 - 20 + 20 - 20, and -1 twice.
+    assert published["perplexity/behaviour"] == pytest.approx((1 + math.e) / 2)
 
 
 def test_the_ratio_of_a_whole_response_is_bounded_however_long_it_is():
@@ -229,14 +258,21 @@ def test_an_empty_micro_batch_adds_nothing():
 def test_the_distance_to_the_reference_is_k3():
     case = make_case(5, lengths=[3])
     reference_T = case.logprobs_T + torch.tensor([0.5, -1.0, 0.0])
-    published = finish(policy_metrics(dataclasses.replace(case.batch, reference_logprobs_T=reference_T), case.logprobs_T))
-    assert published["reference/k3"] == pytest.approx((math.exp(0.5) - 1 - 0.5 + math.exp(-1.0) - 1 + 1.0) / 3)
+    published = finish(
+        policy_metrics(dataclasses.replace(case.batch, reference_logprobs_T=reference_T), case.logprobs_T)
+    )
+    assert published["reference/k3"] == pytest.approx(
+        (math.exp(0.5) - 1 - 0.5 + math.exp(-1.0) - 1 + 1.0) / 3
+    )
     assert published["reference/nll"] == pytest.approx(-float(reference_T.mean()))
 
 
 def test_metrics_carry_no_graph():
     case = make_case(6, lengths=[3])
-    assert all(isinstance(value, float) for value in policy_metrics(case.batch, case.logprobs_T.requires_grad_()).values())
+    assert all(
+        isinstance(value, float)
+        for value in policy_metrics(case.batch, case.logprobs_T.requires_grad_()).values()
+    )
 
 
 def test_a_loss_s_sums_become_shares_of_tokens():
@@ -246,8 +282,7 @@ def test_a_loss_s_sums_become_shares_of_tokens():
 
 def test_group_metrics_count_each_group_once():
     rewards = dataclasses.replace(
-        make_rewards(1, sizes=[1, 3, 2]),
-        rewards_S=torch.tensor([0.5, 1.0, 1.0, 1.0, 0.0, 1.0]),
+        make_rewards(1, sizes=[1, 3, 2]), rewards_S=torch.tensor([0.5, 1.0, 1.0, 1.0, 0.0, 1.0])
     )
     published = finish(merge([group_metrics(rewards)]))
     values = [0.5, 1, 1, 1, 0, 1]
@@ -272,5 +307,8 @@ def test_group_metrics_of_ranks_add_up():
     everything = torch.cat([rewards.totals_S for rewards in both])
     assert published["reward/mean"] == pytest.approx(everything.mean().item())
     assert published["reward/std"] == pytest.approx(everything.std(correction=0).item())
-    assert (published["reward/min"], published["reward/max"]) == (everything.min().item(), everything.max().item())
+    assert (published["reward/min"], published["reward/max"]) == (
+        everything.min().item(),
+        everything.max().item(),
+    )
     assert published["groups"] == sum(rewards.num_groups for rewards in both)

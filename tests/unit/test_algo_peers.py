@@ -90,7 +90,11 @@ def test_loss_and_gradient_agree(entry):
 
 @pytest.mark.parametrize("entry", GOLDEN["advantages"], ids=label)
 def test_advantages_agree(entry):
-    close(registry.resolve("advantage", entry["name"], entry["params"])(rewards()), entry["advantages"], rel=1e-5)
+    close(
+        registry.resolve("advantage", entry["name"], entry["params"])(rewards()),
+        entry["advantages"],
+        rel=1e-5,
+    )
     if "targets" in entry:
         close(value_targets(rewards(), **entry["params"]), entry["targets"], rel=1e-5)
 
@@ -110,8 +114,12 @@ def test_the_same_tokens_are_rejected(entry):
 @pytest.mark.parametrize("entry", GOLDEN["values"], ids=lambda entry: entry["aggregation"])
 def test_loss_of_the_critic_agrees(entry):
     values_T = column("values").requires_grad_()
-    old_values_T, returns_T = (torch.tensor(entry[name], dtype=torch.float64) for name in ("old_values", "returns"))
-    loss = aggregated(value_loss(values_T, old_values_T, returns_T, **entry["params"]).losses_T, entry["aggregation"])
+    old_values_T, returns_T = (
+        torch.tensor(entry[name], dtype=torch.float64) for name in ("old_values", "returns")
+    )
+    loss = aggregated(
+        value_loss(values_T, old_values_T, returns_T, **entry["params"]).losses_T, entry["aggregation"]
+    )
     loss.backward()
     assert loss.item() == pytest.approx(entry["loss"], rel=1e-6)
     close(values_T.grad, entry["gradient"])
@@ -119,7 +127,9 @@ def test_loss_of_the_critic_agrees(entry):
 
 @pytest.mark.parametrize("entry", GOLDEN["kl_controllers"], ids=lambda entry: str(entry["kl"]))
 def test_the_coefficient_of_the_kl_is_steered_alike(entry):
-    assert adapt_coefficient(entry["coefficient"], entry["kl"], **entry["params"]) == pytest.approx(entry["next"])
+    assert adapt_coefficient(entry["coefficient"], entry["kl"], **entry["params"]) == pytest.approx(
+        entry["next"]
+    )
 
 
 @pytest.mark.parametrize("entry", GOLDEN["kl"], ids=label)

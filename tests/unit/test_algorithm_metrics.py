@@ -54,13 +54,20 @@ def test_the_critic_is_reported_over_its_steps_and_over_all_tokens():
 
 def test_skipped_steps_of_the_critic_are_said(caplog):
     with caplog.at_level(logging.WARNING):
-        published = step_metrics(step_with_critic(critic_result(0.2, math.nan, 1.0, 1.0), critic_result(0.4, 3.0, 2.0)))
+        published = step_metrics(
+            step_with_critic(critic_result(0.2, math.nan, 1.0, 1.0), critic_result(0.4, 3.0, 2.0))
+        )
     assert published["critic/skipped_steps"] == 1 and math.isnan(published["critic/grad_norm"])
     assert "step 1: 1 of 2 optimizer steps of the critic were left out" in caplog.text
 
 
 def test_coefficients_and_hooks_keep_their_names():
     base = step(rollout(a=1.0))
-    extra = dataclasses.replace(base, coefficients={"policy/kl_coefficient": 0.1}, hook_metrics={"hook/x": 2.0})
-    assert step_metrics(extra).items() - step_metrics(base).items() == {("policy/kl_coefficient", 0.1), ("hook/x", 2.0)}
+    extra = dataclasses.replace(
+        base, coefficients={"policy/kl_coefficient": 0.1}, hook_metrics={"hook/x": 2.0}
+    )
+    assert step_metrics(extra).items() - step_metrics(base).items() == {
+        ("policy/kl_coefficient", 0.1),
+        ("hook/x", 2.0),
+    }
     assert {"policy/kl_coefficient", "policy/entropy_coefficient", "hook/<>"} <= documented()

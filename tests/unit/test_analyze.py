@@ -22,7 +22,9 @@ def run(tmp_path: Path) -> SyntheticRun:
 
 def test_statistics_are_those_of_the_standard_library(run: SyntheticRun) -> None:
     chosen = choose(metrics_of(archive_of(run)), ["reward/mean"])
-    rewards = [json.loads(line) for line in (run.directory / "metrics" / "learner.jsonl").read_text().splitlines()]
+    rewards = [
+        json.loads(line) for line in (run.directory / "metrics" / "learner.jsonl").read_text().splitlines()
+    ]
     expected = {row["step"]: row["reward/mean"] for row in rewards if "reward/mean" in row}
     ((name, count, first, last, lowest, highest, mean, std),) = statistics(chosen).rows
     numbers = list(expected.values())
@@ -41,7 +43,8 @@ def test_globs_choose_in_order_and_each_once(run: SyntheticRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("reward_mean", "reward/mean"), ("entropy", "policy/entropy"), ("stalness/max", "staleness/max")]
+    ("wrong", "right"),
+    [("reward_mean", "reward/mean"), ("entropy", "policy/entropy"), ("stalness/max", "staleness/max")],
 )
 def test_an_unknown_name_gets_the_nearest(run: SyntheticRun, wrong: str, right: str) -> None:
     with pytest.raises(RunError, match=right):
@@ -50,7 +53,8 @@ def test_an_unknown_name_gets_the_nearest(run: SyntheticRun, wrong: str, right: 
 
 def test_tables_are_short_and_keep_first_and_last() -> None:
     chosen = {
-        f"m{index}": Metric("step", tuple((step, float(step)) for step in range(1000))) for index in range(MOST_COLUMNS + 1)
+        f"m{index}": Metric("step", tuple((step, float(step)) for step in range(1000)))
+        for index in range(MOST_COLUMNS + 1)
     }
     chosen["rare"] = Metric("step", ((500, 7.0),))
     chosen["late"] = Metric("s", ((5, 1.0), (9, 2.0)))
@@ -66,7 +70,11 @@ def test_files_hold_all_values(run: SyntheticRun, tmp_path: Path, capsys: pytest
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     archive = archive_of(run)
     rewards = [(int(row["at"]), float(row["value"])) for row in rows if row["metric"] == "reward/mean"]
-    assert tuple(rewards) == archive.series("reward/mean") and len(rows) == 100 and {row["axis"] for row in rows} == {"step", "s"}
+    assert (
+        tuple(rewards) == archive.series("reward/mean")
+        and len(rows) == 100
+        and {row["axis"] for row in rows} == {"step", "s"}
+    )
     analyze(run.directory, ["reward/mean"], tmp_path / "out.html")
     page = Page((tmp_path / "out.html").read_text())
     assert tuple(page.curves("reward/mean")["reward/mean"]) == archive.series("reward/mean")
@@ -78,5 +86,7 @@ def test_files_hold_all_values(run: SyntheticRun, tmp_path: Path, capsys: pytest
 def test_without_names_all_are_listed(run: SyntheticRun, capsys: pytest.CaptureFixture[str]) -> None:
     analyze(run.directory, [], None)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(metrics_of(archive_of(run))) and lines[0].startswith("completions/length_max  50 values, last 512")
+    assert len(lines) == len(metrics_of(archive_of(run))) and lines[0].startswith(
+        "completions/length_max  50 values, last 512"
+    )
     assert any(line.startswith("g1/alive_s  50 values") for line in lines)

@@ -8,8 +8,12 @@ from asyncrl.errors import StoreError
 from asyncrl.run.directory import RunDirectory
 
 
-@pytest.mark.parametrize(("configured", "given"), [("redis://127.0.0.1:1/0", None), (None, "redis://127.0.0.1:1/0")])
-def test_a_store_that_does_not_answer_is_never_replaced_by_an_empty_one(tmp_path, monkeypatch, configured, given):
+@pytest.mark.parametrize(
+    ("configured", "given"), [("redis://127.0.0.1:1/0", None), (None, "redis://127.0.0.1:1/0")]
+)
+def test_a_store_that_does_not_answer_is_never_replaced_by_an_empty_one(
+    tmp_path, monkeypatch, configured, given
+):
     config = {
         "run": {"name": "x", "root": str(tmp_path)},
         "model": {"path": "m"},

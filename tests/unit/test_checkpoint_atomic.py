@@ -51,7 +51,9 @@ class FailingDisk(FileOps):
 
     def rename(self, source: Path, target: Path) -> None:
         self._step(super().rename, source, target)
-        self.durable |= {target / path.relative_to(source) for path in self.durable if path.is_relative_to(source)}
+        self.durable |= {
+            target / path.relative_to(source) for path in self.durable if path.is_relative_to(source)
+        }
         self.renames.append((source, target))
 
     def remove(self, path: Path) -> None:
@@ -205,7 +207,9 @@ def test_a_checkpoint_of_another_run_or_under_another_name_is_refused(tmp_path: 
     another = CheckpointStore(tmp_path, b"another key", 2)
     assert another.latest() is None
     for use in (another.require_signature, lambda: another.load(FakeTrainer())):
-        with pytest.raises(CheckpointsRefused, match=r"(?s)step-000003: the signature.*step-000002: the signature.*--fresh"):
+        with pytest.raises(
+            CheckpointsRefused, match=r"(?s)step-000003: the signature.*step-000002: the signature.*--fresh"
+        ):
             use()
     store(tmp_path).require_signature()
     (tmp_path / "step-000002").rename(tmp_path / "step-000009")
@@ -216,7 +220,10 @@ def test_a_checkpoint_of_another_run_or_under_another_name_is_refused(tmp_path: 
 
 def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) -> None:
     checkpoints = store(tmp_path, keep=2)
-    oldest = [checkpoints.save(step, FakeTrainer(str(step)), {"version": step}) for step in (5, 10, 999_999, 1_000_000)]
+    oldest = [
+        checkpoints.save(step, FakeTrainer(str(step)), {"version": step})
+        for step in (5, 10, 999_999, 1_000_000)
+    ]
     assert oldest == [5, 5, 10, 999_999]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1000000", "step-999999"]
     assert checkpoints.latest() == tmp_path / "step-1000000"
@@ -227,7 +234,8 @@ def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) ->
 
 
 def test_a_state_is_never_read_that_was_not_written(tmp_path: Path) -> None:
-    """After each save the learner reads the state of the oldest one that is kept, whose file may be damaged by then."""
+    """After each save the learner reads the state of the oldest one that is kept, whose file may be damaged
+    by then."""
     checkpoints = CheckpointStore(tmp_path, KEY, keep=2)
     checkpoints.save(1, FakeTrainer("a"), {"takes": 12})
     path = tmp_path / "step-000001" / "state.json"
@@ -272,10 +280,12 @@ def test_a_second_learner_is_told_who_holds_the_run(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_learner_is_free(tmp_path: Path) -> None:
     program = (
-        "import sys, time, pathlib; from asyncrl.run.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]));"
-        "print('held', flush=True); time.sleep(60)"
+        "import sys, time, pathlib; from asyncrl.run.lock import RunLock; lock = "
+        "RunLock(pathlib.Path(sys.argv[1]));print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
+    ) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "held\n"
             with pytest.raises(RunError, match=f"pid {holder.pid} "):

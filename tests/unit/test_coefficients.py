@@ -37,7 +37,8 @@ def test_the_bonus_acts_at_and_below_the_target(entropy, acts):
 def test_both_are_steered_by_what_a_step_measured():
     coefficients = Coefficients(*STEERED)
     assert (coefficients.kl, coefficients.entropy) == (0.1, 0.0)  # no entropy is measured yet
-    # Over 10 + 30 tokens: KL (1 * 10 + 0 * 30) / 40 = 0.25, five times the target: + 20 % per horizon, of which this is half.
+    # Over 10 + 30 tokens: KL (1 * 10 + 0 * 30) / 40 = 0.25, five times the target: + 20 % per horizon, of
+    # which this is half.
     coefficients.adapt([result(kl=1.0, entropy=0.2), result(kl=0.0, entropy=0.6, tokens=30)], sequences=50)
     assert coefficients.kl == pytest.approx(0.11)
     assert coefficients.entropy == pytest.approx(0.014)  # 0.5 is below 1
@@ -48,11 +49,20 @@ def test_both_are_steered_by_what_a_step_measured():
     assert coefficients.kl == pytest.approx(0.11 * 0.8)
     assert coefficients.entropy == 0.0
     assert coefficients.state()["entropy"] == pytest.approx(0.012)
-    assert coefficients.metrics() == {"policy/kl_coefficient": pytest.approx(0.088), "policy/entropy_coefficient": 0.0}
+    assert coefficients.metrics() == {
+        "policy/kl_coefficient": pytest.approx(0.088),
+        "policy/entropy_coefficient": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
-    "results", [[], [result()], [result(kl=math.inf, entropy=math.nan)], [StepResult(metrics={}, grad_norm=0.0, lr=0.0)]]
+    "results",
+    [
+        [],
+        [result()],
+        [result(kl=math.inf, entropy=math.nan)],
+        [StepResult(metrics={}, grad_norm=0.0, lr=0.0)],
+    ],
 )
 def test_a_step_that_measured_nothing_changes_nothing(results):
     coefficients = Coefficients(*STEERED)
@@ -70,7 +80,11 @@ def test_a_restart_goes_on_where_it_was():
         straight.adapt([one], sequences=7)
         resumed = Coefficients(kl, entropy)
         resumed.resume(json.loads(json.dumps(straight.state(), allow_nan=False)))
-        assert (resumed.kl, resumed.entropy, resumed.state()) == (straight.kl, straight.entropy, straight.state())
+        assert (resumed.kl, resumed.entropy, resumed.state()) == (
+            straight.kl,
+            straight.entropy,
+            straight.state(),
+        )
     resumed = Coefficients(kl, entropy)
     resumed.resume(Coefficients(kl, entropy).state())
     assert resumed.entropy == 0.0

@@ -42,7 +42,12 @@ def test_every_key_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_choice_exists_with_its_parameters(page):
-    kinds = {"policy_loss": "policy_loss", "advantage": "advantage", "correction": "correction", "aggregation": "aggregation"}
+    kinds = {
+        "policy_loss": "policy_loss",
+        "advantage": "advantage",
+        "correction": "correction",
+        "aggregation": "aggregation",
+    }
     tried = 0
     for _, ours, text in rows(page):
         kind = kinds.get(ours.strip("`").removeprefix("algorithm."))

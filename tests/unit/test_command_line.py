@@ -1,4 +1,5 @@
-"""What people type, and how it ends: every mistake is a message that says where, what, what is allowed and what to do."""
+"""What people type, and how it ends: every mistake is a message that says where, what, what is allowed and
+what to do."""
 
 import errno
 import json
@@ -42,9 +43,15 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "up task.yaml --plian": ("asyncrl up", "found no option `--plian`", "did you mean `--plain`?"),
     "up task.yaml --resume": ("asyncrl up", "found no option `--resume`", "allowed is", "--fresh"),
     "up task.yaml -f": ("asyncrl up", "found no option `-f`", "--fresh"),
-    "up --learning_rate 1e-5 task.yaml": ("found no option `--learning_rate`", "did you mean `learner.optimizer.lr=VALUE`"),
+    "up --learning_rate 1e-5 task.yaml": (
+        "found no option `--learning_rate`",
+        "did you mean `learner.optimizer.lr=VALUE`",
+    ),
     "up task.yaml --max_steps=5": ("found no option `--max_steps`", "did you mean `learner.steps=VALUE`"),
-    "up task.yaml --group-size=5": ("found no option `--group-size`", "did you mean `batch.group_size=VALUE`"),
+    "up task.yaml --group-size=5": (
+        "found no option `--group-size`",
+        "did you mean `batch.group_size=VALUE`",
+    ),
     "status --bogus": ("asyncrl status", "found no option `--bogus`", "--json"),
     "status --jsn": ("found no option `--jsn`", "did you mean `--json`?"),
     "samples --wrost": ("found no option `--wrost`", "did you mean `--worst`?"),
@@ -67,14 +74,26 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "compare": ("asyncrl compare", "Missing argument", HELP),
     "scale": ("asyncrl scale", "Missing argument", "CHANGE", HELP),
     "eval": ("asyncrl eval", "Missing argument", HELP),
-    "status a b": ("asyncrl status", "unexpected extra argument", "(b)", "allowed is `asyncrl status [OPTIONS] [run]`"),
+    "status a b": (
+        "asyncrl status",
+        "unexpected extra argument",
+        "(b)",
+        "allowed is `asyncrl status [OPTIONS] [run]`",
+    ),
     "up task.yaml other.yaml": (
         "found `other.yaml` in addition to the config task.yaml",
         "allowed are one YAML file",
         "leave it out",
     ),
-    "validate task.yaml learner.steps 5": ("found `learner.steps` in addition", "KEY=VALUE", "write `learner.steps=VALUE`"),
-    "validate --config task.yaml other.yaml": ("found `other.yaml` in addition to the config task.yaml", "leave it out"),
+    "validate task.yaml learner.steps 5": (
+        "found `learner.steps` in addition",
+        "KEY=VALUE",
+        "write `learner.steps=VALUE`",
+    ),
+    "validate --config task.yaml other.yaml": (
+        "found `other.yaml` in addition to the config task.yaml",
+        "leave it out",
+    ),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),
     "validate tsak.yaml": ("cannot read tsak.yaml", "did you mean `task.yaml`?"),
@@ -84,17 +103,29 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "validate files/binary.yaml": ("files/binary.yaml:2", "UTF-8"),
     "validate files/deep.yaml": ("files/deep.yaml", "nested too deeply", "remove brackets"),
     "validate files/empty.yaml": ("files/empty.yaml:1", "found nothing", "key: value"),
-    "validate files/list.yaml": ("files/list.yaml:1", "found no section", "a config is made of `key: value` lines"),
+    "validate files/list.yaml": (
+        "files/list.yaml:1",
+        "found no section",
+        "a config is made of `key: value` lines",
+    ),
     # overrides
     "validate task.yaml learner.stepz=5": ("learner.stepz", "unknown key", "did you mean `steps`?"),
     "validate task.yaml --learner.stepz=5": ("learner.stepz", "unknown key", "did you mean `steps`?"),
     "validate task.yaml +learner.stepz=5": ("learner.stepz", "unknown key", "did you mean `steps`?"),
     "validate task.yaml --learner.steps five": ("learner.steps", "found 'five'", "a whole number >= 1"),
-    "validate task.yaml --learner.steps": ("override `--learner.steps`", "found no value", "write for example"),
+    "validate task.yaml --learner.steps": (
+        "override `--learner.steps`",
+        "found no value",
+        "write for example",
+    ),
     "validate task.yaml +learner.steps": ("override `+learner.steps`", "found no value", "write for example"),
     "validate task.yaml learner.steps=": ("learner.steps", "found nothing", "a whole number >= 1"),
     "validate task.yaml steps=5": ("steps", "unknown key", "did you mean `learner.steps`?"),
-    "validate task.yaml ~data.train=1": ("override `~data.train=1`", "found no `key.path=value`", "write for example"),
+    "validate task.yaml ~data.train=1": (
+        "override `~data.train=1`",
+        "found no `key.path=value`",
+        "write for example",
+    ),
     "validate task.yaml =5": ("override `=5`", "found no `key.path=value`"),
     "validate task.yaml learner.steps=[": ("learner.steps=[", "is no YAML", "check"),
     # runs
@@ -104,13 +135,20 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "down nowhere": ("no run found at nowhere", "give the directory"),
     "audit nowhere": ("no run found at nowhere", "give the directory"),
     "export nowhere --to x": ("no run found at nowhere", "give the directory"),
-    "analyze reward/mean": ("no run found at reward/mean", "name the run before it: `asyncrl analyze RUN reward/mean`"),
+    "analyze reward/mean": (
+        "no run found at reward/mean",
+        "name the run before it: `asyncrl analyze RUN reward/mean`",
+    ),
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
     "eval model": ("model is a model, not a run", "asyncrl eval model FILE"),
     "generator": ("no run found at runs", "give the directory"),
     # places that cannot be written
     "up task.yaml run.root=task.yaml": ("task.yaml/mine", "Not a directory", "run.root=DIRECTORY"),
-    "up task.yaml run.root=/proc/nowhere": ("/proc/nowhere", "No such file or directory", "run.root=DIRECTORY"),
+    "up task.yaml run.root=/proc/nowhere": (
+        "/proc/nowhere",
+        "No such file or directory",
+        "run.root=DIRECTORY",
+    ),
     "up task.yaml run.root=/dev/full": ("/dev/full/mine", "Not a directory", "run.root=DIRECTORY"),
 }
 
@@ -119,10 +157,16 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "task.yaml").write_text(GOOD)
-    (tmp_path / "score.py").write_text("def right(prompt, response, answer):\n    return float(answer in response)\n")
+    (tmp_path / "score.py").write_text(
+        "def right(prompt, response, answer):\n    return float(answer in response)\n"
+    )
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     (tmp_path / "model").mkdir()
-    for name, content in (("config.json", '{"num_attention_heads": 4}'), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+    for name, content in (
+        ("config.json", '{"num_attention_heads": 4}'),
+        ("tokenizer.json", "{}"),
+        ("model.safetensors", ""),
+    ):
         (tmp_path / "model" / name).write_text(content)
     files = tmp_path / "files"
     files.mkdir()
@@ -137,7 +181,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def typed(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+def typed(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[object]:
     """Type a line: (exit status, what it said)."""
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("COLUMNS", "200")
@@ -159,7 +205,9 @@ def test_a_mistake_is_a_message(line, typed, project):
         (project / "runs" / "old" / "config.yaml").unlink()
     status, out, said = typed(line)
     assert status == 2, said
-    assert "Traceback" not in said + out and bool(out) == (not line), "only help, which nobody asked for, is no error message"
+    assert "Traceback" not in said + out and bool(out) == (not line), (
+        "only help, which nobody asked for, is no error message"
+    )
     for words in MISTAKES[line]:
         assert words in said + out
     if line:
@@ -216,10 +264,12 @@ def test_a_fault_of_ours_is_told_from_a_mistake(typed, monkeypatch):
     monkeypatch.setattr("asyncrl.preflight.validate.validated_config", break_)
     status, _, said = typed("validate task.yaml")
     assert status == 1 and "Traceback" in said, "whoever mends it needs the place"
-    assert said.endswith("asyncrl is at fault, not you: ZeroDivisionError. Please report it with the lines above\n")
+    assert said.endswith(
+        "asyncrl is at fault, not you: ZeroDivisionError. Please report it with the lines above\n"
+    )
 
 
-# --- with a real process: its pipes, signals and imports ------------------------------------------------------------
+# --- with a real process: its pipes, signals and imports ------------------------------------------
 
 
 def test_a_reader_that_leaves_has_what_it_wanted(project):
@@ -241,10 +291,13 @@ def test_output_that_cannot_be_written_or_is_closed(project):
 def test_ctrl_c_at_any_moment_is_quiet(project):
     """From the first line of ours on: before it, Python itself is being set up."""
     slow = (
-        "import asyncrl.cli.main as ours, sys; print('begun', flush=True); sys.argv[1:] = ['validate', 'task.yaml']; ours.main()"
+        "import asyncrl.cli.main as ours, sys; print('begun', flush=True); sys.argv[1:] = ['validate', "
+        "'task.yaml']; ours.main()"
     )
     for wait_s in (0.02, 0.05, 0.1, 0.2, 0.3, 0.4):
-        process = subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         time.sleep(wait_s)
         process.send_signal(signal.SIGINT)

@@ -15,11 +15,19 @@ from asyncrl.run.directory import RunDirectory
 from tests.support.run_page import Page
 
 
-def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: dict[int, float] | None = None) -> Path:
+def make_run(
+    directory: Path, rewards: list[float], config: dict, *, accuracy: dict[int, float] | None = None
+) -> Path:
     (directory / "metrics").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [
-        {"step": step, "time": 1000.0 + 60 * step, "time/step": 2.0, "reward/mean": reward, "idle/learner": 0.5}
+        {
+            "step": step,
+            "time": 1000.0 + 60 * step,
+            "time/step": 2.0,
+            "reward/mean": reward,
+            "idle/learner": 0.5,
+        }
         for step, reward in enumerate(rewards, start=1)
     ]
     rows += [{"step": step, "time": 1e6, "eval/accuracy": value} for step, value in (accuracy or {}).items()]
@@ -32,7 +40,10 @@ def make_run(directory: Path, rewards: list[float], config: dict, *, accuracy: d
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     same = {"learner": {"steps": 30}, "batch": {"groups": 8}}
-    first = same | {"run": {"name": "a", "root": "x"}, "algorithm": {"advantage": {"name": "grpo"}, "filters": []}}
+    first = same | {
+        "run": {"name": "a", "root": "x"},
+        "algorithm": {"advantage": {"name": "grpo"}, "filters": []},
+    }
     second = same | {
         "run": {"name": "b", "root": "y"},
         "algorithm": {"advantage": {"name": "rloo", "k": 1}, "filters": ["[red]"]},
@@ -54,7 +65,11 @@ def test_results_are_the_first_best_and_last_of_each_run(runs: list[Path]) -> No
     assert a["eval/accuracy, first"] == "0.1 (step 0)" and a["eval/accuracy, last"] == "0.5 (step 30)"
     assert a["eval/accuracy, best"] == "0.7 (step 10)", "the first of equals"
     assert a["reward/mean, last tenth"] == f"{(27 + 28 + 29) / 3 / 30:.3g}"
-    assert b["eval/accuracy, best"] == "-" and b["reward/mean, best"] == "0.9 (step 2)" and b["reward/mean, last tenth"] == "0.4"
+    assert (
+        b["eval/accuracy, best"] == "-"
+        and b["reward/mean, best"] == "0.9 (step 2)"
+        and b["reward/mean, last tenth"] == "0.4"
+    )
     assert a["step"] == "30 of 30" and b["step"] == "3 of 30" and a["idle/learner, mean"] == "0.5"
 
 

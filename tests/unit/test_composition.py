@@ -1,7 +1,9 @@
-"""From groups to gradients, whole: plan, masks, packing, ranks, counts, coefficients, losses, against loops over single tokens.
+"""From groups to gradients, whole: plan, masks, packing, ranks, counts, coefficients, losses, against loops
+over single tokens.
 
-The parts have tests of their own. Here a trainer without a model calls the losses that it is given on one parameter per token,
-adds up gradients over micro-batches and ranks, and takes the step. The oracle has no micro-batches, no ranks and no tensors.
+The parts have tests of their own. Here a trainer without a model calls the losses that it is given on one
+parameter per token, adds up gradients over micro-batches and ranks, and takes the step. The oracle has no
+micro-batches, no ranks and no tensors.
 """
 
 import json
@@ -33,18 +35,24 @@ Flat = dict[int, float]
 
 
 def groups() -> list[Group]:
-    """The second minibatch has more tokens. At version 5 one sequence is too old whole and others in part, at 6 more of them."""
+    """The second minibatch has more tokens. At version 5 one sequence is too old whole and others in part, at
+    6 more of them."""
     batch = Batch()
     batch.group(batch.rollout(1.0, [5, 5, 5]), batch.rollout(0.0, [1, 4, 5, 5, 5], tools=[4]))
     batch.group(batch.rollout(2.0, [2, 1]), batch.rollout(0.0, [5]))
-    batch.group(batch.rollout(0.5, [3, 3, 4, 4, 4, 5, 5], tools=[0, 1, 3]), batch.rollout(0.25, [4] * 8, finish="length"))
+    batch.group(
+        batch.rollout(0.5, [3, 3, 4, 4, 4, 5, 5], tools=[0, 1, 3]),
+        batch.rollout(0.25, [4] * 8, finish="length"),
+    )
     batch.group(batch.rollout(3.0, [4, 4, 5, 5, 5, 5, 5], tools=[3]), batch.rollout(1.0, [5] * 6))
     return batch.groups
 
 
 def initial(seed: int, low: float, high: float) -> Flat:
     draw = np.random.default_rng(seed)
-    tokens = [int(token) for group in groups() for rollout in group.rollouts for token in rollout.response_ids]
+    tokens = [
+        int(token) for group in groups() for rollout in group.rollouts for token in rollout.response_ids
+    ]
     return {token: float(draw.uniform(low, high)) for token in tokens}
 
 
@@ -88,8 +96,15 @@ class SummingTrainer:
         return self._meeting.gather(self.rank, value)
 
     def measure(self, microbatches, columns):
-        known = {"logprobs_T": self.model.logprobs, "values_T": self.model.values, "reference_logprobs_T": REFERENCE}
-        return [{name: torch.tensor([known[name][t] for t in one.target_T.tolist()]) for name in columns} for one in microbatches]
+        known = {
+            "logprobs_T": self.model.logprobs,
+            "values_T": self.model.values,
+            "reference_logprobs_T": REFERENCE,
+        }
+        return [
+            {name: torch.tensor([known[name][t] for t in one.target_T.tolist()]) for name in columns}
+            for one in microbatches
+        ]
 
     def step(self, microbatches, loss):
         return self._step(microbatches, loss, self.model.logprobs, self.model.entropies)
@@ -105,14 +120,22 @@ class SummingTrainer:
             if not tokens:
                 continue
             self.microbatches += 1
-            leaves = [torch.tensor([flat[t] for t in tokens], dtype=torch.float64, requires_grad=True) for flat in parameters]
+            leaves = [
+                torch.tensor([flat[t] for t in tokens], dtype=torch.float64, requires_grad=True)
+                for flat in parameters
+            ]
             result = loss(one, *leaves)
             result.loss.backward()
             sums = merge([sums, result.metrics])
             for gradient, leaf in zip(gradients, leaves, strict=True):
-                gradient |= zip(tokens, [0.0] * len(tokens) if leaf.grad is None else leaf.grad.tolist(), strict=True)
+                gradient |= zip(
+                    tokens, [0.0] * len(tokens) if leaf.grad is None else leaf.grad.tolist(), strict=True
+                )
         parts = [json.loads(part) for part in self.gather(json.dumps([sums, gradients]).encode())]
-        whole = tuple({int(t): slope for _, found in parts for t, slope in found[i].items()} for i in range(len(parameters)))
+        whole = tuple(
+            {int(t): slope for _, found in parts for t, slope in found[i].items()}
+            for i in range(len(parameters))
+        )
         for flat, gradient in zip(parameters, whole, strict=True):
             self.model.descend(flat, gradient)
         metrics = merge(part for part, _ in parts)
@@ -120,8 +143,11 @@ class SummingTrainer:
         return StepResult(metrics=metrics, grad_norm=1.0, lr=LR)
 
 
-def trained(config: dict[str, Any], batch: dict[str, int], ranks: int, budget: int) -> tuple[list[Done], float, int]:
-    """Two batches, one after the other: the optimizer steps, the KL coefficient at the end, micro-batches of all ranks."""
+def trained(
+    config: dict[str, Any], batch: dict[str, int], ranks: int, budget: int
+) -> tuple[list[Done], float, int]:
+    """Two batches, one after the other: the optimizer steps, the KL coefficient at the end, micro-batches of
+    all ranks."""
     trainers = [SummingTrainer(meeting, rank) for meeting in [Meeting(ranks)] for rank in range(ranks)]
     coefficients: dict[int, float] = {}
 
@@ -208,7 +234,10 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
     """Advantages and returns: reward minus the mean of the group, or generalised advantage estimation."""
     in_reward = config.get("kl", {}).get("placement") == "reward"
     for group in batch:
-        paid = [[-beta * (model.logprobs[t] - REFERENCE[t]) if in_reward else 0.0 for t in row.tokens] for row in group]
+        paid = [
+            [-beta * (model.logprobs[t] - REFERENCE[t]) if in_reward else 0.0 for t in row.tokens]
+            for row in group
+        ]
         totals = [row.reward + sum(tokens) for row, tokens in zip(group, paid, strict=True)]
         for row, total, tokens in zip(group, totals, paid, strict=True):
             row.advantages = [total - sum(totals) / len(totals)] * len(row.tokens)
@@ -217,7 +246,10 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
                 rewards = [*tokens[:-1], tokens[-1] + row.reward]
                 values = [model.values[t] for t in row.tokens]
                 after = values[-1] if config["advantage"].get("bootstrap") and row.cut else 0.0
-                deltas = [r + gamma * v - now for r, v, now in zip(rewards, [*values[1:], after], values, strict=True)]
+                deltas = [
+                    r + gamma * v - now
+                    for r, v, now in zip(rewards, [*values[1:], after], values, strict=True)
+                ]
                 row.advantages = discounted(deltas, gamma * lam)
                 gains = discounted(deltas, gamma * config["advantage"].get("critic_lambda", lam))
                 row.returns = [gain + value for gain, value in zip(gains, values, strict=True)]
@@ -233,7 +265,9 @@ def clamped(x: float) -> float:
 
 def weights_of(config: dict[str, Any], minibatch: list[Row], proximal: Flat) -> list[dict[int, float]]:
     """[sequence] position -> weight of its kept tokens."""
-    distances = [{i: clamped(proximal[row.tokens[i]] - row.behaviour[i]) for i in row.kept} for row in minibatch]
+    distances = [
+        {i: clamped(proximal[row.tokens[i]] - row.behaviour[i]) for i in row.kept} for row in minibatch
+    ]
     correction = config.get("correction", {})
     if correction.get("level") == "sequence":
         weights = [dict.fromkeys(ds, min(math.exp(clamped(sum(ds.values()))), CAP)) for ds in distances]
@@ -265,7 +299,9 @@ def reduction(name: str, minibatch: list[Row]) -> Iterator[tuple[Row, int, float
             yield row, position, factor
 
 
-def policy_step(config: dict[str, Any], minibatch: list[Row], model: Model, proximal: Flat, beta: float) -> tuple[Done, float]:
+def policy_step(
+    config: dict[str, Any], minibatch: list[Row], model: Model, proximal: Flat, beta: float
+) -> tuple[Done, float]:
     """The step, and the sum of the KL over its tokens."""
     loss = divergence = 0.0
     slopes, bonuses = {}, {}
@@ -314,7 +350,9 @@ def expected(config: dict[str, Any], batch: dict[str, int]) -> tuple[list[Done],
         rows = rows_of(config, version)
         estimate(config, rows, model, beta)
         size = len(rows) // number
-        minibatches = [[row for group in rows[k : k + size] for row in group] for k in range(0, len(rows), size)]
+        minibatches = [
+            [row for group in rows[k : k + size] for row in group] for k in range(0, len(rows), size)
+        ]
         old_values, start = dict(model.values), dict(model.logprobs)
         for minibatch in minibatches * epochs if config["advantage"]["name"] == "gae" else []:
             done.append(critic_step(minibatch, model, old_values))
@@ -347,11 +385,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "KL in the reward, steered": {"kl": {**KL, **IN_REWARD}},
     "critic": {"advantage": GAE},
     "KL in the loss, bias-corrected": {"kl": {**KL, "bias_corrected": True}},
-    "critic with a lambda of its own, cut answers go on": {"advantage": {**GAE, "critic_lambda": 1.0, "bootstrap": True}},
+    "critic with a lambda of its own, cut answers go on": {
+        "advantage": {**GAE, "critic_lambda": 1.0, "bootstrap": True}
+    },
     "critic, KL in the reward": {"advantage": GAE, "kl": {**KL, **IN_REWARD}},
     "overlong answers shaped": {"shaping": [{"name": "soft_overlong", **SHAPING}]},
     "truncated answers masked": {"mask_truncated": True, "kl": KL},
-    "weights normalised": {"correction": {"name": "truncate", "cap": CAP, "level": "sequence", "normalise": True}},
+    "weights normalised": {
+        "correction": {"name": "truncate", "cap": CAP, "level": "sequence", "normalise": True}
+    },
     "two criteria": {"rejections": [{"name": "reject", "high": 1.25, "level": "geometric"}]},
     **{
         f"aggregation {name}": {"aggregation": {"name": name, **params}, "kl": KL}
@@ -373,7 +415,9 @@ def assert_equal(actual: list[Done], wanted: list[Done]) -> None:
     for number, (mine, other) in enumerate(zip(actual, wanted, strict=True)):
         assert mine.loss == pytest.approx(other.loss, rel=1e-4, abs=1e-5), f"loss of optimizer step {number}"
         for gradient, right in zip(mine.gradients, other.gradients, strict=True):
-            assert gradient == pytest.approx(right, rel=1e-4, abs=1e-5), f"gradient of optimizer step {number}"
+            assert gradient == pytest.approx(right, rel=1e-4, abs=1e-5), (
+                f"gradient of optimizer step {number}"
+            )
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
@@ -400,7 +444,11 @@ def test_the_batches_have_what_can_go_wrong():
         weights = [w for ws in weights_of(BASE, rows, Model().logprobs) for w in ws.values()]
         assert min(weights) < 0.9 and weights.count(CAP) > 1
     assert any(rollout.finish_reason == "length" for group in groups() for rollout in group.rollouts)
-    assert any(len(r.response_ids) > LIMIT - 4 >= int(r.action_mask.sum()) for group in groups() for r in group.rollouts)
+    assert any(
+        len(r.response_ids) > LIMIT - 4 >= int(r.action_mask.sum())
+        for group in groups()
+        for r in group.rollouts
+    )
     config = {**BASE, **VARIANTS["two criteria"]}
     weights = [w for ws in weights_of(config, rows, Model().logprobs) for w in ws.values()]
     assert 0 < weights.count(0.0) < len(weights)

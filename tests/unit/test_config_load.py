@@ -41,14 +41,34 @@ MISTAKES = [
     ("batsh:\n  groups: 8", 7, "batsh", "did you mean `batch`?"),
     ("learner:\n  lr: 1e-6", 8, "learner.lr", "did you mean `learner.optimizer.lr`?"),
     ("num_generations: 8", 7, "num_generations", "did you mean `batch.group_size`?"),
-    ("learner:\n  optimizer:\n    lr: fast", 9, "learner.optimizer.lr", "found 'fast'; allowed is a number > 0"),
-    ("learner:\n  optimizer:\n    lr: -1e-6", 9, "learner.optimizer.lr", "found -1e-06; allowed is a number > 0"),
+    (
+        "learner:\n  optimizer:\n    lr: fast",
+        9,
+        "learner.optimizer.lr",
+        "found 'fast'; allowed is a number > 0",
+    ),
+    (
+        "learner:\n  optimizer:\n    lr: -1e-6",
+        9,
+        "learner.optimizer.lr",
+        "found -1e-06; allowed is a number > 0",
+    ),
     ("learner: {zero_stage: 4}", 7, "learner.zero_stage", "found 4; allowed is one of 0, 1, 2, 3"),
     ("batch:\n  groups: 0", 8, "batch.groups", "found 0; allowed is a whole number >= 1"),
     ("batch:\n  groups: 2.5", 8, "batch.groups", "found 2.5; allowed is a whole number >= 1"),
     ("batch:\n  groups: true", 8, "batch.groups", "found true; allowed is a whole number >= 1"),
-    ("batch:\n  minibatches: 5", 8, "batch.minibatches", "must divide into minibatches (5); use one of [1, 2, 4"),
-    ("telemetry:\n\n  wandb: offlin", 9, "telemetry.wandb", "one of off, online, offline; did you mean `offline`?"),
+    (
+        "batch:\n  minibatches: 5",
+        8,
+        "batch.minibatches",
+        "must divide into minibatches (5); use one of [1, 2, 4",
+    ),
+    (
+        "telemetry:\n\n  wandb: offlin",
+        9,
+        "telemetry.wandb",
+        "one of off, online, offline; did you mean `offline`?",
+    ),
     ("telemetry:\n  wandb: true", 8, "telemetry.wandb", "found true; allowed is one of off, online, offline"),
     ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
     ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
@@ -57,7 +77,12 @@ MISTAKES = [
     ("sampling: {stop: END}", 7, "sampling.stop", "found 'END'; allowed is a list of text"),
     ("sampling:\n  stop: [a,\n    3]", 9, "sampling.stop.1", 'allowed is text; write it in quotes: "3"'),
     ("model: {path: other}", 7, "model", "found the key twice, first at"),
-    ("weights:\n  transport: gloo\n  transport: nccl", 9, "weights.transport", "found the key twice, first at"),
+    (
+        "weights:\n  transport: gloo\n  transport: nccl",
+        9,
+        "weights.transport",
+        "found the key twice, first at",
+    ),
     ("algorithm:\n  advantage: grppo", 8, "algorithm.advantage.name", "did you mean `grpo`?"),
     ("algorithm:\n  filters: [zero_varianc]", 8, "algorithm.filters.0.name", "did you mean `zero_variance`?"),
     (
@@ -77,11 +102,31 @@ MISTAKES = [
     ("algorithm:\n  proximal: behaviour", 8, "algorithm.proximal", "set correction: none"),
     ("algorithm:\n  proximal: log_linear", 8, "algorithm.proximal", "set proximal: recompute"),
     ("algorithm:\n  kl:\n    target: 0.1", 9, "algorithm.kl.target", "set a coefficient"),
-    ("algorithm:\n  kl: {coefficient: 0.1,\n    estimator: k1}", 9, "algorithm.kl.estimator", "zero on average"),
-    ("algorithm:\n  entropy:\n    step: 0.1", 9, "algorithm.entropy.step", "set algorithm.entropy.target or drop step"),
+    (
+        "algorithm:\n  kl: {coefficient: 0.1,\n    estimator: k1}",
+        9,
+        "algorithm.kl.estimator",
+        "zero on average",
+    ),
+    (
+        "algorithm:\n  entropy:\n    step: 0.1",
+        9,
+        "algorithm.entropy.step",
+        "set algorithm.entropy.target or drop step",
+    ),
     ("critic:\n  clip: 0.2", 7, "critic", "drop the section"),
-    ("algorithm:\n  correction:\n    name: mask\n    low: 7", 10, "algorithm.correction.low", "`low` must be below `high`"),
-    ("algorithm:\n  correction:\n    name: veto\n    low: three", 10, "algorithm.correction.low", "must be a number >= 0"),
+    (
+        "algorithm:\n  correction:\n    name: mask\n    low: 7",
+        10,
+        "algorithm.correction.low",
+        "`low` must be below `high`",
+    ),
+    (
+        "algorithm:\n  correction:\n    name: veto\n    low: three",
+        10,
+        "algorithm.correction.low",
+        "must be a number >= 0",
+    ),
     (
         "algorithm:\n  filters:\n    - name: reward_range\n      low: 1\n      high: 0",
         10,
@@ -92,9 +137,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "key", "said"), MISTAKES, ids=[mistake[2] + ":" + mistake[3][:20] for mistake in MISTAKES]
+    ("text", "line", "key", "said"),
+    MISTAKES,
+    ids=[mistake[2] + ":" + mistake[3][:20] for mistake in MISTAKES],
 )
-def test_a_mistake_is_named_with_line_key_and_way_out(tmp_path: Path, text: str, line: int, key: str, said: str) -> None:
+def test_a_mistake_is_named_with_line_key_and_way_out(
+    tmp_path: Path, text: str, line: int, key: str, said: str
+) -> None:
     path = write(tmp_path, GOOD + text + "\n")
     message = complaint(path)
     (named,) = [row for row in message.splitlines() if said in row]
@@ -103,13 +152,19 @@ def test_a_mistake_is_named_with_line_key_and_way_out(tmp_path: Path, text: str,
 
 
 def test_all_mistakes_of_a_file_come_at_once_in_reading_order(tmp_path: Path) -> None:
-    texts = [text for text, _, key, _ in MISTAKES if key.split(".")[0] in ("batsh", "telemetry", "num_generations", "learner")]
+    texts = [
+        text
+        for text, _, key, _ in MISTAKES
+        if key.split(".")[0] in ("batsh", "telemetry", "num_generations", "learner")
+    ]
     chosen = [texts[0], texts[1], texts[3], texts[-2]]
     path = write(tmp_path, GOOD + "\n".join(chosen) + "\nrewards: 1\n")
     message = complaint(path, "staleness.max_lag=-1", "eval.every=never")
     lines = [int(found) for found in re.findall(r"run\.yaml:(\d+)  ", message)]
     assert len(lines) >= 4 and lines == sorted(lines)
-    assert message.index("run.yaml:") < message.index("override `staleness.max_lag=-1`  staleness.max_lag: found -1")
+    assert message.index("run.yaml:") < message.index(
+        "override `staleness.max_lag=-1`  staleness.max_lag: found -1"
+    )
     assert "override `eval.every=never`  eval.every: found 'never'; allowed is a whole number >= 1" in message
     assert message.startswith(f"{len(message.splitlines()) - 1} problems in {path}")
 
@@ -134,7 +189,10 @@ def test_what_is_no_yaml_is_said_with_its_line(tmp_path: Path, text: str, line: 
 def test_missing_sections_and_keys_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {}\nreward:\n  functions: []\nrun: {name: a}\n")
     message = complaint(path)
-    assert f"{path}:1  model.path: found nothing; it is needed: A Hugging Face directory or hub name; add `path: ...`" in message
+    assert (
+        f"{path}:1  model.path: found nothing; it is needed: A Hugging Face directory or hub name; add "
+        "`path: ...`" in message
+    )
     assert f"{path}  data: found nothing; it is needed: Source of the prompts; add `data: ...`" in message
     assert f"{path}:3  reward.functions: found []; allowed is a list of at least 1" in message
 
@@ -146,7 +204,8 @@ def test_missing_file_is_said(tmp_path: Path) -> None:
 def test_scalars_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        GOOD.replace("some/model", "on") + "learner: {optimizer: {lr: 1e-6, eps: 1E-10}, steps: 010}\ntelemetry: {wandb: off}\n"
+        GOOD.replace("some/model", "on")
+        + "learner: {optimizer: {lr: 1e-6, eps: 1E-10}, steps: 010}\ntelemetry: {wandb: off}\n"
         "sampling: {stop: [no, 12:30, 2026-01-01, 1_000, '7']}\nbatch: {groups: 0x10}\n",
     )
     config = load_config(path)
@@ -174,7 +233,10 @@ def test_later_overrides_win_and_reach_into_lists_and_choices(tmp_path: Path) ->
     )
     assert config.batch.groups == 16
     assert config.reward.functions[0].weight == 2.0
-    assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("truncate", {"cap": 3.0})
+    assert (config.algorithm.correction.name, config.algorithm.correction.params) == (
+        "truncate",
+        {"cap": 3.0},
+    )
     assert config.sampling.stop == ("a", "b")
     assert config.data.eval == "x=y.jsonl"
     assert config.staleness.window_groups is None
@@ -184,7 +246,9 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "algorithm: {correction: {name: truncate, cap: 3.0}}\n")
     assert load_config(path, ["algorithm.correction=veto"]).algorithm.correction.params == {}
     assert load_config(path, ["algorithm.correction.name=veto"]).algorithm.correction.params == {}
-    assert load_config(path, ["algorithm.correction.name=truncate"]).algorithm.correction.params == {"cap": 3.0}
+    assert load_config(path, ["algorithm.correction.name=truncate"]).algorithm.correction.params == {
+        "cap": 3.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -212,12 +276,18 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
 
 def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:
     (tmp_path / "presets").mkdir()
-    write(tmp_path, "batch: {groups: 4, group_size: 2}\nalgorithm: {correction: {name: truncate, cap: 5.0}}\n", "presets/a.yaml")
+    write(
+        tmp_path,
+        "batch: {groups: 4, group_size: 2}\nalgorithm: {correction: {name: truncate, cap: 5.0}}\n",
+        "presets/a.yaml",
+    )
     write(tmp_path, "batch: {groups: 6}\nalgorithm: {correction: {name: veto}}\n", "presets/b.yaml")
     config = load_config(write(tmp_path, "extends: [presets/a.yaml, presets/b.yaml]\n" + GOOD))
     assert (config.batch.groups, config.batch.group_size) == (6, 2)
     assert (config.algorithm.correction.name, config.algorithm.correction.params) == ("veto", {})
-    config = load_config(write(tmp_path, "extends: presets/a.yaml\n" + GOOD + "algorithm: {correction: {cap: 2.0}}\n"))
+    config = load_config(
+        write(tmp_path, "extends: presets/a.yaml\n" + GOOD + "algorithm: {correction: {cap: 2.0}}\n")
+    )
     assert config.algorithm.correction.params == {"cap": 2.0}
     write(tmp_path, "batch: {groups: 4,\n  gruop_size: 2}\n", "presets/a.yaml")
     message = complaint(write(tmp_path, "extends: presets/a.yaml\n" + GOOD))
@@ -235,17 +305,37 @@ def test_extends_that_cannot_work_is_said(tmp_path: Path) -> None:
 
 
 def test_an_anchor_that_holds_itself_ends(tmp_path: Path) -> None:
-    assert "found an anchor that holds itself" in complaint(write(tmp_path, GOOD + "batch: &a {groups: *a}\n"))
+    assert "found an anchor that holds itself" in complaint(
+        write(tmp_path, GOOD + "batch: &a {groups: *a}\n")
+    )
 
 
 def test_aliases_of_aliases_do_not_fill_the_memory(tmp_path):
     levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 12))
-    assert "makes the config longer than 100000 values" in complaint(write(tmp_path, GOOD + "l0: &l0 [1]\n" + levels))
+    assert "makes the config longer than 100000 values" in complaint(
+        write(tmp_path, GOOD + "l0: &l0 [1]\n" + levels)
+    )
 
 
 words = st.text(min_size=1, max_size=12).filter(lambda text: max(text) < "\ud800" or min(text) > "\udfff")
 tricky = st.sampled_from(
-    ["off", "1e-6", "null", "~", "0x1F", "12:30", "yes", "=", "<<", "- a", "#x", "a: b", "\x00\x1b[31m", "\x85", ""]
+    [
+        "off",
+        "1e-6",
+        "null",
+        "~",
+        "0x1F",
+        "12:30",
+        "yes",
+        "=",
+        "<<",
+        "- a",
+        "#x",
+        "a: b",
+        "\x00\x1b[31m",
+        "\x85",
+        "",
+    ]
 )
 configs = st.builds(
     lambda name, text, stop, lr, lag, cap, groups: Config.model_validate(
@@ -284,15 +374,23 @@ def test_what_is_dumped_loads_back_equal(tmp_path_factory: pytest.TempPathFactor
 
 def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
-    same = [
-        "generator.count=7",
-        "telemetry.wandb=offline",
-        "learner.optimizer.lr=1",
-        "run.root=x",
+    same = ["generator.count=7", "telemetry.wandb=offline", "learner.optimizer.lr=1", "run.root=x"]
+    other = [
+        "run.seed=1",
+        "batch.group_size=4",
+        "sampling.temperature=0.5",
+        "model.dtype=float32",
+        "data.shuffle=false",
     ]
-    other = ["run.seed=1", "batch.group_size=4", "sampling.temperature=0.5", "model.dtype=float32", "data.shuffle=false"]
-    other += ["reward.functions.0.weight=2", "staleness.max_lag=1", "weights.transport=disk", "eval.samples=1", "eval.prompts=3"]
-    other += ["learner.steps=9", "eval.every=3"]  # generators tell from them which weights a round of evaluation needs
+    other += [
+        "reward.functions.0.weight=2",
+        "staleness.max_lag=1",
+        "weights.transport=disk",
+        "eval.samples=1",
+        "eval.prompts=3",
+    ]
+    # Generators tell from them which weights a round of evaluation needs.
+    other += ["learner.steps=9", "eval.every=3"]
     other += ["algorithm.advantage=remax"]  # generators sample greedy responses for it
     same += ["algorithm.advantage=rloo"]
     base = config_hash(load_config(path))
@@ -306,7 +404,9 @@ def make_model(directory: Path, **settings: object) -> Path:
     import json
 
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "num_attention_heads": 6, **settings}))
+    (directory / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 128, "num_attention_heads": 6, **settings})
+    )
     (directory / "tokenizer.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(b"")
     return directory
@@ -333,7 +433,11 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
     for override, said in mistakes.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             validated_config(path, [*fits, override])
-    for name, said in {"tokenizer.json": "no tokenizer", "model.safetensors": "no weights", "config.json": "cannot read"}.items():
+    for name, said in {
+        "tokenizer.json": "no tokenizer",
+        "model.safetensors": "no weights",
+        "config.json": "cannot read",
+    }.items():
         content = (tmp_path / "model" / name).read_bytes()
         (tmp_path / "model" / name).unlink()
         with pytest.raises(ConfigError, match=said):
@@ -342,7 +446,8 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("tracker", "on"), [("tensorboard", "true"), ("trackio", "true"), ("wandb", "online"), ("wandb", "offline")]
+    ("tracker", "on"),
+    [("tensorboard", "true"), ("trackio", "true"), ("wandb", "online"), ("wandb", "offline")],
 )
 def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, on: str
@@ -352,7 +457,10 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
     path = write(tmp_path, GOOD)
     validated_config(path, fits)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = f"telemetry.{tracker}: is {on}, but {tracker} is not installed; pip install 'asyncrl[{tracker}]', or set it to"
+    said = (
+        f"telemetry.{tracker}: is {on}, but {tracker} is not installed; pip install 'asyncrl[{tracker}]', "
+        "or set it to"
+    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         validated_config(path, fits)
 
@@ -366,5 +474,7 @@ def test_reading_a_config_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    code = "import asyncrl.config.load, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import asyncrl.config.load, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""The JSON schema for editors accepts what the program accepts, as far as a schema can, and marks what it refuses."""
+"""The JSON schema for editors accepts what the program accepts, as far as a schema can, and marks what it
+refuses."""
 
 import json
 import re
@@ -18,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 SCHEMA = json.loads((ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8"))
 EDITOR = jsonschema.Draft202012Validator(SCHEMA)
-MINIMAL = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+MINIMAL = (
+    "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+)
 
 
 def plain(text: str) -> Any:
@@ -90,7 +93,26 @@ def test_planted_mistakes_are_marked_by_both(text, tmp_path):
         load_config(tmp_path / "run.yaml")
 
 
-VALUES = [None, True, False, -1, 0, 0.5, 1, 1.5, 2, 7, "none", "group", "token", "text", [], {}, {"a": 1.0}, {"a": "b"}]
+VALUES = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    0.5,
+    1,
+    1.5,
+    2,
+    7,
+    "none",
+    "group",
+    "token",
+    "text",
+    [],
+    {},
+    {"a": 1.0},
+    {"a": "b"},
+]
 
 
 @pytest.mark.parametrize("kind", registry.KINDS)

@@ -49,10 +49,16 @@ def test_window_and_lag_bound_follow_their_formulas(
 def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     with pytest.raises(ValidationError) as caught:
         config(
-            batch={"group_size": 1}, eval={"samples": 2}, data={"train": "t", "system": "s"}, learner={"tokens_per_microbatch": 9}
+            batch={"group_size": 1},
+            eval={"samples": 2},
+            data={"train": "t", "system": "s"},
+            learner={"tokens_per_microbatch": 9},
         )
     text = str(caught.value)
-    assert all(key in text for key in ("batch.group_size", "eval.samples", "data.system", "learner.tokens_per_microbatch"))
+    assert all(
+        key in text
+        for key in ("batch.group_size", "eval.samples", "data.system", "learner.tokens_per_microbatch")
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,8 +66,14 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     [
         ({"control": {"heartbeat_s": 10}}, "use timeout_s >= 30 or a shorter heartbeat"),
         ({"telemetry": {"prometheus_port": 65534}}, "use one <= 65533, or 0 for any free ones"),
-        ({"learner": {"steps": 2**53 + 1}}, "learner.steps is 9007199254740993; allowed is at most 9007199254740992"),
-        ({"control": {"bind": "tcp://10.0.0.1:65536"}}, "control.bind names port 65536; allowed is 1 to 65535"),
+        (
+            {"learner": {"steps": 2**53 + 1}},
+            "learner.steps is 9007199254740993; allowed is at most 9007199254740992",
+        ),
+        (
+            {"control": {"bind": "tcp://10.0.0.1:65536"}},
+            "control.bind names port 65536; allowed is 1 to 65535",
+        ),
         ({"store": {"bind": "tcp://10.0.0.1:0"}}, "store.bind names port 0; allowed is 1 to 65535"),
         ({"sampling": {"temperature": 0.001}}, "greater than or equal to 0.01"),
         ({"sampling": {"stop": ["END", ""]}}, "sampling.stop holds an empty text"),
@@ -88,7 +100,10 @@ def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() 
     with pytest.raises(ValidationError) as caught:
         config(**parts, store={"max_gib": needed_gib - 0.001})
     text = str(caught.value)
-    assert all(part in text for part in ("3456 groups", "of up to 0.537 MiB", "50 that the oldest", "set store.max_gib: 2"))
+    assert all(
+        part in text
+        for part in ("3456 groups", "of up to 0.537 MiB", "50 that the oldest", "set store.max_gib: 2")
+    )
     parts["learner"]["steps"] = 10  # a short run never holds more than all of its steps
     assert config(**parts, store={"max_gib": 0.5})
 
@@ -118,21 +133,30 @@ KL = {"coefficient": 0.1}
 RULES: list[tuple[dict[str, Any], str | None]] = [
     # (parts, what must be said; None: allowed)
     ({"batch": {"group_size": 1}, **algorithm(advantage="gdpo")}, "compares rollouts of one group"),
-    ({"batch": {"group_size": 1}, **algorithm(advantage="optimal_token_baseline")}, "compares rollouts of one group"),
+    (
+        {"batch": {"group_size": 1}, **algorithm(advantage="optimal_token_baseline")},
+        "compares rollouts of one group",
+    ),
     ({"batch": {"group_size": 1}, **algorithm(advantage="gae")}, None),
     ({"batch": {"group_size": 1}, **algorithm(advantage="remax")}, None),
     (algorithm(proximal="behaviour"), "every weight would be 1; set correction: none"),
     (algorithm(proximal="behaviour", correction="mine:f"), "set correction: none"),
     (algorithm(proximal="behaviour") | FRESH, "set correction: none"),
     (algorithm(**BYPASS), None),
-    (algorithm(**BYPASS, policy_loss="reinforce"), "has no ratio: nothing corrects tokens that are up to 4 steps old"),
+    (
+        algorithm(**BYPASS, policy_loss="reinforce"),
+        "has no ratio: nothing corrects tokens that are up to 4 steps old",
+    ),
     (algorithm(**BYPASS, policy_loss="gpg"), "has no ratio"),
     (algorithm(**BYPASS, policy_loss="reinforce") | FRESH, None),
     (algorithm(**BYPASS, policy_loss="truncated_reinforce"), None),
     (algorithm(**BYPASS, policy_loss="mine:f"), None),
     (algorithm(correction="none"), "leaves the age of tokens (up to 4 steps"),
     (algorithm(correction="none", policy_loss="reinforce"), "set correction: truncate"),
-    (algorithm(correction="none", proximal="log_linear") | SEVERAL, "algorithm.proximal is log_linear, whose loss leaves"),
+    (
+        algorithm(correction="none", proximal="log_linear") | SEVERAL,
+        "algorithm.proximal is log_linear, whose loss leaves",
+    ),
     (algorithm(correction="none") | FRESH, None),
     (algorithm(correction="none", policy_loss="mine:f"), None),
     (algorithm(rejections=["truncate"]), "has `truncate`, which rejects nothing; take mask, reject or veto"),
@@ -157,22 +181,40 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(proximal="log_linear") | SEVERAL | FRESH, "is the behaviour policy itself"),
     (algorithm(proximal="log_linear") | SEVERAL, None),
     (algorithm(proximal="log_linear") | {"batch": {"epochs": 2}}, None),
-    (algorithm(kl={"placement": "reward"}), "algorithm.kl.placement is reward, but algorithm.kl.coefficient is 0"),
+    (
+        algorithm(kl={"placement": "reward"}),
+        "algorithm.kl.placement is reward, but algorithm.kl.coefficient is 0",
+    ),
     (algorithm(kl={"target": 0.1}), "algorithm.kl.target is 0.1, but algorithm.kl.coefficient is 0"),
-    (algorithm(kl={"reference_decay": 0.9}), "algorithm.kl.reference_decay is 0.9, but algorithm.kl.coefficient is 0"),
+    (
+        algorithm(kl={"reference_decay": 0.9}),
+        "algorithm.kl.reference_decay is 0.9, but algorithm.kl.coefficient is 0",
+    ),
     (algorithm(kl=KL | {"horizon": 5}), "algorithm.kl.horizon is set"),
     (algorithm(kl=KL | {"horizon": 5, "target": 0.1, "reference_decay": 0.9}), None),
     (algorithm(kl=KL | {"estimator": "k1"}), "zero on average; allowed there are k2, k3"),
     (algorithm(kl={"estimator": "k1"}), None),
     (algorithm(kl=KL | {"estimator": "k1", "bias_corrected": True}), None),
-    (algorithm(kl={"bias_corrected": True}), "algorithm.kl.bias_corrected is True, but algorithm.kl.coefficient is 0"),
+    (
+        algorithm(kl={"bias_corrected": True}),
+        "algorithm.kl.bias_corrected is True, but algorithm.kl.coefficient is 0",
+    ),
     (algorithm(kl=KL | {"bias_corrected": True, "placement": "reward"}), "where the KL has no gradient"),
     (algorithm(kl=KL | {"bias_corrected": True, "estimator": "k3+"}), "needs the estimator's own; set k3"),
     (algorithm(kl=KL | {"placement": "reward", "estimator": "abs+"}), "set abs"),
     *[(algorithm(kl=KL | {"estimator": name}), None) for name in ("k2", "k3", "abs", "k1+", "k3+")],
-    (algorithm(kl=KL | {"estimator": "k3+", "placement": "reward"}), "the reward uses the value only; set k3"),
-    (algorithm(kl=KL | {"estimator": "k1+", "placement": "reward"}), "the reward uses the value only; set k1"),
-    *[(algorithm(kl=KL | {"estimator": name, "placement": "reward"}), None) for name in ("k1", "k2", "k3", "abs")],
+    (
+        algorithm(kl=KL | {"estimator": "k3+", "placement": "reward"}),
+        "the reward uses the value only; set k3",
+    ),
+    (
+        algorithm(kl=KL | {"estimator": "k1+", "placement": "reward"}),
+        "the reward uses the value only; set k1",
+    ),
+    *[
+        (algorithm(kl=KL | {"estimator": name, "placement": "reward"}), None)
+        for name in ("k1", "k2", "k3", "abs")
+    ],
     (algorithm(entropy={"step": 0.1}), "algorithm.entropy.step is set"),
     (algorithm(entropy={"maximum": 0.1}), "algorithm.entropy.maximum is set"),
     (algorithm(entropy={"target": 0.5, "coefficient": 2.0}), "allowed is 0 to 1.0 (maximum)"),
@@ -188,9 +230,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(correction={"name": "reject", "high": 0.9}), "set it above 1"),
     (algorithm(correction={"name": "reject", "high": 0.01, "divergence": "k3"}), None),
     (algorithm(correction={"name": "reject", "high": 1.01}), None),
-    (algorithm(advantage="gdpo", shaping=[{"name": "soft_overlong", "buffer_tokens": 4}]), "make it a reward function"),
+    (
+        algorithm(advantage="gdpo", shaping=[{"name": "soft_overlong", "buffer_tokens": 4}]),
+        "make it a reward function",
+    ),
     (algorithm(advantage="gdpo", kl=KL | {"placement": "reward", "estimator": "k1"}), "set placement: loss"),
-    (algorithm(advantage={"name": "gdpo", "weights": {"other": 1}}), "names other; the parts of the reward are exact_match"),
+    (
+        algorithm(advantage={"name": "gdpo", "weights": {"other": 1}}),
+        "names other; the parts of the reward are exact_match",
+    ),
     (algorithm(advantage={"name": "gdpo", "weights": {"exact_match": 1}}), None),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
@@ -198,7 +246,9 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("parts", "said"), RULES, ids=[str(parts) for parts, _ in RULES])
-def test_parts_that_do_not_go_together_are_refused_with_a_way_out(parts: dict[str, Any], said: str | None) -> None:
+def test_parts_that_do_not_go_together_are_refused_with_a_way_out(
+    parts: dict[str, Any], said: str | None
+) -> None:
     if said is None:
         config(**parts)
         return
@@ -227,7 +277,11 @@ def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> N
         logprobs_T=torch.full((4,), -1.0),
         sum_squared_probs_T=torch.full((4,), 0.5),
     )
-    silent = {name for name in registry.names("advantage") if not registry.resolve("advantage", name, {})(rewards).any()}
+    silent = {
+        name
+        for name in registry.names("advantage")
+        if not registry.resolve("advantage", name, {})(rewards).any()
+    }
     assert silent == GROUP_ADVANTAGES
 
 
@@ -236,7 +290,10 @@ def test_reward_parts_need_different_names() -> None:
     with pytest.raises(ValidationError, match="different names"):
         config(reward={"functions": functions})
     functions[1]["name"] = "g"
-    assert [function.part for function in config(reward={"functions": functions}).reward.functions] == ["f", "g"]
+    assert [function.part for function in config(reward={"functions": functions}).reward.functions] == [
+        "f",
+        "g",
+    ]
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -266,10 +323,15 @@ def test_every_choice_of_the_schema_is_checked_by_the_registry() -> None:
     lists = {("algorithm", key) for key, schema in algorithm.items() if "Choice" in str(schema.get("items"))}
     assert found | {("algorithm", "kl", "estimator")} == set(CHOICES)
     assert lists == set(CHOICE_LISTS)
-    assert describe(schema_at(("learner", "optimizer", "betas"))) == "a list of 2: a number from 0 to 1, a number from 0 to 1"
+    assert (
+        describe(schema_at(("learner", "optimizer", "betas")))
+        == "a list of 2: a number from 0 to 1, a number from 0 to 1"
+    )
 
 
-@pytest.mark.parametrize("url", ["redis://:hunter2@host", "redis://me:hunter2@host/1", "rediss://host?password=hunter2"])
+@pytest.mark.parametrize(
+    "url", ["redis://:hunter2@host", "redis://me:hunter2@host/1", "rediss://host?password=hunter2"]
+)
 def test_a_password_in_the_stores_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(store={"url": url})
@@ -281,7 +343,15 @@ def test_a_password_in_the_stores_url_is_refused_and_not_repeated(url: str) -> N
 
 
 LOOPBACK = ["127.0.0.1", "127.3.2.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "127.1"]
-ELSEWHERE = ["10.1.2.3", "host", "localhost.evil.example", "[fe80::1]", "127.0.0.1.example", "::ffff:10.0.0.1", "128.0.0.1"]
+ELSEWHERE = [
+    "10.1.2.3",
+    "host",
+    "localhost.evil.example",
+    "[fe80::1]",
+    "127.0.0.1.example",
+    "::ffff:10.0.0.1",
+    "128.0.0.1",
+]
 EVERYWHERE = ["0.0.0.0", "*", "[::]", "", "0", "0x0", "[::ffff:0.0.0.0]", "[0:0:0:0:0:0:0:0]", "000.0.0.0"]
 
 
@@ -316,7 +386,12 @@ def test_a_store_on_another_host_is_guarded_or_said_to_be_open(url: str, why: st
 
 
 @pytest.mark.parametrize(
-    "url", [*(f"redis://{host}:6379/0" for host in LOOPBACK), "unix:///a.sock", "rediss://host?ssl_cert_reqs=required"]
+    "url",
+    [
+        *(f"redis://{host}:6379/0" for host in LOOPBACK),
+        "unix:///a.sock",
+        "rediss://host?ssl_cert_reqs=required",
+    ],
 )
 def test_a_store_of_this_machine_or_behind_tls_needs_nothing_said(url: str) -> None:
     assert config(store={"url": url}).store.url == url
@@ -327,7 +402,12 @@ def test_a_store_on_another_host_needs_a_password(monkeypatch: pytest.MonkeyPatc
     far = config(store={"url": "rediss://learner@host"}).store
     with pytest.raises(RunError, match=r"ASYNCRL_STORE_PASSWORD holds no password.*store\.insecure: true"):
         require_password(far)
-    for fine in ({"url": "unix:///a.sock"}, {"url": "redis://127.0.0.1"}, {"url": "redis://host", "insecure": True}, {}):
+    for fine in (
+        {"url": "unix:///a.sock"},
+        {"url": "redis://127.0.0.1"},
+        {"url": "redis://host", "insecure": True},
+        {},
+    ):
         require_password(config(store=fine).store)
     monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", "x")
     require_password(far)

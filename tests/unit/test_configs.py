@@ -1,4 +1,5 @@
-"""Every config that we ship loads, every preset combines with a run, and the reasons in their comments hold."""
+"""Every config that we ship loads, every preset combines with a run, and the reasons in their comments
+hold."""
 
 import re
 from pathlib import Path
@@ -19,10 +20,16 @@ SHARED = {
         "data.train=../shared/data/story_words/train.jsonl",
         "data.eval=../shared/data/story_words/test.jsonl",
     ],
-    "gsm8k-smollm2-135m-cpu": ["data.train=../shared/data/gsm8k/train.jsonl", "data.eval=../shared/data/gsm8k/test.jsonl"],
+    "gsm8k-smollm2-135m-cpu": [
+        "data.train=../shared/data/gsm8k/train.jsonl",
+        "data.eval=../shared/data/gsm8k/test.jsonl",
+    ],
 }
 """What a reader makes or fetches, where it lies next to this repository."""
-MINIMAL = "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: gsm8k}]}\n"
+MINIMAL = (
+    "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: "
+    "gsm8k}]}\n"
+)
 
 
 def test_there_are_configs():
@@ -51,10 +58,12 @@ def test_every_preset_combines_with_a_run(path, tmp_path):
     config = load_config(tmp_path / "run.yaml")
     plain = load_config(_write(tmp_path / "plain.yaml", MINIMAL))
     # It speaks of the algorithm, its critic and the optimizer steps per batch; all else is the run's.
-    batch = plain.batch.model_copy(update={"minibatches": config.batch.minibatches, "epochs": config.batch.epochs})
-    assert config.model_copy(update={"algorithm": plain.algorithm, "critic": plain.critic}) == plain.model_copy(
-        update={"batch": batch}
+    batch = plain.batch.model_copy(
+        update={"minibatches": config.batch.minibatches, "epochs": config.batch.epochs}
     )
+    assert config.model_copy(
+        update={"algorithm": plain.algorithm, "critic": plain.critic}
+    ) == plain.model_copy(update={"batch": batch})
     assert config.algorithm != plain.algorithm or config.batch != plain.batch
     # Both norms and buffers are about the response limit; they must fit the default one.
     for choice in (config.algorithm.aggregation, *config.algorithm.shaping):
@@ -73,7 +82,8 @@ def test_every_preset_says_where_it_comes_from_and_what_it_is_made_of(path):
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_ratio_that_is_to_be_clipped_can_leave_one(path, tmp_path):
-    """With one optimizer step per batch and the proximal policy recomputed, each ratio is 1: all ratio losses are one."""
+    """With one optimizer step per batch and the proximal policy recomputed, each ratio is 1: all ratio losses
+    are one."""
     config = load_config(_write(tmp_path / "run.yaml", f"extends: {path}\n{MINIMAL}"))
     steps = config.batch.minibatches * config.batch.epochs
     if path.stem in ONE_STEP:
@@ -86,7 +96,9 @@ ONE_STEP = {"reinforce", "rloo", "remax", "opo", "gpg", "grpo", "dr_grpo", "grpo
 """Without a ratio, or about the advantage: there PPO's loss is the policy gradient with weights."""
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("stories")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.stem.startswith("stories")], ids=lambda path: path.stem
+)
 def test_configs_of_present_models_fit_their_files(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(path, SHARED[path.stem])

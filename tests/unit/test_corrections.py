@@ -23,7 +23,10 @@ def log_ratios(case: Case) -> Rows:
     batch = case.batch
     found: Rows = [[] for _ in range(batch.num_sequences)]
     for s, to, of in zip(
-        batch.sequence_T.tolist(), batch.anchor_logprobs_T.tolist(), batch.behaviour_logprobs_T.tolist(), strict=True
+        batch.sequence_T.tolist(),
+        batch.anchor_logprobs_T.tolist(),
+        batch.behaviour_logprobs_T.tolist(),
+        strict=True,
     ):
         found[s].append(max(-20.0, min(20.0, to - of)))
     return found
@@ -34,7 +37,9 @@ def at_level(rows: Rows, level: str, function: Callable[[float], float] = math.e
     if level == "token":
         return [[function(x) for x in row] for row in rows]
     return [
-        [function(max(-20.0, min(20.0, sum(row) / (max(1, len(row)) if level == "geometric" else 1))))] * len(row) for row in rows
+        [function(max(-20.0, min(20.0, sum(row) / (max(1, len(row)) if level == "geometric" else 1))))]
+        * len(row)
+        for row in rows
     ]
 
 
@@ -42,7 +47,10 @@ def spread(rows: Rows, level: str, function: Callable[[float], float]) -> Rows:
     """A divergence of each token, summed or averaged over the sequence."""
     if level == "token":
         return [[function(x) for x in row] for row in rows]
-    return [[sum(map(function, row)) / (max(1, len(row)) if level == "geometric" else 1)] * len(row) for row in rows]
+    return [
+        [sum(map(function, row)) / (max(1, len(row)) if level == "geometric" else 1)] * len(row)
+        for row in rows
+    ]
 
 
 def none(rows: Rows) -> tuple[Rows, Rows]:
@@ -61,7 +69,9 @@ def truncate(
     return normalised(weights, level) if normalise else weights, none(rows)[1]
 
 
-def mask(rows: Rows, level: str = "token", low: float = 0.5, high: float = 5.0, normalise: bool = False) -> tuple[Rows, Rows]:
+def mask(
+    rows: Rows, level: str = "token", low: float = 0.5, high: float = 5.0, normalise: bool = False
+) -> tuple[Rows, Rows]:
     ratios = at_level(rows, level)
     keep = [[low <= r <= high for r in row] for row in ratios]
     weights = [[r * k for r, k in zip(*pair, strict=True)] for pair in zip(ratios, keep, strict=True)]
@@ -84,22 +94,31 @@ def reject(
     return kept_weights, [[d <= high for d in row] for row in spread(rows, level, function)]
 
 
-def reject_probabilities(case: Case, high: float, divergence: str, level: str = "sequence") -> tuple[Rows, Rows]:
+def reject_probabilities(
+    case: Case, high: float, divergence: str, level: str = "sequence"
+) -> tuple[Rows, Rows]:
     """Of the sampled token against all others; weights 1."""
     batch = case.batch
     moved: Rows = [[] for _ in range(batch.num_sequences)]
     for s, to, of in zip(
-        batch.sequence_T.tolist(), batch.anchor_logprobs_T.tolist(), batch.behaviour_logprobs_T.tolist(), strict=True
+        batch.sequence_T.tolist(),
+        batch.anchor_logprobs_T.tolist(),
+        batch.behaviour_logprobs_T.tolist(),
+        strict=True,
     ):
         p, q = math.exp(to), math.exp(of)
-        moved[s].append(abs(p - q) if divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)))
+        moved[s].append(
+            abs(p - q) if divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        )
     keep = [[d <= high for d in row] for row in spread(moved, level, lambda d: d)]
     return none(moved)[0], keep
 
 
 def veto(rows: Rows, low: float = 1e-4, high: float = 1e4, cap: float = 2.0) -> tuple[Rows, Rows]:
     ratios = at_level(rows, "token")
-    return truncate(rows, "token", cap)[0], [[all(low <= r <= high for r in row)] * len(row) for row in ratios]
+    return truncate(rows, "token", cap)[0], [
+        [all(low <= r <= high for r in row)] * len(row) for row in ratios
+    ]
 
 
 LEVELS = ["token", "sequence", "geometric"]
@@ -116,7 +135,11 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("reject", reject, {"high": 1.3}),
     ("reject", reject, {"high": 1.5, "low": 0.9, "weights": "none"}),
     ("reject", reject, {"high": 1.5, "low": 0.9, "weights": "sequence", "cap": 1.2}),
-    *[("reject", reject, {"high": 0.3, "divergence": d, "level": level}) for d in ("k2", "k3") for level in LEVELS],
+    *[
+        ("reject", reject, {"high": 0.3, "divergence": d, "level": level})
+        for d in ("k2", "k3")
+        for level in LEVELS
+    ],
     ("veto", veto, {}),
     ("veto", veto, {"low": 0.4, "high": 3.0, "cap": 1.1}),
 ]
@@ -176,7 +199,8 @@ def batch_of(behaviour: list[float], proximal: list[float], lengths: list[int] |
 @pytest.mark.parametrize(("length", "count", "gap"), [(16_384, 2, 0.01), (400, 4, 0.3)])
 @pytest.mark.parametrize("name", ["truncate", "mask"])
 def test_long_answers_have_finite_normalised_weights(name, length, count, gap):
-    """Ordinary data: a product over thousands of tokens underflows float32 long before any single ratio is far from 1."""
+    """Ordinary data: a product over thousands of tokens underflows float32 long before any single ratio is
+    far from 1."""
     tokens = length * count
     batch = batch_of([-1.0] * tokens, [-1.0 - gap] * tokens, [length] * count)
     weights_T = correct(name, {"level": "sequence", "normalise": True}, batch).weights_T
@@ -184,7 +208,9 @@ def test_long_answers_have_finite_normalised_weights(name, length, count, gap):
     assert weights_T.tolist() == [1.0 if name == "truncate" else 0.0] * tokens
 
 
-@pytest.mark.parametrize(("name", "params"), [("truncate", {"cap": 1e-60}), ("mask", {"low": 30.0, "high": 40.0})])
+@pytest.mark.parametrize(
+    ("name", "params"), [("truncate", {"cap": 1e-60}), ("mask", {"low": 30.0, "high": 40.0})]
+)
 def test_a_step_without_any_weight_keeps_zeros(name, params):
     batch = batch_of([-1.0, -2.0], [-1.5, -1.5])
     assert correct(name, {**params, "normalise": True}, batch).weights_T.tolist() == [0.0, 0.0]
@@ -202,13 +228,18 @@ def test_normalised_weights_of_a_step_do_not_depend_on_how_it_was_cut(name, leve
     step = pick(case, order).batch
     correction = registry.resolve("correction", name, params)
     parts = [correction(pick(case, [index]).batch, step=step) for index in order]
-    torch.testing.assert_close(torch.cat([part.weights_T for part in parts]), correct(name, params, step).weights_T)
+    torch.testing.assert_close(
+        torch.cat([part.weights_T for part in parts]), correct(name, params, step).weights_T
+    )
 
 
 def test_further_rejections_keep_the_weights_of_the_first():
     case = make_case(11, lengths=[20, 20, 20, 20])
     first = correct("truncate", {"cap": 1.2}, case.batch)
-    others = [correct("mask", {"low": 0.6, "high": 1.6}, case.batch), correct("veto", {"low": 0.3, "high": 4.0}, case.batch)]
+    others = [
+        correct("mask", {"low": 0.6, "high": 1.6}, case.batch),
+        correct("veto", {"low": 0.3, "high": 4.0}, case.batch),
+    ]
     both = combined(first, others)
     keep_T = others[0].keep_T & others[1].keep_T
     assert 0 < keep_T.sum() < min(int(other.keep_T.sum()) for other in others)
@@ -221,7 +252,9 @@ def test_further_rejections_keep_the_weights_of_the_first():
 def test_truncated_tokens_are_counted_on_both_sides():
     case = make_case(1, lengths=[30])
     for params in ({"cap": 1.3}, {"cap": 1.3, "floor": 0.9}):
-        expected = sum(math.exp(x) > 1.3 or math.exp(x) < params.get("floor", 0.0) for x in log_ratios(case)[0])
+        expected = sum(
+            math.exp(x) > 1.3 or math.exp(x) < params.get("floor", 0.0) for x in log_ratios(case)[0]
+        )
         assert 0 < expected < 30
         assert correct("truncate", params, case.batch).metrics["truncated"] == expected
 
@@ -281,7 +314,12 @@ def test_bounds_are_inclusive():
         proximal_logprobs_T=ratio_T.log(),
         advantages_T=torch.ones(4),
     )
-    assert correct("mask", {"low": 0.5 - 1e-9, "high": 2.0 + 1e-9}, batch).keep_T.tolist() == [True, False, True, False]
+    assert correct("mask", {"low": 0.5 - 1e-9, "high": 2.0 + 1e-9}, batch).keep_T.tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_every_registered_correction_is_tested_here():

@@ -27,7 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def critic_of(model: Path, *, dtype: str = "float32", gradient_checkpointing: bool = False) -> ValueModule:
     """With a head so large that values differ visibly."""
-    critic = load_critic(ModelConfig(path=str(model), dtype=dtype), CPU, gradient_checkpointing=gradient_checkpointing)
+    critic = load_critic(
+        ModelConfig(path=str(model), dtype=dtype), CPU, gradient_checkpointing=gradient_checkpointing
+    )
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
     torch.nn.init.constant_(critic.head.bias, 0.3)
     return critic
@@ -58,8 +60,11 @@ def test_values_are_the_head_on_a_stock_backbone_one_position_before_each_action
     for one in sequences:
         ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
         for r in np.flatnonzero(one.keep):
-            state = ids[: len(one.prompt_ids) + int(r)]  # ends with the token before the action: the action is not there at all
-            expected.append(stock(input_ids=state[None]).last_hidden_state[0, -1] @ critic.head.weight[0] + 0.3)
+            # Ends with the token before the action: the action is not there at all.
+            state = ids[: len(one.prompt_ids) + int(r)]
+            expected.append(
+                stock(input_ids=state[None]).last_hidden_state[0, -1] @ critic.head.weight[0] + 0.3
+            )
     values_T = run(critic, microbatch(sequences, CPU))
     torch.testing.assert_close(values_T, torch.stack(expected), atol=1e-5, rtol=0)
 
@@ -96,7 +101,9 @@ def test_packed_equals_one_by_one_in_values_and_gradients(model: Path, checkpoin
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_critic_starts_as_the_policys_backbone_with_small_values_that_every_process_draws_alike(model: Path) -> None:
+def test_the_critic_starts_as_the_policys_backbone_with_small_values_that_every_process_draws_alike(
+    model: Path,
+) -> None:
     config = ModelConfig(path=str(model), dtype="float32")
     torch.manual_seed(1)
     critic = load_critic(config, CPU)
@@ -104,7 +111,9 @@ def test_the_critic_starts_as_the_policys_backbone_with_small_values_that_every_
     again = load_critic(config, CPU)
     backbone = dict(load_policy(config, CPU).model.base_model.named_parameters())
     assert backbone.keys() == dict(critic.backbone.named_parameters()).keys()
-    assert all(torch.equal(parameter, backbone[name]) for name, parameter in critic.backbone.named_parameters())
+    assert all(
+        torch.equal(parameter, backbone[name]) for name, parameter in critic.backbone.named_parameters()
+    )
     assert torch.equal(critic.head.weight, again.head.weight)
     values_T = run(critic, microbatch(random_sequences(SHAPES), CPU))
     assert 0 < values_T.abs().mean() < 0.5 and values_T.std() > 0

@@ -78,7 +78,12 @@ def test_with_64_generators_those_in_trouble_are_shown_and_all_counted(tmp_path:
 
 
 @settings(max_examples=40, deadline=None)
-@given(width=st.integers(40, 220), height=st.integers(5, 70) | st.none(), steps=st.integers(0, 12), generators=st.integers(0, 20))
+@given(
+    width=st.integers(40, 220),
+    height=st.integers(5, 70) | st.none(),
+    steps=st.integers(0, 12),
+    generators=st.integers(0, 20),
+)
 def test_it_fits_every_terminal(
     tmp_path_factory: pytest.TempPathFactory, width: int, height: int | None, steps: int, generators: int
 ) -> None:
@@ -134,7 +139,9 @@ def test_a_rollout_without_a_number_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("height", [2, 3, 4, 40])
-def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(tmp_path: Path, height: int) -> None:
+def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(
+    tmp_path: Path, height: int
+) -> None:
     lines = [line.plain for line in sample_lines(SyntheticRun(tmp_path).sample(0), 60, height)]
     assert len(lines) <= height and max(map(cell_len, lines)) <= 60
     assert lines[-1].endswith("…") == (height < 40)
@@ -145,11 +152,15 @@ def test_a_rollout_takes_no_more_lines_than_it_may_and_says_when_it_is_cut(tmp_p
 @pytest.mark.parametrize("width", [0, 1, 4, 19])
 def test_a_terminal_that_is_too_narrow_gets_its_lines_all_the_same(tmp_path: Path, width: int) -> None:
     assert picture(read_state(run_with(tmp_path, steps=3).directory), width, 40)
-    assert [line.plain for line in sample_lines(SyntheticRun(tmp_path).sample(0), width, 3)][1].startswith("  ? ")
+    assert [line.plain for line in sample_lines(SyntheticRun(tmp_path).sample(0), width, 3)][1].startswith(
+        "  ? "
+    )
     assert curve("reward/mean", ((0, 1.0), (1, 2.0)), width=width, height=8, style="cyan")
 
 
-def test_the_end_of_a_run_shows_what_was_asked_also_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_run_shows_what_was_asked_also_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_with(tmp_path, steps=3)
     run.learner.samples([replace(run.sample(0), kind="eval")])
     show_result(RunDirectory(run.directory), finished=True)
@@ -195,22 +206,36 @@ def test_missing_ids_are_not_hidden(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=1)
     status = run.status()
     assert status.audit
-    write_status(run.directory / "status.json", replace(status, audit=replace(status.audit, done=status.audit.done - 2)))
+    write_status(
+        run.directory / "status.json",
+        replace(status, audit=replace(status.audit, done=status.audit.done - 2)),
+    )
     assert "2 missing" in "\n".join(picture(read_state(run.directory), 80, 24))
 
 
 def state_with(
-    learner: float | None, generators: float | None, paused: float | None = 0.0, *, count: int = 0, queued: float = 0.0
+    learner: float | None,
+    generators: float | None,
+    paused: float | None = 0.0,
+    *,
+    count: int = 0,
+    queued: float = 0.0,
 ) -> DashboardState:
     history = History()
     if learner is not None:
         for step in (1, 2, 3):
             history.add({"step": step, "idle/learner": learner, "staleness/in_queue": queued})
     members = tuple(
-        MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={}) for index in range(count)
+        MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
+        for index in range(count)
     )
     return DashboardState(
-        run="a", now=0.0, history=history, idle_generators=generators, paused_generators=paused, members=members
+        run="a",
+        now=0.0,
+        history=history,
+        idle_generators=generators,
+        paused_generators=paused,
+        members=members,
     )
 
 
@@ -218,25 +243,43 @@ def state_with(
     ("state", "said"),
     [
         # 2 busy generators make 39 % of what the learner could take: 2 * 0.98 / 0.39 = 5.03
-        (state_with(0.61, 0.02, count=2), "learner waits 61% of the time: add 4 generators (asyncrl scale generators=+4)"),
+        (
+            state_with(0.61, 0.02, count=2),
+            "learner waits 61% of the time: add 4 generators (asyncrl scale generators=+4)",
+        ),
         (state_with(0.5, 0.0, count=4), "add 4 generators (asyncrl scale generators=+4)"),  # 4 / 0.5
-        (state_with(0.4, 0.25, count=4), "add 1 generator (asyncrl scale generators=+1)"),  # 4 * 0.75 / 0.6 = 5
+        # 4 * 0.75 / 0.6 = 5.
+        (state_with(0.4, 0.25, count=4), "add 1 generator (asyncrl scale generators=+1)"),
         (state_with(0.95, 0.0, count=2), "far too few; begin with generators=+6"),  # 40
         (state_with(1.0, 0.0, count=64), "begin with generators=+192"),
         (state_with(0.9, None), "add generators"),
         # the learner is always busy: half of 8 would do
-        (state_with(0.0, 0.5, count=8), "generators wait 50% of the time: 4 of 8 would do, or add learner.ranks"),
+        (
+            state_with(0.0, 0.5, count=8),
+            "generators wait 50% of the time: 4 of 8 would do, or add learner.ranks",
+        ),
         (state_with(0.05, 0.55, count=2), "1 of 2 would do"),  # 2 * 0.45 / 0.95 = 0.95
         (state_with(0.0, 0.4, count=1), "generators wait 40% of the time: add learner.ranks"),
-        (state_with(0.5, 0.5, count=2), "learner waits 50%, generators 50%: raise staleness.max_lag or window_groups"),
-        (state_with(0.1, 0.1, 0.4, count=2), "generators stand still 40% for weight updates: train larger batches"),
-        (state_with(0.02, 0.1, count=4, queued=2.3), "rollouts wait 2.3 steps in the queue: lower staleness.max_lag by 2"),
+        (
+            state_with(0.5, 0.5, count=2),
+            "learner waits 50%, generators 50%: raise staleness.max_lag or window_groups",
+        ),
+        (
+            state_with(0.1, 0.1, 0.4, count=2),
+            "generators stand still 40% for weight updates: train larger batches",
+        ),
+        (
+            state_with(0.02, 0.1, count=4, queued=2.3),
+            "rollouts wait 2.3 steps in the queue: lower staleness.max_lag by 2",
+        ),
         (state_with(0.2, 0.1, count=4, queued=2.3), "balanced"),
         (state_with(0.02, 0.1, count=4, queued=0.9), "balanced"),
         (state_with(None, None), "no step yet"),
     ],
 )
-def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(state: DashboardState, said: str) -> None:
+def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(
+    state: DashboardState, said: str
+) -> None:
     sentence = bottleneck(state)
     assert said in sentence and len(sentence) <= 78
 
@@ -258,14 +301,20 @@ def test_of_many_generators_the_worst_are_shown_and_all_are_summed_up(tmp_path: 
     status = run.status()
     odd = {9: {"state": "dirty"}, 41: {"silent_s": 40.0}, 50: {"version": 2}}
     well: dict[str, Any] = {"state": "sampling", "version": 5, "silent_s": 0.0}
-    members = tuple(replace(member, **{**well, **odd.get(index, {})}) for index, member in enumerate(status.members))
+    members = tuple(
+        replace(member, **{**well, **odd.get(index, {})}) for index, member in enumerate(status.members)
+    )
     write_status(run.directory / "status.json", replace(status, members=members))
     lines = picture(read_state(run.directory), width, 24)
     head = next(index for index, line in enumerate(lines) if line.startswith("worst of all"))
     rows = [line.split()[0] for line in lines[head + 1 : head + 4]]
     assert set(rows[:2]) == {"g9", "g41"} and rows[2] == "g50"
     summary = next(line for line in lines if line.startswith("all 64: "))
-    assert "1 silent, 1 dirty, 63 sampling, at most 3 behind" in summary and "tok/s" in summary and "…" not in summary
+    assert (
+        "1 silent, 1 dirty, 63 sampling, at most 3 behind" in summary
+        and "tok/s" in summary
+        and "…" not in summary
+    )
     assert max(map(cell_len, lines)) <= width and len(lines) == 24
 
 
@@ -305,10 +354,14 @@ def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path
 def test_the_time_left_is_steps_left_at_the_recent_speed() -> None:
     history = History()
     for step in range(1, 31):
-        history.add({"step": step, "time": 100.0 * step if step < 10 else 900.0 + 2.0 * (step - 9), "time/step": 2.0})
+        history.add(
+            {"step": step, "time": 100.0 * step if step < 10 else 900.0 + 2.0 * (step - 9), "time/step": 2.0}
+        )
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 30, 130, [], 0.0
-    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).eta_s == pytest.approx(200.0)
+    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).eta_s == pytest.approx(
+        200.0
+    )
 
 
 def test_before_the_first_status_generators_are_known_by_their_files(tmp_path: Path) -> None:
@@ -325,7 +378,11 @@ def test_a_member_shows_what_its_heartbeat_says_over_what_its_file_says(tmp_path
     run = run_with(tmp_path, steps=2, generators=1)
     status = replace(
         run.status(),
-        members=(MemberStatus(generator_id="g0", state="sampling", version=2, silent_s=0.0, metrics={"tokens_per_s": 9.0}),),
+        members=(
+            MemberStatus(
+                generator_id="g0", state="sampling", version=2, silent_s=0.0, metrics={"tokens_per_s": 9.0}
+            ),
+        ),
     )
     write_status(run.directory / "status.json", status)
     (member,) = read_state(run.directory).members
@@ -342,7 +399,15 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
     run.advance()
     reporter.show(reader.read())
     assert [line.split("  ")[0] for line in written] == [f"step {step}/400" for step in range(1, 6)]
-    for figure in ("reward ", "lag 1.31 max 4", "gen 1208", "lrn 1,380", "idle lrn 12% gen 40%", "5.12 s", "left"):
+    for figure in (
+        "reward ",
+        "lag 1.31 max 4",
+        "gen 1208",
+        "lrn 1,380",
+        "idle lrn 12% gen 40%",
+        "5.12 s",
+        "left",
+    ):
         assert figure in written[-1]
     assert all("\n" not in line and len(line) < 200 for line in written)
 
@@ -350,7 +415,13 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
 def log_line(directory: Path, process: str, level: str, text: str, at: float, **more: object) -> None:
     (directory / "logs").mkdir(exist_ok=True)
     time_ = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    record = {"time": time_, "level": level, "process": process, "logger": "asyncrl.generator", "event": text} | more
+    record = {
+        "time": time_,
+        "level": level,
+        "process": process,
+        "logger": "asyncrl.generator",
+        "event": text,
+    } | more
     with (directory / "logs" / f"{process}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 
@@ -367,11 +438,19 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     log_line(run.directory, "g0", "info", "starting the engine", now)
     log_line(run.directory, "g0", "warning", "version 7 was not received: \x1b[2J no", now)
     log_line(run.directory, "g0", "warning", "a library complains", now, logger="vllm.core")
-    log_line(run.directory, "learner", "error", "ended by an error", now + 1, exception="Traceback\n  line\nValueError: bad")
+    log_line(
+        run.directory,
+        "learner",
+        "error",
+        "ended by an error",
+        now + 1,
+        exception="Traceback\n  line\nValueError: bad",
+    )
     log_line(run.directory, "learner", "error", "rank 1 says the same", now + 1, rank=1)
     log_line(run.directory, "supervisor", "warning", "is on the console already", now + 1)
     reporter.show(reader.read())
-    log_line(run.directory, "g0", "warning", "version 8 was not received: \x1b[2J no", now + 2)  # the same, within a minute
+    # The same, within a minute.
+    log_line(run.directory, "g0", "warning", "version 8 was not received: \x1b[2J no", now + 2)
     reporter.show(reader.read())
     assert [line for line in written if line.startswith("!")] == [
         "! g0: version 7 was not received: ␛[2J no",
@@ -389,19 +468,26 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     log_line(tmp_path, "g0", "info", "starting the engine", now, logger="__main__")
     for second in range(31):
         reporter.show(replace(reader.read(), now=now + second))
-    assert written == ["no step yet: waiting for the learner (loading the model)"] * 3, "every ten seconds, before the first step"
+    assert written == ["no step yet: waiting for the learner (loading the model)"] * 3, (
+        "every ten seconds, before the first step"
+    )
     run = SyntheticRun(tmp_path, generators=0)
     run.started_at = now
     write_status(tmp_path / "status.json", run.status())
     for second in range(31, 42):
         reporter.show(replace(reader.read(), now=now + second))
-    assert written[3:] == [f"{duration(now + 36 - now)}  waiting for the first generator: g0 (starting the engine)"]
+    assert written[3:] == [
+        f"{duration(now + 36 - now)}  waiting for the first generator: g0 (starting the engine)"
+    ]
 
 
 def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=4, generators=2)
     state = read_state(run.directory)
-    assert state.status and waiting_for(state) == "waiting for the groups of step 5: 12 are ready, 64 are being sampled"
+    assert (
+        state.status
+        and waiting_for(state) == "waiting for the groups of step 5: 12 are ready, 64 are being sampled"
+    )
     dirty = tuple(replace(member, state="dirty", version=-1) for member in state.members)
     stuck = replace(state, members=dirty, paused_generators=0.9)
     assert waiting_for(stuck) == bottleneck(stuck) != ""
@@ -436,25 +522,37 @@ def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> 
     out = io.StringIO()
     state = watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
     assert state.step == 12
-    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {step}/400" for step in range(1, 13)]
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        f"step {step}/400" for step in range(1, 13)
+    ]
     assert "held-out" in out.getvalue().splitlines()[-1]
 
 
 def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=2)
     out = io.StringIO()
-    watch(run.directory, over=lambda: True, console=Console(file=out, width=80, height=24, force_terminal=True))
+    watch(
+        run.directory, over=lambda: True, console=Console(file=out, width=80, height=24, force_terminal=True)
+    )
     assert out.getvalue().count("\x1b[?1049h") == out.getvalue().count("\x1b[?1049l") == 1
     assert "step 2/400" in out.getvalue().split("\x1b[?1049l")[1]
 
 
 def test_a_curve_shows_its_range_and_a_flat_one_is_where_it_should_be() -> None:
     lines = [
-        line.plain for line in curve("reward", tuple((step, step / 10) for step in range(1, 101)), width=60, height=9, style="")
+        line.plain
+        for line in curve(
+            "reward", tuple((step, step / 10) for step in range(1, 101)), width=60, height=9, style=""
+        )
     ]
     assert lines[0] == "reward 10" and lines[-1].split() == ["1", "100"] and len(lines) == 9
-    assert any(line.strip().startswith("10┤") for line in lines) and any(line.strip().startswith("0.1┤") for line in lines)
-    flat = [line.plain for line in curve("x", tuple((step, 0.5) for step in range(1, 50)), width=40, height=9, style="")]
+    assert any(line.strip().startswith("10┤") for line in lines) and any(
+        line.strip().startswith("0.1┤") for line in lines
+    )
+    flat = [
+        line.plain
+        for line in curve("x", tuple((step, 0.5) for step in range(1, 50)), width=40, height=9, style="")
+    ]
     (drawn,) = [line for line in flat if re.search(r"[\u2801-\u28ff]{3}", line)]
     assert drawn.strip().startswith("0.5┤")
 

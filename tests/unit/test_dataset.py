@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
 
-ROWS = [{"prompt": "12+34=", "answer": "46"}, {"prompt": "é\u2028\n", "words": ["pen", "crab"], "level": 3, "note": None}]
+ROWS = [
+    {"prompt": "12+34=", "answer": "46"},
+    {"prompt": "é\u2028\n", "words": ["pen", "crab"], "level": 3, "note": None},
+]
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
 )
 
 
@@ -29,10 +34,15 @@ def write_jsonl(path: Path, rows) -> str:
 def test_jsonl_and_json_come_back_as_written(tmp_path_factory, rows):
     directory = tmp_path_factory.mktemp("rows")
     (directory / "rows.json").write_text(json.dumps(rows))
-    jsonl, array = load_rows(write_jsonl(directory / "rows.jsonl", rows)), load_rows(str(directory / "rows.json"))
+    jsonl, array = (
+        load_rows(write_jsonl(directory / "rows.jsonl", rows)),
+        load_rows(str(directory / "rows.json")),
+    )
     assert list(jsonl) == list(array) == rows
     assert len(jsonl) == len(rows)
-    assert jsonl.fingerprint == array.fingerprint and jsonl.fingerprint.startswith(f"{len(rows)} rows with digest ")
+    assert jsonl.fingerprint == array.fingerprint and jsonl.fingerprint.startswith(
+        f"{len(rows)} rows with digest "
+    )
 
 
 def test_parquet_comes_back_as_written(tmp_path):
@@ -51,7 +61,9 @@ def test_parquet_comes_back_as_written(tmp_path):
 def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n   \n{"a": 2}\n\n{"a": 3\n')
-    with pytest.raises(DataError, match=r'rows.jsonl:6: not JSON .*found `{"a": 3`; every line must be one JSON object'):
+    with pytest.raises(
+        DataError, match=r'rows.jsonl:6: not JSON .*found `{"a": 3`; every line must be one JSON object'
+    ):
         load_rows(str(path))
     path.write_text('\n{"a": 1}\r\n\n{"a": 2}')
     assert list(load_rows(str(path))) == [{"a": 1}, {"a": 2}]
@@ -62,8 +74,16 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
 
     rows = [{"a": 1, "b": "\ud83d"}, {"a": 2, "b": object()}]
     assert Rows(rows, "x").fingerprint == Rows([rows[0], {"a": 2, "b": object()}], "y").fingerprint
-    assert Rows([{"a": 1}], "x").fingerprint == "1 rows with digest c4cb53ce0f4efd04", "it is stored, so it may never change"
-    changed = [[*rows, rows[0]], rows[::-1], rows[:1], [rows[0], {**rows[1], "a": 3}], [{"a": 1, "c": "\ud83d"}, rows[1]]]
+    assert Rows([{"a": 1}], "x").fingerprint == "1 rows with digest c4cb53ce0f4efd04", (
+        "it is stored, so it may never change"
+    )
+    changed = [
+        [*rows, rows[0]],
+        rows[::-1],
+        rows[:1],
+        [rows[0], {**rows[1], "a": 3}],
+        [{"a": 1, "c": "\ud83d"}, rows[1]],
+    ]
     assert len({Rows(each, "x").fingerprint for each in [rows, *changed]}) == 6
 
 
@@ -72,7 +92,11 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
     [
         ("a.jsonl", b"[1, 2]\n", r"a.jsonl:1: found a JSON list, `\[1, 2\]`; a row is an object"),
         ("a.jsonl", b'{"a": 1}\n"text"\n', r"a.jsonl:2: found a JSON str"),
-        ("a.jsonl", b'{"a": "\xff"}\n', r"a.jsonl:1: found bytes that are not UTF-8 text; .* save the file as UTF-8"),
+        (
+            "a.jsonl",
+            b'{"a": "\xff"}\n',
+            r"a.jsonl:1: found bytes that are not UTF-8 text; .* save the file as UTF-8",
+        ),
         ("a.json", b'{"a": "\xff"}\n', r"a.json: found bytes that are not UTF-8"),
         ("a.jsonl", b"{}\n" + b"[" * 99999 + b"\n", r"a.jsonl:2: not JSON \(maximum recursion depth"),
         ("a.jsonl", b"\n\n", r"a.jsonl holds no rows"),
@@ -98,7 +122,8 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source):
 def test_a_hub_dataset_needs_the_package_and_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        DataError, match=r"openai/gsm8k is not .* needs the package `datasets`; run: pip install 'asyncrl\[data\]'"
+        DataError,
+        match=r"openai/gsm8k is not .* needs the package `datasets`; run: pip install 'asyncrl\[data\]'",
     ):
         load_rows("openai/gsm8k")
 
@@ -119,7 +144,8 @@ def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real data in ../shared/data")
 @pytest.mark.parametrize(
-    ("name", "rows"), [("gsm8k/train.jsonl", 7473), ("story_words/test.jsonl", 120), ("svamp/SVAMP.json", 1000)]
+    ("name", "rows"),
+    [("gsm8k/train.jsonl", 7473), ("story_words/test.jsonl", 120), ("svamp/SVAMP.json", 1000)],
 )
 def test_real_files_are_read_completely(name, rows):
     assert len(load_rows(str(SHARED / name))) == rows

@@ -26,7 +26,10 @@ asyncrl.errors.EngineError: vLLM did not start with model 'm' on cpu: Engine cor
         ("Traceback\nValueError: no\n", "ValueError: no"),
         ("a.b.CError: one\nDError: two\nmore noise\n", "DError: two"),
         ("\x1b[31mRuntimeError: red\x1b[0m\n", "RuntimeError: red"),
-        ("2026-01-01 00:00:00.000 ERROR   g0 v- asyncrl.launch.roles: DataError: t.jsonl:3: no\n", "DataError: t.jsonl:3: no"),
+        (
+            "2026-01-01 00:00:00.000 ERROR   g0 v- asyncrl.launch.roles: DataError: t.jsonl:3: no\n",
+            "DataError: t.jsonl:3: no",
+        ),
         ("Error: a word\n", "Error: a word"),
         ("KError: " + "x" * 1000, "KError: " + "x" * 392),
     ],
@@ -37,8 +40,8 @@ def test_the_last_error_is_the_cause(text, words):
 
 def test_an_error_that_points_back_is_told_with_the_first():
     assert last_error(VLLM) == (
-        "EngineError: vLLM did not start with model 'm' on cpu: Engine core initialization failed. See root cause above. "
-        "(first: InductorError: InvalidCxxCompiler: No working C++)"
+        "EngineError: vLLM did not start with model 'm' on cpu: Engine core initialization failed. See "
+        "root cause above. (first: InductorError: InvalidCxxCompiler: No working C++)"
     )
 
 

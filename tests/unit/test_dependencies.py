@@ -1,4 +1,5 @@
-"""What the package imports is what pyproject.toml declares, and what not every run needs is asked for only where it is used."""
+"""What the package imports is what pyproject.toml declares, and what not every run needs is asked for only
+where it is used."""
 
 import ast
 import re
@@ -38,10 +39,14 @@ OPTIONAL = {name for extra in set(EXTRAS) - {"dev", "docs", "all"} for name in n
 
 
 def foreign(path: Path) -> Iterator[tuple[str, bool]]:
-    """(distribution, whether the import runs when the module is imported) of every import of somebody else's library."""
+    """(distribution, whether the import runs when the module is imported) of every import of somebody else's
+    library."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     within = {
-        id(node) for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(part)
+        id(node)
+        for part in ast.walk(tree)
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(part)
     }
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -57,8 +62,11 @@ def foreign(path: Path) -> Iterator[tuple[str, bool]]:
 def test_every_import_is_declared_and_what_is_optional_is_imported_late(path):
     for name, early in foreign(path):
         assert name in BASE | OPTIONAL, f"{name} is in no list of pyproject.toml"
-        # vLLM comes with the extra `cpu` or `gpu`; its adapters are modules that only the process of an engine imports.
-        assert name in BASE or name == "vllm" or not early, f"{name} is imported by everybody who imports this module"
+        # vLLM comes with the extra `cpu` or `gpu`; its adapters are modules that only the process of an
+        # engine imports.
+        assert name in BASE or name == "vllm" or not early, (
+            f"{name} is imported by everybody who imports this module"
+        )
 
 
 def test_extras_that_the_messages_name_exist():
@@ -67,7 +75,11 @@ def test_extras_that_the_messages_name_exist():
         *re.findall(r"""(?:from_extra|install_command)\(["']([\w-]+)["']\)""", texts),
         *re.findall(r"asyncrl\[([a-z-]+)\]", texts),
     }
-    assert {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"} <= named <= EXTRAS.keys() | {"extra"}
+    assert (
+        {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"}
+        <= named
+        <= EXTRAS.keys() | {"extra"}
+    )
 
 
 def test_the_page_of_the_installation_has_every_extra():
@@ -80,11 +92,15 @@ def test_all_is_every_extra_but_engines_and_tools():
     assert everything.extras == EXTRAS.keys() - {"all", "cpu", "gpu", "dev", "docs"}
 
 
-@pytest.mark.parametrize("need", [lambda: render_page("a", "b", []), lambda: lines("a", {})], ids=["page", "chart"])
+@pytest.mark.parametrize(
+    "need", [lambda: render_page("a", "b", []), lambda: lines("a", {})], ids=["page", "chart"]
+)
 def test_a_report_without_plotly_names_the_extra(monkeypatch, need):
     for name in ("plotly", "plotly.offline", "plotly.graph_objects"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingLibrary, match=r"package plotly\S* is not installed; run: pip install 'asyncrl\[report\]'"):
+    with pytest.raises(
+        MissingLibrary, match=r"package plotly\S* is not installed; run: pip install 'asyncrl\[report\]'"
+    ):
         need()
 
 

@@ -1,4 +1,5 @@
-"""Dockerfile, Compose file and their README hold together: every path, command, key, version and GPU is one that exists."""
+"""Dockerfile, Compose file and their README hold together: every path, command, key, version and GPU is one
+that exists."""
 
 import os
 import re
@@ -28,7 +29,11 @@ from tests.support.compose import DEPLOY, compose, env_file, mounts, used_variab
 from tests.support.pages import commands
 
 ROOT = DEPLOY.parent
-SECRETS = {"ASYNCRL_STORE_PASSWORD": "p" * 64, "ASYNCRL_GENERATOR_PASSWORD": "q" * 64, "GRAFANA_PASSWORD": "g" * 32}
+SECRETS = {
+    "ASYNCRL_STORE_PASSWORD": "p" * 64,
+    "ASYNCRL_GENERATOR_PASSWORD": "q" * 64,
+    "GRAFANA_PASSWORD": "g" * 32,
+}
 VALUES = env_file() | SECRETS
 COMPOSE = compose(VALUES)
 SERVICES = COMPOSE["services"]
@@ -108,14 +113,18 @@ def test_commands_and_their_options_exist(name):
 def test_store_and_learner_agree(tmp_path):
     config = config_of(SERVICES["learner"]["command"])
     settings = dict(
-        line.split(" ", 1) for line in re.search(r"<<END\n(.*)END", SERVICES["store"]["command"][-1], re.DOTALL)[1].splitlines()
+        line.split(" ", 1)
+        for line in re.search(r"<<END\n(.*)END", SERVICES["store"]["command"][-1], re.DOTALL)[1].splitlines()
     )
     port = SERVICES["store"]["environment"]["STORE_PORT"]
     assert config.store.url == f"redis://{LEARNER}@{settings['bind']}:{port}/0"
     command = words(SERVICES["generators"])
     assert command[command.index("--store") + 1] == f"redis://{GENERATOR}@{settings['bind']}:{port}/0"
     assert settings["port"] == "$STORE_PORT" and "requirepass" not in settings
-    assert SERVICES["generators"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_GENERATOR_PASSWORD"]
+    assert (
+        SERVICES["generators"]["environment"]["ASYNCRL_STORE_PASSWORD"]
+        == SECRETS["ASYNCRL_GENERATOR_PASSWORD"]
+    )
     assert SERVICES["learner"]["environment"]["ASYNCRL_STORE_PASSWORD"] == SECRETS["ASYNCRL_STORE_PASSWORD"]
     assert "ASYNCRL_GENERATOR_PASSWORD" not in SERVICES["learner"]["environment"]
     assert settings["maxmemory-policy"] == "noeviction" and settings["appendfsync"] == config.store.fsync
@@ -138,7 +147,9 @@ def rows_of_the_readme() -> list[dict[str, str]]:
 def test_every_gpu_has_one_owner(row, monkeypatch):
     values = VALUES | {key: value for key, value in row.items() if value}
     services = {
-        name: service for name, service in compose(values)["services"].items() if row["COMPOSE_PROFILES"] in service["profiles"]
+        name: service
+        for name, service in compose(values)["services"].items()
+        if row["COMPOSE_PROFILES"] in service["profiles"]
     }
     if row["COMPOSE_PROFILES"] == "box":
         config = config_of(services["box"]["command"])
@@ -146,14 +157,21 @@ def test_every_gpu_has_one_owner(row, monkeypatch):
         return
     config = config_of(services["learner"]["command"])
     dealt = []
-    for service, ranks, count in (("learner", config.learner.ranks, 0), ("generators", 0, config.generator.count)):
+    for service, ranks, count in (
+        ("learner", config.learner.ranks, 0),
+        ("generators", 0, config.generator.count),
+    ):
         assert services[service]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(services[service]["environment"]["CUDA_VISIBLE_DEVICES"]))
+        monkeypatch.setenv(
+            "CUDA_VISIBLE_DEVICES", str(services[service]["environment"]["CUDA_VISIBLE_DEVICES"])
+        )
         there = gpus.count_gpus()
         if ranks:
             dealt.append(gpus.visible_devices(gpus.learner_gpus(there, ranks)))
         width = config.generator.tensor_parallel
-        dealt += [gpus.visible_devices(gpus.generator_gpus(there, i, ranks=0, width=width)) for i in range(count)]
+        dealt += [
+            gpus.visible_devices(gpus.generator_gpus(there, i, ranks=0, width=width)) for i in range(count)
+        ]
     names = [name for part in dealt for name in part.split(",")]
     assert sorted(names) == [str(index) for index in range(int(row["GPUs"]))]
     assert config.weights.transport == "auto"
@@ -192,8 +210,12 @@ def test_what_the_base_image_has_wins_over_our_pins(tmp_path):
 
 
 def test_the_image_holds_what_it_copies_and_nothing_else():
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
-    allowed = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    copied = [
+        word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()
+    ]
+    allowed = re.findall(
+        r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(copied) == sorted(allowed)
     assert all((ROOT / path).exists() for path in copied)
     assert PROJECT["readme"] in copied
@@ -224,7 +246,12 @@ def test_health_is_a_file_that_was_written_within_a_minute(tmp_path, file, servi
 
 
 def test_mounted_paths_are_there_or_made_by_the_commands_of_the_readme():
-    made = [word for command in commands(DEPLOY / "README.md") if command.program == "mkdir" for word in command.words[2:]]
+    made = [
+        word
+        for command in commands(DEPLOY / "README.md")
+        if command.program == "mkdir"
+        for word in command.words[2:]
+    ]
     for name, service in SERVICES.items():
         for source, target, _ in mounts(service):
             if source.startswith((".", "/")):
@@ -252,7 +279,10 @@ def test_generators_see_of_a_run_directory_the_key_to_join_alone():
     ]
     (option,) = [word for word in words(learner) if word.startswith("--join-key=")]
     key = Path("/work") / option.removeprefix("--join-key=")
-    assert generators["environment"]["ASYNCRL_SECRET_FILE"] == f"/join/{key.name}" and str(key.parent) == "/work/runs/join"
+    assert (
+        generators["environment"]["ASYNCRL_SECRET_FILE"] == f"/join/{key.name}"
+        and str(key.parent) == "/work/runs/join"
+    )
     assert "generators-cache" not in {mount.source for mount in mounts(learner)}
     assert not any(PROJECT_DIRECTORY.rglob(".env*")), "secrets of the other containers"
 
@@ -261,14 +291,27 @@ def test_prometheus_and_grafana_find_what_they_need():
     prometheus, grafana, project = SERVICES["prometheus"], SERVICES["grafana"], VALUES["ASYNCRL_PROJECT"]
     seen = {target: source for service in (prometheus, grafana) for source, target, _ in mounts(service)}
     scraping = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-    patterns = [pattern for one in scraping["scrape_configs"] for files in one["file_sd_configs"] for pattern in files["files"]]
+    patterns = [
+        pattern
+        for one in scraping["scrape_configs"]
+        for files in one["file_sd_configs"]
+        for pattern in files["files"]
+    ]
     written = RunDirectory(Path("runs/some")).target("learner").relative_to("runs")
     for pattern, service in zip(patterns, ("learner", "generators"), strict=True):
-        (source,) = [mount.source for mount in mounts(SERVICES[service]) if mount.target == "/work/runs"] or [f"{project}/runs"]
-        assert seen[str(Path(pattern).parent)] == f"{source}/{written.parent}", "where the service's processes write"
-    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/asyncrl.yml").read_text(encoding="utf-8"))
+        (source,) = [mount.source for mount in mounts(SERVICES[service]) if mount.target == "/work/runs"] or [
+            f"{project}/runs"
+        ]
+        assert seen[str(Path(pattern).parent)] == f"{source}/{written.parent}", (
+            "where the service's processes write"
+        )
+    provider = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/dashboards/asyncrl.yml").read_text(encoding="utf-8")
+    )
     assert provider["providers"][0]["options"]["path"] in seen
-    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8"))
+    source = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
+    )
     host, port = source["datasources"][0]["url"].removeprefix("http://").split(":")
     assert grafana["extra_hosts"] == [f"{host}:127.0.0.1"]
     assert f"--web.listen-address=127.0.0.1:{port}" in prometheus["command"]
@@ -280,7 +323,11 @@ def test_prometheus_and_grafana_find_what_they_need():
 def test_the_env_file_can_be_filled_in(tmp_path):
     """With the commands of the README, as typed."""
     shutil.copy(DEPLOY / ".env.example", tmp_path)
-    typed = [command.text for command in commands(DEPLOY / "README.md") if command.program in ("cp", "sed", "mkdir")]
+    typed = [
+        command.text
+        for command in commands(DEPLOY / "README.md")
+        if command.program in ("cp", "sed", "mkdir")
+    ]
     assert len(typed) == 4
     subprocess.run(["bash", "-ec", "\n".join(typed)], cwd=tmp_path, check=True, timeout=20)
     values = env_file(tmp_path / ".env")

@@ -18,13 +18,19 @@ GROUP = typer.main.get_command(app)
 ALL = [command for page in PAGES for command in commands(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
 OURS = [command for command in ALL if command.program == "asyncrl"]
-PLACEHOLDERS = {"FILE": "configs/quickstart.yaml", "RUN": "runs/x", "URL": "redis://127.0.0.1/0", "METRIC": "reward/mean"}
+PLACEHOLDERS = {
+    "FILE": "configs/quickstart.yaml",
+    "RUN": "runs/x",
+    "URL": "redis://127.0.0.1/0",
+    "METRIC": "reward/mean",
+}
 NOT_IN_THE_README = {"warmup", "version"}
 """A part of `make quickstart`; what every program has."""
 
 
 def parse(words: list[str]) -> None:
-    """As the command line does, without running it. Raises typer's error, or KeyError for a command that is none."""
+    """As the command line does, without running it. Raises typer's error, or KeyError for a command that is
+    none."""
     group, rest = GROUP, list(words)
     while hasattr(group, "commands"):
         group = group.commands[rest.pop(0)]
@@ -60,7 +66,8 @@ def test_scripts_modules_and_extras_exist(command):
 
 @pytest.mark.parametrize("command", OURS, ids=label)
 def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, monkeypatch):
-    """Parsed as typed, and the config that it names loads with its overrides. test_doc_commands.py runs what is quick."""
+    """Parsed as typed, and the config that it names loads with its overrides. test_doc_commands.py runs what
+    is quick."""
     rest = command.words[1:]
     if rest == ["--help"]:
         return
@@ -74,9 +81,12 @@ def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, mo
         load_config(Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
 
 
-@pytest.mark.parametrize("command", [command for command in INLINE if command.program == "asyncrl"], ids=label)
+@pytest.mark.parametrize(
+    "command", [command for command in INLINE if command.program == "asyncrl"], ids=label
+)
 def test_commands_in_a_sentence_can_be_typed(command):
-    words = [word for word in re.sub(r"[\[\]]", "", command.text).split()[1:] if word != "…"]  # [RUN], [--store URL]
+    # [RUN], [--store URL].
+    words = [word for word in re.sub(r"[\[\]]", "", command.text).split()[1:] if word != "…"]
     assert words[0] in GROUP.commands, label(command)
     if len(words) > 1:  # else the command is named, not typed
         parse([PLACEHOLDERS.get(word, word) for word in words])
@@ -84,7 +94,9 @@ def test_commands_in_a_sentence_can_be_typed(command):
 
 def test_the_readme_has_every_command():
     visible = {name for name, command in GROUP.commands.items() if not command.hidden} - NOT_IN_THE_README
-    assert {command.words[1] for command in inline_commands(ROOT / "README.md") if command.program == "asyncrl"} >= visible
+    assert {
+        command.words[1] for command in inline_commands(ROOT / "README.md") if command.program == "asyncrl"
+    } >= visible
 
 
 def messages() -> list[str]:
@@ -93,7 +105,9 @@ def messages() -> list[str]:
     for path in [*(ROOT / "asyncrl").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                found.append(
+                    "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%(\.\d)?[sdgf]", "…", node.value))
     return found
@@ -125,7 +139,8 @@ def test_keys_that_are_named_exist():
     known = {*all_paths(), *(".".join(map(str, keys)) for keys in (*CHOICES, *CHOICE_LISTS))}
     sections = {path for path in known if "." not in path}
     for page in PAGES:
-        if page.name.startswith("coming-from-"):  # half of their keys are of others; test_coming_from.py knows which
+        # Half of their keys are of others; test_coming_from.py knows which.
+        if page.name.startswith("coming-from-"):
             continue
         for name in re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", text_of(page)):
             first = name.split(".")[0]
@@ -145,8 +160,17 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
     (row,) = [ast.literal_eval(content.strip()) for language, content in blocks(page) if language == "json"]
     columns = {"answer": row["answer"]}
     right, step = (bind(load_function(f"task.py:{name}")) for name in ("right", "last_digit"))
-    for response, expected in (("46", (1.0, 1.0)), ("36", (0.0, 1.0)), ("47", (0.0, 0.0)), ("", (0.0, 0.0)), ("46x", (1.0, 1.0))):
-        assert (right(row["prompt"], response, columns)[0], step(row["prompt"], response, columns)[0]) == expected
+    for response, expected in (
+        ("46", (1.0, 1.0)),
+        ("36", (0.0, 1.0)),
+        ("47", (0.0, 0.0)),
+        ("", (0.0, 0.0)),
+        ("46x", (1.0, 1.0)),
+    ):
+        assert (
+            right(row["prompt"], response, columns)[0],
+            step(row["prompt"], response, columns)[0],
+        ) == expected
 
 
 def test_links_into_a_page_meet_a_heading():
@@ -161,7 +185,9 @@ def test_links_into_a_page_meet_a_heading():
 def test_files_that_are_named_exist():
     """Also those of the reading order, which are named from asyncrl/ on."""
     for page in PAGES:
-        for name in re.findall(r"`((?:asyncrl|bench|configs|deploy|docs|examples|reliability|tests)/[\w/.-]+)`", text_of(page)):
+        for name in re.findall(
+            r"`((?:asyncrl|bench|configs|deploy|docs|examples|reliability|tests)/[\w/.-]+)`", text_of(page)
+        ):
             assert (ROOT / name).exists() or "/runs/" in name or "NAME" in name, f"{page.name}: {name}"
     for name in re.findall(r"`(\w+(?:/\w+)+\.py)`", text_of(ROOT / "docs" / "architecture.md")):
         assert (ROOT / "asyncrl" / name).is_file() or (ROOT / name).is_file(), name

@@ -18,7 +18,9 @@ def test_docs_are_generated(path):
 
 
 def test_the_schema_for_editors_is_generated():
-    assert GENERATE["SCHEMA"].read_text(encoding="utf-8") == GENERATE["schema_text"](), "run `python docs/generate.py`"
+    assert GENERATE["SCHEMA"].read_text(encoding="utf-8") == GENERATE["schema_text"](), (
+        "run `python docs/generate.py`"
+    )
 
 
 @pytest.mark.parametrize(("path", "run"), GENERATE["USERS"].items(), ids=lambda value: Path(value).name)

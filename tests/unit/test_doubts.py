@@ -1,4 +1,5 @@
-"""What a valid config leaves in doubt: each said by `validate` and what comes after it, and nothing said of those we ship."""
+"""What a valid config leaves in doubt: each said by `validate` and what comes after it, and nothing said of
+those we ship."""
 
 import json
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_data_of_ones_own_with_limits_of_an_example() -> None:
     limits = OWN.replace("sampling: {max_prompt_tokens: 64, max_response_tokens: 64}\n", "")
     first, second = said_of("extends: configs/quickstart.yaml\n" + limits)
     assert "sampling.max_prompt_tokens is 8, which comes from " in first and "quickstart.yaml:" in first
-    assert "sampling.max_response_tokens is 5" in second and second.endswith("write into it what your texts need")
+    assert "sampling.max_response_tokens is 5" in second and second.endswith(
+        "write into it what your texts need"
+    )
     assert said_of("extends: configs/quickstart.yaml\n" + OWN) == [], "they are one's own"
     assert said_of("extends: configs/quickstart.yaml\nrun: {name: again}\n") == [], "so is nothing"
 
@@ -73,7 +76,8 @@ def test_a_preset_is_found_from_any_directory_and_leaves_no_doubt() -> None:
 
 def test_shaping_that_punishes_every_answer_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"algorithm.shaping.0.buffer_tokens is 128, not below .*max_response_tokens \(64\).* 12,"
+        ConfigError,
+        match=r"algorithm.shaping.0.buffer_tokens is 128, not below .*max_response_tokens \(64\).* 12,",
     ):
         said_of(f"extends: algorithms/dapo.yaml\n{OWN}")
 
@@ -97,7 +101,10 @@ def test_what_we_ship_leaves_no_doubt(path: Path, monkeypatch: pytest.MonkeyPatc
     ("key", "meant"),
     [
         ("trainer: {total_epochs: 3}", "did you mean `learner`?"),
-        ("actor_rollout_ref: {}", "did you mean `learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model`?"),
+        (
+            "actor_rollout_ref: {}",
+            "did you mean `learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model`?",
+        ),
         ("custom_reward_function: {}", "did you mean `reward.functions`?"),
         ("adv_estimator: grpo", "did you mean `algorithm.advantage`?"),
         ("lora: {r: 8}", "there is no LoRA here, all weights are trained; delete it"),

@@ -43,7 +43,9 @@ def all_votes(rollouts: Sequence[tuple[str | None, bool]], k: int) -> float:
     return sum(map(one_vote, draws)) / len(draws)
 
 
-rollouts = st.lists(st.tuples(st.sampled_from(["1", "2", "3", "4", "", None]), st.booleans()), min_size=1, max_size=8)
+rollouts = st.lists(
+    st.tuples(st.sampled_from(["1", "2", "3", "4", "", None]), st.booleans()), min_size=1, max_size=8
+)
 
 
 @given(rollouts)
@@ -64,9 +66,11 @@ def test_every_pattern_of_four_votes_is_counted():
 def test_ties_are_shared_and_those_without_an_answer_abstain():
     assert maj_at_k(["1", "2"], [True, False], 2) == 0.5
     assert maj_at_k(["2", "1"], [False, True], 2) == 0.5  # not whoever comes first
-    assert maj_at_k([None, "", None, "1"], [False, False, False, True], 4) == 1.0  # three without an answer do not win
+    # Three without an answer do not win.
+    assert maj_at_k([None, "", None, "1"], [False, False, False, True], 4) == 1.0
     assert maj_at_k([None, ""], [True, True], 2) == 0.0
-    assert maj_at_k(["1", "1", "2"], [True, False, True], 3) == 0.5  # the same answer in a form that is not accepted
+    # The same answer in a form that is not accepted.
+    assert maj_at_k(["1", "1", "2"], [True, False, True], 3) == 0.5
 
 
 def test_one_vote_is_the_share_of_solved_answers_and_order_does_not_matter():
@@ -77,7 +81,8 @@ def test_one_vote_is_the_share_of_solved_answers_and_order_does_not_matter():
 
 
 def test_many_rollouts_neither_overflow_nor_lose_precision():
-    """300 of one answer against 100 of another, 63 votes: the first wins with the tail of a hypergeometric distribution."""
+    """300 of one answer against 100 of another, 63 votes: the first wins with the tail of a hypergeometric
+    distribution."""
     answers, solved = ["1"] * 300 + ["2"] * 100, [True] * 300 + [False] * 100
     wins = sum(math.comb(300, j) * math.comb(100, 63 - j) for j in range(32, 64))
     assert maj_at_k(answers, solved, 63) == pytest.approx(wins / math.comb(400, 63), rel=1e-9)

@@ -1,4 +1,5 @@
-"""Rewards to advantages: with a critic, with a KL in the reward, with a greedy baseline; and what masks leave alone."""
+"""Rewards to advantages: with a critic, with a KL in the reward, with a greedy baseline; and what masks leave
+alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,9 @@ def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **confi
     )
     planner, trainer = algorithm.planner, FakeTrainer()
     sequences = planner.assemble(batch.groups, version)
-    return planner.plan(batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl)
+    return planner.plan(
+        batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl
+    )
 
 
 def flat(batch: Batch, **columns: torch.Tensor) -> GroupRewards:
@@ -50,7 +53,10 @@ def response_column(plan: Plan, read: Callable) -> torch.Tensor:
     """A column of the planned sequences, over all action tokens in order: also of masked ones."""
     batch = mixed_batch()
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    parts = [read(sequence)[rollout.action_mask] for sequence, rollout in zip(plan.sequences, rollouts, strict=True)]
+    parts = [
+        read(sequence)[rollout.action_mask]
+        for sequence, rollout in zip(plan.sequences, rollouts, strict=True)
+    ]
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -60,19 +66,25 @@ def trained(plan: Plan) -> dict[int, dict[str, float]]:
     for minibatch in plan.minibatches:
         for one in minibatch.microbatches:
             names = ("advantages_T", "proximal_logprobs_T", "reference_logprobs_T", "values_T", "returns_T")
-            columns = {name: getattr(one.tokens, name) for name in names if getattr(one.tokens, name) is not None}
+            columns = {
+                name: getattr(one.tokens, name) for name in names if getattr(one.tokens, name) is not None
+            }
             for t, token in enumerate(one.target_T.tolist()):
                 found[token] = {name: float(column[t]) for name, column in columns.items()}
     return found
 
 
-@pytest.mark.parametrize("params", [{}, {"gamma": 0.9, "gae_lambda": 0.8}, {"gae_lambda": 0.5, "whitened": False}])
+@pytest.mark.parametrize(
+    "params", [{}, {"gamma": 0.9, "gae_lambda": 0.8}, {"gae_lambda": 0.5, "whitened": False}]
+)
 def test_gae_is_that_of_the_whole_flat_batch(params):
     batch = mixed_batch()
     plan = planned(batch, advantage=Choice(name="gae", **params))
     rewards = flat(batch, values_T=batch.column("values_T"))
     torch.testing.assert_close(response_column(plan, lambda one: one.advantages), gae(rewards, **params))
-    targets_T = value_targets(rewards, **{name: value for name, value in params.items() if name != "whitened"})
+    targets_T = value_targets(
+        rewards, **{name: value for name, value in params.items() if name != "whitened"}
+    )
     assert plan.returns_T is not None
     torch.testing.assert_close(plan.returns_T, targets_T)
     torch.testing.assert_close(response_column(plan, lambda one: one.columns["returns_T"]), targets_T)
@@ -108,7 +120,9 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimator):
     batch, beta = mixed_batch(), 0.25
     kl = KLConfig(coefficient=beta, placement="reward", estimator=Choice(name=estimator))
     plan = planned(batch, advantage=Choice(name="reinforce_plus_plus"), kl=kl)
-    differences = [known("logprobs_T", token) - known("reference_logprobs_T", token) for token in batch.actions]
+    differences = [
+        known("logprobs_T", token) - known("reference_logprobs_T", token) for token in batch.actions
+    ]
     paid = [-beta * (d if estimator == "k1" else d * d / 2) for d in differences]
     assert plan.rewards.token_rewards_T is not None
     assert plan.rewards.token_rewards_T.tolist() == pytest.approx(paid, abs=1e-6)
@@ -158,7 +172,8 @@ def test_a_users_advantage_names_what_it_needs(tmp_path):
 
 
 def test_a_users_advantage_may_need_the_reference_alone(tmp_path):
-    """Without any KL of ours: the model is loaded and measured because the advantage asks, and nothing is added to the loss."""
+    """Without any KL of ours: the model is loaded and measured because the advantage asks, and nothing is
+    added to the loss."""
     file = tmp_path / "mine.py"
     file.write_text(
         "def log_reference(rewards):\n    return rewards.column('reference_logprobs_T')\n"
@@ -166,7 +181,9 @@ def test_a_users_advantage_may_need_the_reference_alone(tmp_path):
     )
     batch = mixed_batch()
     plan = planned(batch, advantage=Choice(name=f"{file}:log_reference"))
-    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), batch.column("reference_logprobs_T"))
+    torch.testing.assert_close(
+        response_column(plan, lambda one: one.advantages), batch.column("reference_logprobs_T")
+    )
 
 
 def test_the_parts_of_a_reward_are_those_of_the_config_whatever_groups_bring():
@@ -178,4 +195,6 @@ def test_the_parts_of_a_reward_are_those_of_the_config_whatever_groups_bring():
     plan = planned(batch, parts=("good", "brief"), advantage=Choice(name="gdpo", weights={"brief": 1.0}))
     found = {name: part_S.tolist() for name, part_S in plan.rewards.parts.items()}
     assert found == {"good": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 3.0], "brief": [0.0] * 8}
-    assert all(not sequence.advantages.any() for sequence in plan.sequences), "a part that nobody brings teaches nothing"
+    assert all(not sequence.advantages.any() for sequence in plan.sequences), (
+        "a part that nobody brings teaches nothing"
+    )

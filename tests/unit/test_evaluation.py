@@ -12,14 +12,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import (
-    Evaluation,
-    lane_name,
-    resume_ledger,
-    round_version,
-    rounds_due,
-    summarise,
-)
+from asyncrl.evaluation import Evaluation, lane_name, resume_ledger, round_version, rounds_due, summarise
 from asyncrl.report.records import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -39,7 +32,10 @@ def test_every_round_has_one_version_and_the_last_weights_are_evaluated():
 
 def test_best_of_powers_of_two_and_of_all_is_told():
     rollout = group_of(1, 0.0).rollouts[0]
-    group = replace(group_of(1, 0.0), rollouts=tuple(replace(rollout, reward=reward) for reward in (0.0, 0.25, 1.0, 0.5, 0.0)))
+    group = replace(
+        group_of(1, 0.0),
+        rollouts=tuple(replace(rollout, reward=reward) for reward in (0.0, 0.25, 1.0, 0.5, 0.0)),
+    )
     metrics = summarise([group], 0).metrics
     assert {name for name in metrics if "best" in name} == {"eval/best@2", "eval/best@4", "eval/best@5"}
     assert metrics["eval/best@5"] == 1.0 > metrics["eval/best@2"] > metrics["eval/reward_mean"]
@@ -56,7 +52,9 @@ def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
     (record,) = eval_records([replace(group_of(1, 0.0), rollouts=answered)], 0, str, 1)
     assert record.answer == "4"
     silent = tuple(replace(one, answer=None) for one in answered)
-    mixed = summarise([replace(group_of(1, 0.0), rollouts=silent), replace(group_of(1, 0.0), rollouts=answered)], 0).metrics
+    mixed = summarise(
+        [replace(group_of(1, 0.0), rollouts=silent), replace(group_of(1, 0.0), rollouts=answered)], 0
+    ).metrics
     assert mixed["eval/maj@6"] == 0.5 and mixed["eval/answered_share"] == pytest.approx(5 / 12)
     plain = summarise([replace(group_of(1, 0.0), rollouts=silent)], 0).metrics
     assert not any("maj" in name or "answered" in name for name in plain)
@@ -85,7 +83,9 @@ def answer(buffer: MemoryBuffer, reward: float) -> list[int]:
     return ids
 
 
-GATE = Gate(lane=LANE, decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=1, max_tokens=8, whole=True))
+GATE = Gate(
+    lane=LANE, decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=1, max_tokens=8, whole=True)
+)
 
 
 def evaluation(buffer: MemoryBuffer) -> Evaluation:
@@ -107,7 +107,9 @@ def test_a_round_is_reported_once_with_its_version():
     one.open(2)
     one.open(5)
     assert answer(buffer.peer(), 0.5) == list(range(4, 13))
-    assert [(r.version, r.metrics["eval/reward_mean"]) for r in one.poll()] == [(v, pytest.approx(1 / 3)) for v in (2, 4, 5)]
+    assert [(r.version, r.metrics["eval/reward_mean"]) for r in one.poll()] == [
+        (v, pytest.approx(1 / 3)) for v in (2, 4, 5)
+    ]
 
 
 def test_a_wiped_store_only_costs_asking_again():
@@ -176,7 +178,11 @@ def test_other_rules_begin_with_the_next_round_that_is_not_passed(version, rules
 
 def test_lanes_of_different_rules_differ():
     names = {
-        lane_name(prompts=p, every=e, steps=s, asked=a) for p in (1, 11) for e in (1, 11) for s in (1, 11) for a in ("a1", "1")
+        lane_name(prompts=p, every=e, steps=s, asked=a)
+        for p in (1, 11)
+        for e in (1, 11)
+        for s in (1, 11)
+        for a in ("a1", "1")
     }
     assert len(names) == 16
 

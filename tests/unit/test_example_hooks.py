@@ -44,24 +44,44 @@ def shaped(config: Config, tokens: int, reward: float = 1.0, **changes: float) -
 
 @pytest.mark.parametrize(
     ("tokens", "penalty"),
-    [(0, 0.1), (15, 0.05), (29, 0.1 / 30), (30, 0.0), (55, 0.0), (80, 0.0), (81, 0.1 / 80), (120, 0.05), (160, 0.1), (999, 0.1)],
+    [
+        (0, 0.1),
+        (15, 0.05),
+        (29, 0.1 / 30),
+        (30, 0.0),
+        (55, 0.0),
+        (80, 0.0),
+        (81, 0.1 / 80),
+        (120, 0.05),
+        (160, 0.1),
+        (999, 0.1),
+    ],
 )
-def test_a_response_pays_for_its_distance_from_the_band_and_never_more_than_a_tenth(config: Config, tokens: int, penalty: float):
+def test_a_response_pays_for_its_distance_from_the_band_and_never_more_than_a_tenth(
+    config: Config, tokens: int, penalty: float
+):
     assert shaped(config, tokens) == pytest.approx(1.0 - penalty)
     assert shaped(config, tokens, reward=-3.0) == pytest.approx(-3.0 - penalty)
     assert shaped(config, tokens, magnitude=5.0, weight=0.2) == pytest.approx(1.0 - 10 * penalty)
-    assert shaped(config, tokens, low=0) == pytest.approx(1.0 - (penalty if tokens > 80 else 0.0))  # no lower bound
+    # No lower bound.
+    assert shaped(config, tokens, low=0) == pytest.approx(1.0 - (penalty if tokens > 80 else 0.0))
 
 
 def test_a_wrong_answer_of_the_right_length_is_worth_less_than_a_right_one_of_any(config: Config):
-    assert max(shaped(config, tokens, reward=0.0) for tokens in range(257)) < min(shaped(config, tokens) for tokens in range(257))
+    assert max(shaped(config, tokens, reward=0.0) for tokens in range(257)) < min(
+        shaped(config, tokens) for tokens in range(257)
+    )
 
 
 def plan(*responses: tuple[int, float]) -> SimpleNamespace:
     """Of (length, advantage)."""
     return SimpleNamespace(
         sequences=[
-            SimpleNamespace(response_ids=np.zeros(n), advantages=np.full(n, a, dtype=np.float32), keep=np.ones(n, dtype=bool))
+            SimpleNamespace(
+                response_ids=np.zeros(n),
+                advantages=np.full(n, a, dtype=np.float32),
+                keep=np.ones(n, dtype=bool),
+            )
             for n, a in responses
         ]
     )
@@ -75,7 +95,10 @@ def step(version: int, *lengths: int) -> SimpleNamespace:
 def test_the_pull_says_which_way_a_step_will_move_the_length(config: Config):
     hooks = Hooks.load(config.learner.hooks)
     longer = hooks.before_step(plan((20, -1.0), (60, 1.0), (100, 0.0)))
-    assert longer == {"hook/length/pull": pytest.approx((-1.0 * -40 + 0) / 3), "hook/length/outside_share": pytest.approx(2 / 3)}
+    assert longer == {
+        "hook/length/pull": pytest.approx((-1.0 * -40 + 0) / 3),
+        "hook/length/outside_share": pytest.approx(2 / 3),
+    }
     assert hooks.before_step(plan((40, 1.0), (60, -1.0)))["hook/length/pull"] == pytest.approx(-10.0)
     # A length that is rewarded as any other pulls nowhere, and a masked response teaches nothing.
     assert hooks.before_step(plan((10, 0.5), (90, 0.5)))["hook/length/pull"] == 0.0
@@ -91,7 +114,9 @@ def test_the_mean_is_exponential_and_begins_at_what_it_first_sees(config: Config
     assert second == {"hook/length/mean": pytest.approx(52.0), "hook/length/drift": pytest.approx(2.0)}
 
 
-def test_it_warns_once_when_the_mean_leaves_the_band_and_at_every_large_drift(config: Config, caplog: pytest.LogCaptureFixture):
+def test_it_warns_once_when_the_mean_leaves_the_band_and_at_every_large_drift(
+    config: Config, caplog: pytest.LogCaptureFixture
+):
     hooks = Hooks.load(config.learner.hooks)
     for version, length in enumerate([75, 75, 120, 120, 120, 70, 70, 70, 70, 70, 200], start=1):
         hooks.after_step(step(version, length))
@@ -116,7 +141,9 @@ def test_it_runs_in_the_learner_and_shapes_what_the_advantages_see(config: Confi
     hooks = Hooks.load(config.learner.hooks)
     learn(world, hooks=hooks, advantage=Choice(name="dr_grpo"), shaping=config.algorithm.shaping)
     for trained in world.reported:
-        assert set(trained.hook_metrics) == {f"hook/length/{name}" for name in ("mean", "drift", "pull", "outside_share")}
+        assert set(trained.hook_metrics) == {
+            f"hook/length/{name}" for name in ("mean", "drift", "pull", "outside_share")
+        }
         assert trained.hook_metrics["hook/length/outside_share"] == 1.0  # of 1 to 8 tokens
         rollouts = [one for taken in trained.collected.groups for one in taken.rollouts]
         expected = [one.reward - 0.1 * (30 - len(one.response_ids)) / 30 for one in rollouts]

@@ -1,4 +1,5 @@
-"""The model card tells of the exported weights and not of what came later, and of nothing that is nobody's business."""
+"""The model card tells of the exported weights and not of what came later, and of nothing that is nobody's
+business."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,10 @@ CONFIG = {
 def run_with(directory: Path, config: dict) -> RunDirectory:
     (directory / "metrics").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    rows = [{"step": step, "time": 100.0 + step, "reward/mean": step / 100, "tokens": 1000.0} for step in range(1, 61)]
+    rows = [
+        {"step": step, "time": 100.0 + step, "reward/mean": step / 100, "tokens": 1000.0}
+        for step in range(1, 61)
+    ]
     rows += [{"step": step, "time": 1.0, "eval/accuracy": 0.25 + step / 200} for step in (0, 50, 60)]
     (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record_start(directory / "starts.jsonl", 0, None)
@@ -33,13 +37,16 @@ def run_with(directory: Path, config: dict) -> RunDirectory:
 
 
 def card_of(directory: RunDirectory, step: int = 50, **options: bool) -> str:
-    return model_card(read_archive(directory), step, served_as=Path("/somewhere/sums"), **{"has_template": True} | options)
+    return model_card(
+        read_archive(directory), step, served_as=Path("/somewhere/sums"), **{"has_template": True} | options
+    )
 
 
 def test_figures_are_those_of_the_checkpoint_not_of_the_end_of_the_run(tmp_path: Path) -> None:
     card = card_of(run_with(tmp_path, CONFIG))
     assert (
-        "| eval/accuracy | 0.25 (step 0) | 0.5 (step 50) |" in card and "| reward/mean | 0.01 (step 1) | 0.5 (step 50) |" in card
+        "| eval/accuracy | 0.25 (step 0) | 0.5 (step 50) |" in card
+        and "| reward/mean | 0.01 (step 1) | 0.5 (step 50) |" in card
     )
     assert "trained tokens: 50,000" in card and "step 60" not in card and "0.55" not in card
 

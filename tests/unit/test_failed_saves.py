@@ -19,7 +19,9 @@ from tests.support.fake_trainer import KEY, FakeTrainer
 class SickDisk(FileOps):
     """Fails `failures` operations of the given kind."""
 
-    def __init__(self, failures: int = 0, *, kind: str = "fsync", code: int = errno.EIO, free: int = 1 << 40) -> None:
+    def __init__(
+        self, failures: int = 0, *, kind: str = "fsync", code: int = errno.EIO, free: int = 1 << 40
+    ) -> None:
         self.failures, self.kind, self.code, self.free = failures, kind, code, free
 
     def _perhaps(self, kind: str) -> None:
@@ -44,19 +46,24 @@ class SickDisk(FileOps):
 
 
 @pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
-def test_a_save_that_fails_is_tried_again_after_the_next_step_and_nothing_is_committed_before(tmp_path: Path, kind: str) -> None:
+def test_a_save_that_fails_is_tried_again_after_the_next_step_and_nothing_is_committed_before(
+    tmp_path: Path, kind: str
+) -> None:
     disk = SickDisk(kind=kind)
     run, around = run_on(tmp_path, disk)
     for version in range(1, 8):
         disk.failures = 1 if version in (4, 5) else 0
         run.checkpoint(version, last=False)
         assert not list(tmp_path.glob(".writing-*"))
-    # At 2, 4, 5 and 6; the store forgets what the checkpoint of step 2 holds, which is still kept after step 6.
+    # At 2, 4, 5 and 6; the store forgets what the checkpoint of step 2 holds, which is still kept after step
+    # 6.
     assert around.events == [("commit", 1), ("failed", 1), ("failed", 2), ("commit", 1)]
     assert CheckpointStore(tmp_path, KEY, 2).latest() == tmp_path / "step-000006"
 
 
-def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[float] = []
     monkeypatch.setattr(saving.time, "sleep", waited.append)
     disk = SickDisk(3)
@@ -76,7 +83,9 @@ def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path) 
     store.save(1, FakeTrainer("x" * 100_000), {"version": 1})
     disk.free = 1 << 20
     trainer = mock.Mock(wraps=FakeTrainer("y"), rank=0)
-    with pytest.raises(CheckpointError, match=r"newest checkpoint has 9\.6 MiB, the disk has 1\.0 MiB left.*make room"):
+    with pytest.raises(
+        CheckpointError, match=r"newest checkpoint has 9\.6 MiB, the disk has 1\.0 MiB left.*make room"
+    ):
         store.save(2, trainer, {"version": 2})
     trainer.save.assert_not_called()
     shutil.rmtree(tmp_path / "step-000001")

@@ -14,7 +14,9 @@ from asyncrl.weights.base import UpdateOrder
 
 
 def order(version, **details):
-    return UpdateOrder(version=version, transport="fake", deadline_s=1.0, details=details, probe_ids=(), probe_logprobs=())
+    return UpdateOrder(
+        version=version, transport="fake", deadline_s=1.0, details=details, probe_ids=(), probe_logprobs=()
+    )
 
 
 async def apply(engine, update):

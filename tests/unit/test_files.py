@@ -1,4 +1,5 @@
-"""What is written durably is there after a loss of power: operations traced in a real process, and what a disk keeps of them."""
+"""What is written durably is there after a loss of power: operations traced in a real process, and what a
+disk keeps of them."""
 
 import errno
 import os
@@ -16,7 +17,9 @@ from asyncrl.files import replace_text
 from asyncrl.run.directory import write_directory
 from reliability.crash.file_trace import COMPILER, Disk, Operation, Tree, record
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")
+pytestmark = pytest.mark.skipif(
+    COMPILER is None, reason="no C compiler for the shim that records operations on files"
+)
 
 BEGIN = "import sys; from pathlib import Path; from asyncrl.files import *; root = Path(sys.argv[1]);"
 
@@ -37,7 +40,9 @@ def left_by(disk: Disk) -> Iterator[Tree]:
 
 def replaced_twice(tmp_path: Path, *, durable: bool) -> tuple[list[Operation], list[set[bytes | None]]]:
     """The operations, and what the file may hold after each of them."""
-    writes = [f"replace_text(root / 'file', {text!r}, durable={durable})" for text in ("old text", "new text")]
+    writes = [
+        f"replace_text(root / 'file', {text!r}, durable={durable})" for text in ("old text", "new text")
+    ]
     operations, disk, held = traced(tmp_path, "; ".join(writes)), Disk(), []
     for operation in operations:
         disk.apply(operation)
@@ -59,11 +64,15 @@ def test_a_file_that_is_replaced_durably_is_the_old_or_the_new_one_after_a_loss_
 def test_one_that_is_not_may_be_torn(tmp_path):
     _, held = replaced_twice(tmp_path, durable=False)
     found = set().union(*held)
-    assert {None, b"", b"new "} < found and any(b"\0" in (content or b"") for content in found), "the oracle notices"
+    assert {None, b"", b"new "} < found and any(b"\0" in (content or b"") for content in found), (
+        "the oracle notices"
+    )
 
 
 def test_a_directory_that_is_made_with_those_above_it_stays(tmp_path):
-    operations = traced(tmp_path, "make_directory(root / 'runs' / 'mine', private=True); replace_text(root / 'end', 'of it')")
+    operations = traced(
+        tmp_path, "make_directory(root / 'runs' / 'mine', private=True); replace_text(root / 'end', 'of it')"
+    )
     disk = Disk()
     for operation in operations[:-3]:
         disk.apply(operation)
@@ -73,7 +82,10 @@ def test_a_directory_that_is_made_with_those_above_it_stays(tmp_path):
 
 
 def test_a_tree_that_is_copied_and_synced_stays_whole(tmp_path):
-    copy = "import shutil; (root / 'a' / 'b').mkdir(parents=True); (root / 'a' / 'b' / 'c').write_text('c'); sync_below(root)"
+    copy = (
+        "import shutil; (root / 'a' / 'b').mkdir(parents=True); (root / 'a' / 'b' / 'c').write_text('c'); "
+        "sync_below(root)"
+    )
     disk = Disk()
     for operation in traced(tmp_path, copy):
         disk.apply(operation)
@@ -82,11 +94,16 @@ def test_a_tree_that_is_copied_and_synced_stays_whole(tmp_path):
 
 def test_a_directory_that_is_written_aside_is_whole_or_not_there(tmp_path):
     fill = "with write_directory(root / 'model') as at: (at / 'a').write_text('text'); (at / 'b').mkdir()"
-    operations, disk = traced(tmp_path, f"\nfrom asyncrl.run.directory import write_directory\n{fill}"), Disk()
+    operations, disk = (
+        traced(tmp_path, f"\nfrom asyncrl.run.directory import write_directory\n{fill}"),
+        Disk(),
+    )
     held: list[set[tuple[str, ...]]] = []
     for operation in operations:
         disk.apply(operation)
-        held.append({tuple(sorted(name for name in tree if name.startswith("model"))) for tree in left_by(disk)})
+        held.append(
+            {tuple(sorted(name for name in tree if name.startswith("model"))) for tree in left_by(disk)}
+        )
         assert all(tree.get("model/a") in (None, b"text") for tree in left_by(disk))
     whole = ("model", "model/a", "model/b")
     assert set().union(*held) == {(), whole} and held[-1] == {whole}

@@ -1,4 +1,5 @@
-"""What `asyncrl plan` says against numbers worked out by hand, against real parameters, and against a real frame."""
+"""What `asyncrl plan` says against numbers worked out by hand, against real parameters, and against a real
+frame."""
 
 import json
 import math
@@ -23,12 +24,18 @@ from asyncrl.wire.group_frames import encode_group
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT.parent / "shared" / "models"
 GIB = 1 << 30
-STORIES = ModelShape(parameters=17_182_368, layers=6, hidden=288, intermediate=768, query=576, kv=576, vocabulary=32000)
-QWEN = ModelShape(parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151936)
+STORIES = ModelShape(
+    parameters=17_182_368, layers=6, hidden=288, intermediate=768, query=576, kv=576, vocabulary=32000
+)
+QWEN = ModelShape(
+    parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151936
+)
 CPU = Machine(memory_bytes=24 * GIB, gpu_bytes=())
 
 
-def planned(config: Config, shape: ModelShape = STORIES, machine: Machine = CPU, rows: int | None = 1000) -> Forecast:
+def planned(
+    config: Config, shape: ModelShape = STORIES, machine: Machine = CPU, rows: int | None = 1000
+) -> Forecast:
     return forecast(config, shape, machine, rows=rows)
 
 
@@ -37,7 +44,9 @@ def config_of(**sections: dict) -> Config:
         "run": {"name": "a"}, "model": {"path": "m", "dtype": "float32"}, "data": {"train": "t"},
         "reward": {"functions": [{"function": "exact_match"}]},
     }  # fmt: skip
-    return Config.model_validate(values | {name: values.get(name, {}) | section for name, section in sections.items()})
+    return Config.model_validate(
+        values | {name: values.get(name, {}) | section for name, section in sections.items()}
+    )
 
 
 def real_parameters(directory: Path) -> int:
@@ -92,7 +101,11 @@ def test_the_arithmetic_of_a_batch():
 
 def test_a_group_of_greedy_baselines_takes_one_sequence_more():
     plan = planned(
-        config_of(algorithm={"advantage": "remax"}, batch={"group_size": 1}, generator={"count": 1, "max_running": 10})
+        config_of(
+            algorithm={"advantage": "remax"},
+            batch={"group_size": 1},
+            generator={"count": 1, "max_running": 10},
+        )
     )
     assert plan["groups being sampled"] == 5
 
@@ -122,9 +135,11 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     [(0, 2.0, 6.0, 3.0), (1, 2.0, 6.0, 3.0), (2, 2.0, 3.0, 3.0), (3, 0.5, 1.5, 3.0)],
 )
 def test_bytes_per_parameter_of_bfloat16_on_four_ranks(stage, weights, gradients, optimizer):
-    """Weights 2; gradients 4 (shared out from stage 2) and 2; master and moments 12 (from stage 1, which stands for 0)."""
+    """Weights 2; gradients 4 (shared out from stage 2) and 2; master and moments 12 (from stage 1, which
+    stands for 0)."""
     plan = planned(
-        config_of(model={"dtype": "bfloat16"}, learner={"ranks": 4, "zero_stage": stage}), replace(STORIES, parameters=4000)
+        config_of(model={"dtype": "bfloat16"}, learner={"ranks": 4, "zero_stage": stage}),
+        replace(STORIES, parameters=4000),
     )
     per_parameter = [plan[name] / 4000 for name in ("learner weights", "gradients", "optimizer")]
     assert per_parameter == [weights, gradients, optimizer]
@@ -187,8 +202,14 @@ def test_one_gpu_for_all_is_added_up(monkeypatch):
     config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-1gpu.yaml"))
     one = replace(GPU, gpu_bytes=(80 * GIB,))
     plan = planned(config, QWEN, one)
-    assert plan["GPU 0"] == plan["one rank"] + int(config.generator.gpu_memory_utilization * 80 * GIB) * config.generator.count
-    assert any(warning.startswith("GPU 0: ") for warning in planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).warnings)
+    assert (
+        plan["GPU 0"]
+        == plan["one rank"] + int(config.generator.gpu_memory_utilization * 80 * GIB) * config.generator.count
+    )
+    assert any(
+        warning.startswith("GPU 0: ")
+        for warning in planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).warnings
+    )
 
 
 @pytest.mark.parametrize(

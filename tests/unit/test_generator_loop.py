@@ -1,4 +1,5 @@
-"""The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and survives."""
+"""The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and
+survives."""
 
 import asyncio
 import json
@@ -107,7 +108,9 @@ class World:
     ) -> None:
         self.learner = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
         self.max_lag = max_lag
-        self.learner.recover(Ledger(), version=0, limit=credit_limit(0, max_lag=max_lag, groups=B, rejected=0))
+        self.learner.recover(
+            Ledger(), version=0, limit=credit_limit(0, max_lag=max_lag, groups=B, rejected=0)
+        )
         self.engine = FakeEngine(token_s=token_s)
         self.control = Control()
         self.staging = Staging()
@@ -127,7 +130,9 @@ class World:
             staging=self.staging,
             control=self.control,
             tracker=Nowhere(),
-            settings=GeneratorSettings(max_running=max_running, lease_s=30.0, heartbeat_s=0.01, probe_limit=1e-3),
+            settings=GeneratorSettings(
+                max_running=max_running, lease_s=30.0, heartbeat_s=0.01, probe_limit=1e-3
+            ),
             on_version=on_version,
         )
 
@@ -182,7 +187,9 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
         assert len(group.rollouts) == G
         for rollout in group.rollouts:
             assert rollout.prompt_ids.tolist() == [group.ticket_id]
-            np.testing.assert_allclose(rollout.behaviour_logprobs, logprobs_of(logits_of(0))[rollout.response_ids], atol=1e-6)
+            np.testing.assert_allclose(
+                rollout.behaviour_logprobs, logprobs_of(logits_of(0))[rollout.response_ids], atol=1e-6
+            )
             assert rollout.reward == rollout.reward_parts["length"] == len(rollout.response_ids)
             assert rollout.answer == str(len(rollout.response_ids))
     assert world.control.events == ["join", "leave"]
@@ -213,12 +220,18 @@ def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
     assert world.learner.audit().counters["failed"] == 2
     take = world.learner.take(Ledger(), 4, window=4)
     dead = [group for group in map(decode_group, world.learner.frames(take.ids)) if group.dead_reason]
-    assert [(group.ticket_id, group.dead_reason, group.rollouts) for group in dead] == [(2, "part judge: raised ValueError", ())]
+    assert [(group.ticket_id, group.dead_reason, group.rollouts) for group in dead] == [
+        (2, "part judge: raised ValueError", ())
+    ]
 
 
 UNUSABLE: dict[str, Callable[[list[Rollout]], list[Rollout]]] = {
-    "a log-probability that is NaN": lambda made: [replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs * np.nan)],
-    "a log-probability that is -inf": lambda made: [replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs - np.inf)],
+    "a log-probability that is NaN": lambda made: [
+        replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs * np.nan)
+    ],
+    "a log-probability that is -inf": lambda made: [
+        replace(made[0], behaviour_logprobs=made[0].behaviour_logprobs - np.inf)
+    ],
     "an empty answer": lambda made: [
         replace(made[0], response_ids=NONE, action_mask=NONE, behaviour_logprobs=NONE, version_spans=())
     ],
@@ -312,7 +325,9 @@ def test_an_update_under_running_requests_is_reported_with_its_probe():
     take = world.learner.take(Ledger(), 4, window=4)
     for group in map(decode_group, world.learner.frames(take.ids)):
         for rollout in group.rollouts:
-            for token, version, logprob in zip(rollout.response_ids, rollout.versions, rollout.behaviour_logprobs, strict=True):
+            for token, version, logprob in zip(
+                rollout.response_ids, rollout.versions, rollout.behaviour_logprobs, strict=True
+            ):
                 assert logprob == pytest.approx(logprobs_of(logits_of(int(version)))[token], abs=1e-6)
 
 
@@ -353,7 +368,11 @@ def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
         world.staging.error = "the peer is gone"
         await world.control.orders.put(world.order(1))
         await world.until(lambda: world.learner.audit().ready == 4)
-        assert (world.engine.weights.version, world.engine.stats().paused_s, world.control.reports.qsize()) == (0, 0.0, 0)
+        assert (
+            world.engine.weights.version,
+            world.engine.stats().paused_s,
+            world.control.reports.qsize(),
+        ) == (0, 0.0, 0)
         world.staging.arrived.set()
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert (report.applied, report.reason) == (False, "the peer is gone")
@@ -423,7 +442,8 @@ def test_a_greedy_response_gives_each_group_its_reward_and_is_not_kept():
 
 
 def test_the_greedy_response_takes_a_place_among_the_running():
-    world = World(greedy=True, token_s=0.05, max_running=2 * G + 1)  # room for two groups, or for one with its greedy response
+    # Room for two groups, or for one with its greedy response.
+    world = World(greedy=True, token_s=0.05, max_running=2 * G + 1)
     most = 0
 
     async def script(world: World) -> None:
@@ -438,7 +458,9 @@ def test_the_greedy_response_takes_a_place_among_the_running():
 
 
 def test_a_greedy_response_that_cannot_be_scored_fails_the_ticket():
-    world = World(greedy=True, rewards=Rewards(fails=lambda one: len(one.response) == len(greedy_response(0))))
+    world = World(
+        greedy=True, rewards=Rewards(fails=lambda one: len(one.response) == len(greedy_response(0)))
+    )
 
     async def script(world: World) -> None:
         await world.until(lambda: world.learner.audit().ready == 4)
@@ -471,9 +493,12 @@ BACK_AT_2 = History(9, (Weights(0), Weights(2)))
 """Of a learner that went back to version 2."""
 
 
-@pytest.mark.parametrize("version", [2, 5, 7], ids=["when it went back", "at the same number", "at a higher number"])
+@pytest.mark.parametrize(
+    "version", [2, 5, 7], ids=["when it went back", "at the same number", "at a higher number"]
+)
 def test_weights_of_a_discarded_lineage_start_no_ticket(version):
-    """The learner went back from version 5 to 2; this generator still has version 5, and hears of it from the store first."""
+    """The learner went back from version 5 to 2; this generator still has version 5, and hears of it from the
+    store first."""
     world = World()
     back = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
     back.recover(Ledger(), version=version, limit=2 * version + 4, history=BACK_AT_2)
@@ -495,7 +520,8 @@ def test_weights_of_a_discarded_lineage_start_no_ticket(version):
 
 def test_a_ticket_waits_for_weights_of_its_history_though_others_are_new_enough():
     world = World()
-    world.learner.recover(Ledger(), version=3, limit=4, history=BACK_AT_2)  # its tickets wait for version 2 or newer
+    # Its tickets wait for version 2 or newer.
+    world.learner.recover(Ledger(), version=3, limit=4, history=BACK_AT_2)
 
     async def script(world: World) -> None:
         await world.until(lambda: world.learner.audit().leased == 4)
@@ -539,7 +565,8 @@ def test_an_order_of_another_history_gives_back_what_runs_even_after_a_failed_up
 
 
 def test_what_runs_goes_on_under_a_learner_that_continues_its_history():
-    """Weights that the next learner has loaded itself are not lost: nothing is given back when it takes over."""
+    """Weights that the next learner has loaded itself are not lost: nothing is given back when it takes
+    over."""
     world = World(token_s=0.05)
 
     async def script(world: World) -> None:
@@ -574,7 +601,10 @@ def test_log_lines_carry_the_version_that_samples(tmp_path):
             logging.getLogger().removeHandler(handler)
             handler.close()
     lines = [json.loads(line) for line in (tmp_path / "g0.jsonl").read_text().splitlines()]
-    assert [(line["version"], line["event"]) for line in lines if line["logger"] == "test"] == [(0, "before"), (1, "after")]
+    assert [(line["version"], line["event"]) for line in lines if line["logger"] == "test"] == [
+        (0, "before"),
+        (1, "after"),
+    ]
 
 
 def test_a_full_store_keeps_the_group_with_the_generator():

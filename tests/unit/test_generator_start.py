@@ -23,11 +23,19 @@ class Record:
 
 
 def test_a_generator_that_is_there_before_the_learner_waits_for_it_whatever_the_store_says_till_then():
-    record = Record(StoreError("serves no run yet"), StoreRefused("changed"), ForeignRunError("another secret"), "", "ipc://here")
+    record = Record(
+        StoreError("serves no run yet"),
+        StoreRefused("changed"),
+        ForeignRunError("another secret"),
+        "",
+        "ipc://here",
+    )
     assert asyncio.run(generator._control_endpoint(STORE, record)) == "ipc://here"
 
 
 def test_it_does_not_wait_for_ever_and_tells_what_it_found_last(monkeypatch):
     monkeypatch.setattr(generator, "LEARNER_START_S", 0.3)
-    with pytest.raises(ControlError, match=r"redis://s: .* without a learner; start it\. Last: serves no run yet"):
+    with pytest.raises(
+        ControlError, match=r"redis://s: .* without a learner; start it\. Last: serves no run yet"
+    ):
         asyncio.run(generator._control_endpoint(STORE, Record(StoreError("serves no run yet"))))

@@ -1,4 +1,5 @@
-"""A history has the weights that led to those being trained, and no others: held against a tree of learners."""
+"""A history has the weights that led to those being trained, and no others: held against a tree of
+learners."""
 
 import random
 
@@ -10,7 +11,8 @@ from asyncrl.lineage import INITIAL, History, Weights
 
 
 class Learners:
-    """Every learner that ever started, each from a checkpoint of another; knows what every name stands for."""
+    """Every learner that ever started, each from a checkpoint of another; knows what every name stands
+    for."""
 
     def __init__(self, longest_lag: int) -> None:
         self.longest_lag = longest_lag
@@ -70,7 +72,10 @@ def test_it_does_not_grow_with_the_run():
         assert len(history.before) <= 4
 
 
-@given(st.integers(0, 2**32), st.lists(st.builds(Weights, st.integers(0, 2**40), st.integers(0, 2**32)), max_size=5))
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.builds(Weights, st.integers(0, 2**40), st.integers(0, 2**32)), max_size=5),
+)
 def test_its_text_says_all(lineage, before):
     history = History(lineage, tuple(before))
     assert History.parse(str(history)) == history

@@ -72,7 +72,9 @@ def test_a_name_without_a_place_is_refused():
 
 def test_an_exception_stops_the_run_naming_hook_method_and_line(load):
     line = SOURCE.split("\n").index('        return {"x": 1 / 0}') + 1
-    with pytest.raises(ConfigError, match=rf"Raising`\.after_step failed: ZeroDivisionError: .*mine\.py:{line}\)") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"Raising`\.after_step failed: ZeroDivisionError: .*mine\.py:{line}\)"
+    ) as caught:
         load("Raising").after_step("step")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

@@ -1,4 +1,5 @@
-"""One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is healed."""
+"""One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is
+healed."""
 
 import itertools
 from dataclasses import replace
@@ -44,7 +45,10 @@ def test_a_rejected_group_gives_its_credit_back_and_is_refilled(buffer):
     assert generate(generator, 100) == list(range(1, 9))  # (L + 1) B and no more
     collected = one.poll(0, wait_s=0)
     assert ids_of(collected) == [1, 4, 5, 6]
-    assert [(group.ticket_id, reason) for group, reason in collected.rejected] == [(2, "zero_variance"), (3, "zero_variance")]
+    assert [(group.ticket_id, reason) for group, reason in collected.rejected] == [
+        (2, "zero_variance"),
+        (3, "zero_variance"),
+    ]
     assert collected.takes == 2
     assert generate(generator, 100) == [9, 10]
     assert one.ledger.rejected == {"zero_variance": 2}
@@ -95,7 +99,11 @@ def test_a_ticket_whose_frames_never_decode_is_dead_after_its_attempts():
                 break
     assert offered == 3
     ((dead, reason),) = rejected
-    assert (dead.ticket_id, reason.split(": ")[:2], one.ledger.rejected) == (2, ["dead", "undecodable"], {"dead": 1})
+    assert (dead.ticket_id, reason.split(": ")[:2], one.ledger.rejected) == (
+        2,
+        ["dead", "undecodable"],
+        {"dead": 1},
+    )
     assert (buffer.audit().counters["dead"], buffer.audit().missing) == (1, 0)
 
 
@@ -116,7 +124,13 @@ def sampled_at(*versions: int, greedy_reward: float | None = None) -> Group:
         version_spans=version_spans(map(Weights, versions)),
         finish_reason="stop",
     )
-    return Group(ticket_id=1, rollouts=(rollout,), generator_id="g", finished_version=max(versions), greedy_reward=greedy_reward)
+    return Group(
+        ticket_id=1,
+        rollouts=(rollout,),
+        generator_id="g",
+        finished_version=max(versions),
+        greedy_reward=greedy_reward,
+    )
 
 
 def test_no_token_newer_than_the_version_being_trained_passes_the_judge():
@@ -174,9 +188,13 @@ def test_endless_rejection_stops_with_an_explanation(buffer):
 
 
 def test_endless_faults_are_not_blamed_on_the_prompts(buffer):
-    reasons = itertools.cycle(["zero_variance", "filter_failed: KeyError: 'a'", "filter_failed: KeyError: 'b'"])
+    reasons = itertools.cycle(
+        ["zero_variance", "filter_failed: KeyError: 'a'", "filter_failed: KeyError: 'b'"]
+    )
     one = intake(buffer, judge=lambda group, version: next(reasons), max_refills=2)
-    with pytest.raises(RunError, match=r"\{'zero_variance': 4, 'filter_failed': 8\}.*mend.*`filter_failed: KeyError: 'b'`"):
+    with pytest.raises(
+        RunError, match=r"\{'zero_variance': 4, 'filter_failed': 8\}.*mend.*`filter_failed: KeyError: 'b'`"
+    ):
         for _ in range(20):
             generate(buffer.peer(), 100)
             one.poll(0, wait_s=0)
@@ -204,12 +222,18 @@ def test_the_kind_of_a_filters_reason_is_a_legal_name(buffer, reason, kept):
 
 def test_reasons_that_all_differ_count_as_a_bounded_number_of_kinds(buffer, caplog):
     one = intake(
-        buffer, judge=lambda group, version: f"mean {group.ticket_id}" if group.ticket_id <= 50 else None, max_refills=20
+        buffer,
+        judge=lambda group, version: f"mean {group.ticket_id}" if group.ticket_id <= 50 else None,
+        max_refills=20,
     )
     while one.poll(0, wait_s=0) is None:
         generate(buffer.peer(), 100)
-    assert one.ledger.rejected == {f"mean_{ticket_id}": 1 for ticket_id in range(1, MOST_KINDS + 1)} | {"other": 50 - MOST_KINDS}
-    [message] = [record.getMessage() for record in caplog.records if "kinds of reasons" in record.getMessage()]
+    assert one.ledger.rejected == {f"mean_{ticket_id}": 1 for ticket_id in range(1, MOST_KINDS + 1)} | {
+        "other": 50 - MOST_KINDS
+    }
+    [message] = [
+        record.getMessage() for record in caplog.records if "kinds of reasons" in record.getMessage()
+    ]
     assert "`mean 21`" in message
 
 
@@ -217,7 +241,11 @@ def test_what_was_issued_before_the_learner_came_is_not_held_against_its_filters
     intake(buffer, max_lag=9)
     generate(buffer.peer(), 100)
     before = buffer.audit().issued
-    resumed = intake(buffer.peer(), judge=lambda group, version: "short" if group.ticket_id <= before else None, max_refills=1)
+    resumed = intake(
+        buffer.peer(),
+        judge=lambda group, version: "short" if group.ticket_id <= before else None,
+        max_refills=1,
+    )
     for _ in range(30):
         generate(buffer.peer(), 100)
         if (collected := resumed.poll(0, wait_s=0)) is not None:
@@ -232,16 +260,22 @@ def test_a_stall_is_an_error_with_advice(buffer):
         one.poll(0, wait_s=0.01)
 
 
-def test_a_store_that_keeps_tickets_from_everybody_is_mended_before_the_run_counts_as_stalled(buffer, monkeypatch):
+def test_a_store_that_keeps_tickets_from_everybody_is_mended_before_the_run_counts_as_stalled(
+    buffer, monkeypatch
+):
     now_s = [0.0]
     monkeypatch.setattr("asyncrl.buffer.stall.time.monotonic", lambda: now_s[0])
     one = intake(buffer, stall_s=1800.0)
     generate(buffer.peer(), 8)
     kept = buffer._store.ready
-    buffer._store.ready = type(kept)()  # somebody wrote into the store: the frames are there, and nobody meets them
+    buffer._store.ready = type(
+        kept
+    )()  # somebody wrote into the store: the frames are there, and nobody meets them
     recoveries = []
     mend = buffer.recover
-    monkeypatch.setattr(buffer, "recover", lambda *args, **more: (recoveries.append(now_s[0]), mend(*args, **more)))
+    monkeypatch.setattr(
+        buffer, "recover", lambda *args, **more: (recoveries.append(now_s[0]), mend(*args, **more))
+    )
     for now_s[0] in (1.0, 60.0, 62.0, 63.0, 64.0):
         if (collected := one.poll(0, wait_s=0.0)) is not None:
             break

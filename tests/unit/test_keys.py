@@ -1,4 +1,5 @@
-"""The secrets of a run: derived from one, given by environment or file, and inherited by nobody who has no use for them."""
+"""The secrets of a run: derived from one, given by environment or file, and inherited by nobody who has no
+use for them."""
 
 import stat
 
@@ -83,7 +84,14 @@ def config(**parts):
     return Config.model_validate(base | {"reward": {"functions": [{"function": "exact_match"}]}} | parts)
 
 
-SECRETS = ("ASYNCRL_SECRET", "ASYNCRL_STORE_PASSWORD", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "JUDGE_KEY", "WANDB_API_KEY")
+SECRETS = (
+    "ASYNCRL_SECRET",
+    "ASYNCRL_STORE_PASSWORD",
+    "AWS_SECRET_ACCESS_KEY",
+    "GITHUB_TOKEN",
+    "JUDGE_KEY",
+    "WANDB_API_KEY",
+)
 
 
 def test_roles_inherit_what_they_need_and_no_other_secret(monkeypatch, tmp_path):

@@ -1,4 +1,5 @@
-"""KL estimators: value, gradient, extremes, and that their expected gradients are the divergences they claim."""
+"""KL estimators: value, gradient, extremes, and that their expected gradients are the divergences they
+claim."""
 
 import math
 
@@ -73,7 +74,8 @@ def test_small_differences_keep_their_precision(name):
 
 
 def test_expected_gradients_are_those_of_the_divergences():
-    """Over all tokens of a small vocabulary: k1 has none, k2 that of KL(pi || ref), k3 that of KL(ref || pi)."""
+    """Over all tokens of a small vocabulary: k1 has none, k2 that of KL(pi || ref), k3 that of KL(ref ||
+    pi)."""
     logits_V = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     reference_V = torch.tensor([-0.2, 0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
 
@@ -98,10 +100,13 @@ def test_expected_gradients_are_those_of_the_divergences():
 @pytest.mark.parametrize("name", ["k1", "k3"])
 @pytest.mark.parametrize("proximal", [True, False])
 def test_the_bias_corrected_gradient_is_that_of_the_divergence_whoever_sampled(name, proximal):
-    """Over all tokens of a small vocabulary, by the probabilities of a third policy, with exact weights to the proximal one."""
+    """Over all tokens of a small vocabulary, by the probabilities of a third policy, with exact weights to
+    the proximal one."""
     draw = torch.Generator().manual_seed(3)
     logits_V = torch.randn(5, generator=draw, dtype=torch.float64).requires_grad_()
-    reference_V, behaviour_V, proximal_V = (torch.randn(3, 5, generator=draw, dtype=torch.float64).log_softmax(1)).unbind()
+    reference_V, behaviour_V, proximal_V = (
+        torch.randn(3, 5, generator=draw, dtype=torch.float64).log_softmax(1)
+    ).unbind()
     batch = TokenBatch(
         sequence_T=torch.arange(5),
         num_sequences=5,
@@ -111,7 +116,9 @@ def test_the_bias_corrected_gradient_is_that_of_the_divergence_whoever_sampled(n
         advantages_T=torch.zeros(5),
     )
     logprobs_V = logits_V.log_softmax(0)
-    (divergence,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - reference_V)).sum(), logits_V, retain_graph=True)
+    (divergence,) = torch.autograd.grad(
+        (logprobs_V.exp() * (logprobs_V - reference_V)).sum(), logits_V, retain_graph=True
+    )
     kl_V = bias_corrected(registry.resolve("kl", name, {})(logprobs_V, reference_V), batch, logprobs_V)
     value = (behaviour_V.exp() * kl_V).sum()
     (gradient,) = torch.autograd.grad(value, logits_V)

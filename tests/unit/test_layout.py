@@ -32,7 +32,8 @@ def test_buckets_tile_the_buffer_with_whole_tensors_and_respect_their_size(specs
         position = bucket.end_byte
         assert bucket.end_byte - bucket.start_byte <= bucket_bytes or bucket.end - bucket.first == 1
     assert position == layout.total_bytes
-    for left, right in zip(layout.buckets, layout.buckets[1:], strict=False):  # greedy: no bucket that had room for one more
+    # Greedy: no bucket that had room for one more.
+    for left, right in zip(layout.buckets, layout.buckets[1:], strict=False):
         after = layout.offsets[right.first + 1] if right.first + 1 < len(specs) else layout.total_bytes
         assert after - left.start_byte > bucket_bytes
 
@@ -41,7 +42,10 @@ def test_buckets_tile_the_buffer_with_whole_tensors_and_respect_their_size(specs
 def test_tensors_are_aligned_do_not_overlap_and_keep_their_values(specs, bucket_bytes):
     layout = Layout.plan(specs, bucket_bytes)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    originals = [torch.arange(1, 1 + torch.Size(s.shape).numel()).to(getattr(torch, s.dtype)).view(s.shape) for s in specs]
+    originals = [
+        torch.arange(1, 1 + torch.Size(s.shape).numel()).to(getattr(torch, s.dtype)).view(s.shape)
+        for s in specs
+    ]
     for index, original in enumerate(originals):
         layout.view(buffer, index).copy_(original)
     for index, original in enumerate(originals):

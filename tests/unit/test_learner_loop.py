@@ -23,7 +23,15 @@ def test_columns_are_measured_once_before_the_first_step():
     world = World()
     learn(world, steps=4, epochs=2)
     measuring = ["measure", "gather"]
-    assert world.events[1:] == ["collect 3", *measuring, "step", "step", "publish 4", "report 4", "checkpoint 4 last"]
+    assert world.events[1:] == [
+        "collect 3",
+        *measuring,
+        "step",
+        "step",
+        "publish 4",
+        "report 4",
+        "checkpoint 4 last",
+    ]
 
 
 def test_the_critic_learns_from_the_same_minibatches_and_first():
@@ -38,7 +46,16 @@ def test_while_the_critic_warms_up_the_version_counts_and_the_policy_stands_stil
     world = World()
     learn(world, version=0, steps=3, warmup_steps=2, advantage=Choice(name="gae"))
     trained = [event for event in world.events if event in ("critic", "step") or event.startswith("publish")]
-    assert trained == ["publish 0", "critic", "publish 1", "critic", "publish 2", "critic", "step", "publish 3"]
+    assert trained == [
+        "publish 0",
+        "critic",
+        "publish 1",
+        "critic",
+        "publish 2",
+        "critic",
+        "step",
+        "publish 3",
+    ]
     assert [len(step.results) for step in world.reported] == [0, 0, 1]
 
 
@@ -64,10 +81,28 @@ def test_a_frozen_or_absent_reference_is_left_alone(kl):
 def test_hooks_come_before_the_first_step_and_after_the_weights_are_out():
     world = World()
     learn(world, steps=4, advantage=Choice(name="gae"), hooks=Hooks([("w", world)]))
-    order = ["collect 3", "measure", "gather", "before 8", "critic", "step", "publish 4", "after 4", "report 4"]
+    order = [
+        "collect 3",
+        "measure",
+        "gather",
+        "before 8",
+        "critic",
+        "step",
+        "publish 4",
+        "after 4",
+        "report 4",
+    ]
     assert world.events[1:-1] == order
     assert world.reported[0].hook_metrics == {"hook/planned": 8.0, "hook/seen": 8.0}
-    assert world.reported[0].seconds.keys() == {"wait_groups", "measure", "plan", "hooks", "critic", "train", "publish"}
+    assert world.reported[0].seconds.keys() == {
+        "wait_groups",
+        "measure",
+        "plan",
+        "hooks",
+        "critic",
+        "train",
+        "publish",
+    }
 
 
 def test_a_step_reports_the_coefficients_it_used_and_the_next_uses_what_it_measured():
@@ -88,9 +123,23 @@ def test_a_finished_run_only_publishes():
 def test_each_part_of_a_step_is_shown_to_the_supervisor_and_slow_ones_as_slow(monkeypatch):
     world, shown = World(), []
     for module in ("learner", "stopwatch"):
-        monkeypatch.setattr(f"asyncrl.{module}.begin", lambda doing, pace=Pace.NORMAL: shown.append((doing, pace)))
+        monkeypatch.setattr(
+            f"asyncrl.{module}.begin", lambda doing, pace=Pace.NORMAL: shown.append((doing, pace))
+        )
     learn(world, steps=4)
     assert [doing for doing, _ in shown] == [
-        *["publish", "wait_groups", "measure", "plan", "hooks", "critic", "train", "publish", "hooks", "report", "checkpoint"]
+        *[
+            "publish",
+            "wait_groups",
+            "measure",
+            "plan",
+            "hooks",
+            "critic",
+            "train",
+            "publish",
+            "hooks",
+            "report",
+            "checkpoint",
+        ]
     ]
     assert {doing for doing, pace in shown if pace is Pace.SLOW} == {"hooks", "checkpoint"}

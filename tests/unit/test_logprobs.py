@@ -33,7 +33,9 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny_qwen2(tmp_path / "model", tied=request.param == "qwen2-tied")
 
 
-def random_sequences(rng: np.random.Generator, vocabulary: int, shapes: list[tuple[int, int]]) -> list[TrainSample]:
+def random_sequences(
+    rng: np.random.Generator, vocabulary: int, shapes: list[tuple[int, int]]
+) -> list[TrainSample]:
     return [
         TrainSample(
             prompt_ids=rng.integers(2, vocabulary, p, dtype=np.int32),
@@ -52,16 +54,26 @@ def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5, with_squares
     return columns_RT
 
 
-def padded(path: Path, sequences: list[TrainSample], dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor, Tensor]:
-    """The oracle: a stock model, padding, full logits. Not `eager`: its softmax is float32 whatever the dtype."""
+def padded(
+    path: Path, sequences: list[TrainSample], dtype: torch.dtype
+) -> tuple[torch.nn.Module, Tensor, Tensor]:
+    """The oracle: a stock model, padding, full logits. Not `eager`: its softmax is float32 whatever the
+    dtype."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     width = max(one.tokens for one in sequences)
-    ids, mask = torch.zeros(len(sequences), width, dtype=torch.int64), torch.zeros(len(sequences), width, dtype=torch.int64)
+    ids, mask = (
+        torch.zeros(len(sequences), width, dtype=torch.int64),
+        torch.zeros(len(sequences), width, dtype=torch.int64),
+    )
     for s, one in enumerate(sequences):
         ids[s, : one.tokens] = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]))
         mask[s, : one.tokens] = 1
     logprobs = (model(input_ids=ids, attention_mask=mask).logits / TEMPERATURE).log_softmax(-1)
-    rows = [logprobs[s, len(one.prompt_ids) + int(r) - 1] for s, one in enumerate(sequences) for r in np.flatnonzero(one.keep)]
+    rows = [
+        logprobs[s, len(one.prompt_ids) + int(r) - 1]
+        for s, one in enumerate(sequences)
+        for r in np.flatnonzero(one.keep)
+    ]
     targets = torch.cat([torch.from_numpy(one.response_ids[one.keep].astype(np.int64)) for one in sequences])
     table = torch.stack(rows)
     return model, table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
@@ -71,7 +83,9 @@ SHAPES = [(3, 7), (5, 1), (1, 12), (3, 7), (9, 4)]
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_packed_equals_padded_in_logprobs_and_entropy(model_path: Path, dtype: torch.dtype, atol: float) -> None:
+def test_packed_equals_padded_in_logprobs_and_entropy(
+    model_path: Path, dtype: torch.dtype, atol: float
+) -> None:
     sequences = random_sequences(np.random.default_rng(1), 40, SHAPES)
     policy = load_policy(ModelConfig(path=str(model_path), dtype="float32"), CPU).to(dtype)
     logprobs_T, entropy_T = packed(policy, microbatch(sequences, CPU))
@@ -80,10 +94,14 @@ def test_packed_equals_padded_in_logprobs_and_entropy(model_path: Path, dtype: t
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "whole", "each"), [(torch.float32, 1e-5, 1e-4), (torch.float64, 1e-9, 1e-9)])
-def test_packed_equals_padded_in_gradients(model_path: Path, dtype: torch.dtype, whole: float, each: float) -> None:
-    # float64 shows that the two are the same function. In float32 stock sdpa alone is 2.4e-5 off float64 on the worst
-    # tensor of stories260K, so there 1e-5 is asked of the gradient as a whole.
+@pytest.mark.parametrize(
+    ("dtype", "whole", "each"), [(torch.float32, 1e-5, 1e-4), (torch.float64, 1e-9, 1e-9)]
+)
+def test_packed_equals_padded_in_gradients(
+    model_path: Path, dtype: torch.dtype, whole: float, each: float
+) -> None:
+    # float64 shows that the two are the same function. In float32 stock sdpa alone is 2.4e-5 off float64 on
+    # the worst tensor of stories260K, so there 1e-5 is asked of the gradient as a whole.
     sequences = random_sequences(np.random.default_rng(1), 40, SHAPES)
     batch = microbatch(sequences, CPU)
     weights_T = batch.tokens.advantages_T.to(dtype)
@@ -96,8 +114,11 @@ def test_packed_equals_padded_in_gradients(model_path: Path, dtype: torch.dtype,
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        # A key bias shifts all scores of a query alike: its gradient is zero but for rounding, so measure against the rest.
-        scale = max(float(expected.norm()), 1e-3 * float(torch.cat([g.flatten() for g in theirs.values()]).norm()))
+        # A key bias shifts all scores of a query alike: its gradient is zero but for rounding, so measure
+        # against the rest.
+        scale = max(
+            float(expected.norm()), 1e-3 * float(torch.cat([g.flatten() for g in theirs.values()]).norm())
+        )
         assert float((ours[name] - expected).norm()) < each * scale, name
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
     assert float(difference.norm() / torch.cat([g.flatten() for g in theirs.values()]).norm()) < whole
@@ -132,7 +153,10 @@ def test_derivatives_are_those_of_log_softmax_and_finite_for_huge_logits(scale: 
             logprobs_T, entropy_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False)
         else:
             table = (hidden_TD @ weight_VD.T / 0.5).log_softmax(-1)
-            logprobs_T, entropy_T = table.gather(-1, target_T[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+            logprobs_T, entropy_T = (
+                table.gather(-1, target_T[:, None]).squeeze(-1),
+                -(table.exp() * table).sum(-1),
+            )
         (logprobs_T @ weights_T + 2 * entropy_T @ weights_T.flip(0)).backward()
         results.append((logprobs_T, entropy_T, hidden_TD.grad, weight_VD.grad))
     for found, expected in zip(*results, strict=True):
@@ -144,7 +168,10 @@ def test_derivatives_are_those_of_log_softmax_and_finite_for_huge_logits(scale: 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_the_sum_of_squared_probabilities_is_that_of_a_full_softmax(scale: float, chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden_TD, weight_VD = torch.randn(7, 3, generator=generator) * scale, torch.randn(11, 3, generator=generator)
+    hidden_TD, weight_VD = (
+        torch.randn(7, 3, generator=generator) * scale,
+        torch.randn(11, 3, generator=generator),
+    )
     target_T = torch.arange(7)
     expected_T = (hidden_TD.double() @ weight_VD.T.double() / 0.5).softmax(-1).square().sum(-1).float()
     with_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, True)
@@ -156,7 +183,8 @@ def test_the_sum_of_squared_probabilities_is_that_of_a_full_softmax(scale: float
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements, and of leading rows beside V columns, that any operation returned."""
+    """Records the largest number of elements, and of leading rows beside V columns, that any operation
+    returned."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -183,17 +211,24 @@ def test_neither_full_logits_nor_an_attention_mask_over_all_tokens_ever_exist(tm
         (logprobs_T.sum() + entropy_T.sum()).backward()
     num_tokens = batch.input_ids_N.numel()
     assert seen.logit_rows == 100  # and not the action tokens
-    # The widest thing left is the feed-forward layer (128): far below an N x N mask and N x V logits with a real vocabulary.
+    # The widest thing left is the feed-forward layer (128): far below an N x N mask and N x V logits with a
+    # real vocabulary.
     assert seen.elements <= num_tokens * 128 < num_tokens * num_tokens
 
 
 def test_architectures_that_do_more_than_plain_attention_are_refused() -> None:
     query = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ConfigError, match="softcap"):
-        segment_attention(torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 4), softcap=30.0)
+        segment_attention(
+            torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 4), softcap=30.0
+        )
     with pytest.raises(ConfigError, match="sliding_window 2 on 4 tokens"):
-        segment_attention(torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 4), sliding_window=2)
-    segment_attention(torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 2, 4), sliding_window=2)
+        segment_attention(
+            torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 4), sliding_window=2
+        )
+    segment_attention(
+        torch.nn.Identity(), query, query, query, None, sequence_starts=(0, 2, 4), sliding_window=2
+    )
 
 
 def test_a_directory_that_is_no_model_is_a_data_error(tmp_path: Path) -> None:

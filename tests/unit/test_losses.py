@@ -1,4 +1,5 @@
-"""Every policy loss against its formula written out, its gradient against calculus, and both against their invariants."""
+"""Every policy loss against its formula written out, its gradient against calculus, and both against their
+invariants."""
 
 import dataclasses
 import inspect
@@ -35,7 +36,9 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def ppo_clip(row: list[Token], clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Values:
+def ppo_clip(
+    row: list[Token], clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> Values:
     found = []
     for t in row:
         r = math.exp(t.logprob - t.anchor)
@@ -81,7 +84,9 @@ def sapo(row: list[Token], tau_positive: float = 1.0, tau_negative: float = 1.05
         tau = tau_positive if t.advantage > 0 else tau_negative
         r = math.exp(t.logprob - t.anchor)
         gate = 1 / (1 + math.exp(-tau * (r - 1)))
-        found.append((-t.weight * 4 / tau * gate * t.advantage, -t.weight * 4 * gate * (1 - gate) * r * t.advantage))
+        found.append(
+            (-t.weight * 4 / tau * gate * t.advantage, -t.weight * 4 * gate * (1 - gate) * r * t.advantage)
+        )
     return found
 
 
@@ -89,7 +94,9 @@ def dro(row: list[Token], beta: float) -> Values:
     found = []
     for t in row:
         d = t.logprob - t.anchor
-        found.append((-t.weight * (t.logprob * t.advantage - beta / 2 * d * d), -t.weight * (t.advantage - beta * d)))
+        found.append(
+            (-t.weight * (t.logprob * t.advantage - beta / 2 * d * d), -t.weight * (t.advantage - beta * d))
+        )
     return found
 
 
@@ -118,7 +125,9 @@ def geo_mean(row: list[Token], clip_low: float = 0.4, clip_high: float = 0.4) ->
     return [(-t.weight * objective, slope if passed else 0.0) for t, passed in zip(row, passes, strict=True)]
 
 
-def dppo_tv(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0) -> Values:
+def dppo_tv(
+    row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0
+) -> Values:
     found = []
     for t in row:
         p, q = math.exp(t.logprob), math.exp(t.anchor)
@@ -129,7 +138,9 @@ def dppo_tv(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, c
     return found
 
 
-def dppo_kl(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0) -> Values:
+def dppo_kl(
+    row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, cap: float = 3.0, pull: float = 0.0
+) -> Values:
     found = []
     for t in row:
         p, q = math.exp(t.logprob), math.exp(t.anchor)
@@ -142,7 +153,8 @@ def dppo_kl(row: list[Token], limit_low: float = 0.2, limit_high: float = 0.2, c
 
 
 def at_level(row: list[Token], level: str) -> list[Token]:
-    """Tokens that moved by what their whole sequence moved: gradients through each token's own log-probability stay the same."""
+    """Tokens that moved by what their whole sequence moved: gradients through each token's own
+    log-probability stay the same."""
     moves = [clamp(t.logprob - t.anchor, -20, 20) for t in row]
     moved = clamp(sum(moves), -20, 20) if level == "sequence" else mean(moves) if row else 0.0
     return [t._replace(anchor=t.logprob - moved) for t in row]
@@ -157,7 +169,11 @@ def sapo_of_sequences(row: list[Token], level: str, **params: float) -> Values:
 
 
 def vespo(
-    row: list[Token], k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0, lambda_negative: float = 2.0
+    row: list[Token],
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
 ) -> Values:
     s = math.exp(clamp(sum(t.logprob - t.anchor for t in row), -20, 20))
     found = []
@@ -173,7 +189,11 @@ CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("ppo_clip", ppo_clip, {}),
     ("ppo_clip", ppo_clip, {"clip_low": 0.1, "clip_high": 0.4}),
     ("ppo_clip", ppo_clip, {"clip_high": 0.28, "dual_clip": 1.5}),
-    ("ppo_clip", ppo_of_sequences, {"level": "geometric", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.3}),
+    (
+        "ppo_clip",
+        ppo_of_sequences,
+        {"level": "geometric", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.3},
+    ),
     ("ppo_clip", ppo_of_sequences, {"level": "sequence", "dual_clip": 3.0}),
     ("sapo", sapo_of_sequences, {"level": "geometric"}),
     ("sapo", sapo_of_sequences, {"level": "sequence", "tau_positive": 2.0}),
@@ -293,7 +313,8 @@ def test_the_log_ratio_is_clamped_at_20():
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 def test_sequence_losses_clamp_each_token_before_the_mean(name):
-    """One impossible token of a long answer must not make the whole answer's ratio extreme: 100 counts as 20."""
+    """One impossible token of a long answer must not make the whole answer's ratio extreme: 100 counts as
+    20."""
     case = make_case(8, lengths=[4])
     logprobs_T = case.batch.anchor_logprobs_T + torch.tensor([100.0, 0, 0, 0], dtype=torch.float64)
     batch = dataclasses.replace(case.batch, advantages_T=-torch.ones(4).double(), weights_T=None)
@@ -314,7 +335,8 @@ def test_the_product_of_a_long_sequence_is_clamped_too():
 
 
 def test_ppo_of_responses_has_the_gradient_of_their_probability():
-    """With seq-mean-token-sum: d/dx of the mean over responses of pi(response) / pi_old(response) A, where no clip acts."""
+    """With seq-mean-token-sum: d/dx of the mean over responses of pi(response) / pi_old(response) A, where no
+    clip acts."""
     case = make_case(12, lengths=[4, 2, 3], spread=0.01)
     batch = dataclasses.replace(case.batch, weights_T=None)
     logprobs_T = case.logprobs_T.clone().requires_grad_()
@@ -453,7 +475,11 @@ def test_sequences_that_drifted_away_are_left_out_only_with_a_negative_advantage
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.0, 0.2, 0.5, 0.9]), drift=st.sampled_from([None, 0.1]))
+@given(
+    seed=st.integers(0, 10_000),
+    share=st.sampled_from([0.0, 0.2, 0.5, 0.9]),
+    drift=st.sampled_from([None, 0.1]),
+)
 def test_only_the_tokens_of_highest_entropy_of_each_sequence_are_trained(seed, share, drift):
     case = make_case(seed)
     loss, _ = evaluate("ppo_clip", {"top_entropy": share, "max_drift": drift}, case)
@@ -468,7 +494,8 @@ def test_only_the_tokens_of_highest_entropy_of_each_sequence_are_trained(seed, s
 
 @pytest.mark.parametrize("percent", [7, 15, 30, 55, 60, 80])
 def test_a_share_is_rounded_up_exactly(percent):
-    """In whole numbers: ceil(percent * length / 100), of every length; no rounding of the share adds a token."""
+    """In whole numbers: ceil(percent * length / 100), of every length; no rounding of the share adds a
+    token."""
     lengths = [*range(1, 130), 4096]
     case = make_case(1, lengths=lengths)
     keep_T = highest_entropy(case.batch, case.entropy_T, percent / 100)

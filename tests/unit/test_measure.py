@@ -1,4 +1,5 @@
-"""Measured columns: which an algorithm wants, that every rank ends with the same, and that nothing is measured for nothing."""
+"""Measured columns: which an algorithm wants, that every rank ends with the same, and that nothing is
+measured for nothing."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,10 @@ from asyncrl.trainer.base import COLUMNS
 from tests.support.fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 
 PLANNER = Planner(
-    estimator=Estimator(advantage=grpo, max_response_tokens=8), columns=frozenset(), proximal=False, settings=SETTINGS
+    estimator=Estimator(advantage=grpo, max_response_tokens=8),
+    columns=frozenset(),
+    proximal=False,
+    settings=SETTINGS,
 )
 
 
@@ -40,7 +44,8 @@ def test_every_rank_holds_every_column_in_group_order(ranks, budget_tokens):
         for name, column_T in columns.items():
             assert column_T.dtype == torch.float32
             torch.testing.assert_close(column_T, batch.column(name), atol=0, rtol=0)
-    assert len({trainer.measured_microbatches for trainer in trainers}) == 1  # the same collectives on every rank
+    # The same collectives on every rank.
+    assert len({trainer.measured_microbatches for trainer in trainers}) == 1
 
 
 def test_more_ranks_than_sequences_is_no_special_case():
@@ -52,7 +57,11 @@ def test_more_ranks_than_sequences_is_no_special_case():
         results = list(
             pool.map(
                 lambda rank: measure(
-                    FakeTrainer(meeting, rank), sequences, {"values_T"}, budget_tokens=99, device=torch.device("cpu")
+                    FakeTrainer(meeting, rank),
+                    sequences,
+                    {"values_T"},
+                    budget_tokens=99,
+                    device=torch.device("cpu"),
                 ),
                 range(3),
             )

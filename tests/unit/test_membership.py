@@ -14,12 +14,21 @@ def make():
 
 def hello(name="g", incarnation="a", **changes):
     return Hello(
-        **{"generator_id": name, "incarnation": incarnation, "release": "1.0", "config_hash": "abc", "version": 0, **changes}
+        **{
+            "generator_id": name,
+            "incarnation": incarnation,
+            "release": "1.0",
+            "config_hash": "abc",
+            "version": 0,
+            **changes,
+        }
     )
 
 
 def beat(name="g", incarnation="a", version=0, state="sampling"):
-    return Heartbeat(generator_id=name, incarnation=incarnation, version=version, state=state, metrics={"groups": 2.0})
+    return Heartbeat(
+        generator_id=name, incarnation=incarnation, version=version, state=state, metrics={"groups": 2.0}
+    )
 
 
 @pytest.mark.parametrize("changes", [{"release": "1.1"}, {"config_hash": "xyz"}])
@@ -31,7 +40,9 @@ def test_another_release_or_config_is_refused_and_told_both(changes):
 
 
 def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
-    members = Membership(release="1.0", config_hash="abc", host_digest="new", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S)
+    members = Membership(
+        release="1.0", config_hash="abc", host_digest="new", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S
+    )
     answer = members.hello(hello(host_digest="old"), 0.0)
     assert isinstance(answer, Refused) and "out of date" in answer.reason
     assert isinstance(members.hello(hello(host_digest="new"), 0.0), Joined)
@@ -39,10 +50,16 @@ def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
 
 
 def test_a_host_with_other_data_under_the_same_path_is_refused():
-    members = Membership(release="1.0", config_hash="abc", rows="2 rows with digest a", timeout_s=1.0, challenge_s=1.0)
+    members = Membership(
+        release="1.0", config_hash="abc", rows="2 rows with digest a", timeout_s=1.0, challenge_s=1.0
+    )
     for rows in ("2 rows with digest b", ""):
         answer = members.hello(hello(rows=rows), 0.0)
-        assert isinstance(answer, Refused) and f"read {rows} from" in answer.reason and "the learner 2 rows" in answer.reason
+        assert (
+            isinstance(answer, Refused)
+            and f"read {rows} from" in answer.reason
+            and "the learner 2 rows" in answer.reason
+        )
     assert isinstance(members.hello(hello(rows="2 rows with digest a"), 0.0), Joined)
 
 
@@ -88,7 +105,8 @@ def test_what_the_dead_said_before_a_pause_of_the_learner_is_no_sign_of_life():
     members = make()
     members.hello(hello(), 0.0)
     members.heartbeat(beat(), 1.0)
-    # The learner stands still; the generator beats on, is killed and started again. Then all is read within a moment.
+    # The learner stands still; the generator beats on, is killed and started again. Then all is read within a
+    # moment.
     assert isinstance(members.hello(hello(incarnation="b"), 40.0), Deferred)
     assert members.heartbeat(beat(), 40.01)
     assert isinstance(members.hello(hello(), 40.02), AlreadyMember)
@@ -103,7 +121,12 @@ def test_statuses_show_the_last_heartbeat_and_the_silence_since():
     members.hello(hello(), 0.0)
     members.heartbeat(beat(version=7, state="waiting_tickets"), 2.0)
     (status,) = members.statuses(5.5)
-    assert (status.generator_id, status.version, status.state, status.silent_s) == ("g", 7, "waiting_tickets", 3.5)
+    assert (status.generator_id, status.version, status.state, status.silent_s) == (
+        "g",
+        7,
+        "waiting_tickets",
+        3.5,
+    )
     assert status.metrics == {"groups": 2.0}
 
 

@@ -48,7 +48,9 @@ def test_every_published_number_of_the_mathematics_is_documented() -> None:
     case = make_case(1)
     batch = dataclasses.replace(case.batch, reference_logprobs_T=case.logprobs_T)
     left_out_T = torch.zeros_like(case.entropy_T, dtype=torch.bool)
-    parts = [policy_metrics(batch, case.logprobs_T, case.entropy_T, left_out_T=left_out_T, max_response_tokens=9)]
+    parts = [
+        policy_metrics(batch, case.logprobs_T, case.entropy_T, left_out_T=left_out_T, max_response_tokens=9)
+    ]
     published = finish(merge([*parts, group_metrics(make_rewards(1))]))
     assert len(published) > 60
     assert set(published) - documented() - {"tokens", "sequences", "groups"} == set()
@@ -57,9 +59,13 @@ def test_every_published_number_of_the_mathematics_is_documented() -> None:
 def test_every_published_number_of_a_step_is_documented() -> None:
     rejected = ((group([0.0, 0.0], [1, 2]), "zero_variance"),)
     base = step(rollout(a=1.0), rollout(a=0.0))
-    published = step_metrics(dataclasses.replace(base, collected=dataclasses.replace(base.collected, rejected=rejected)))
+    published = step_metrics(
+        dataclasses.replace(base, collected=dataclasses.replace(base.collected, rejected=rejected))
+    )
     assert len(published) > 30
-    generic = {re.sub(r"(rejected)_\w+", r"\1_<>", name.replace("reward/a/", "reward/<>/")) for name in published}
+    generic = {
+        re.sub(r"(rejected)_\w+", r"\1_<>", name.replace("reward/a/", "reward/<>/")) for name in published
+    }
     generic = {re.sub(r"(staleness/in_\w+)/\d+", r"\1/<>", name) for name in generic}
     assert generic - documented() - {"groups"} == set()
 
@@ -80,6 +86,9 @@ def test_what_the_dashboard_shows_is_documented() -> None:
     for source in ("dashboard.py", "live.py", "state.py", "advice.py"):
         text = (ROOT / "asyncrl" / "telemetry" / source).read_text(encoding="utf-8")
         shown |= set(
-            re.findall(r"""["']((?:reward|eval|completions|policy|mismatch|staleness|time|perf|idle|weights)/\w+)["']""", text)
+            re.findall(
+                r"""["']((?:reward|eval|completions|policy|mismatch|staleness|time|perf|idle|weights)/\w+)["']""",
+                text,
+            )
         )
     assert len(shown) > 15 and shown - documented() == set()

@@ -1,4 +1,5 @@
-"""The dashboard and the alert rules ask only for what the exporter tells, in expressions that Prometheus understands."""
+"""The dashboard and the alert rules ask only for what the exporter tells, in expressions that Prometheus
+understands."""
 
 import json
 import re
@@ -20,7 +21,9 @@ from tests.support.telemetry_records import snapshot
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "asyncrl.json").read_text())
 RULES = [
-    rule for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
 ]
 OF_EACH_PROCESS = {"asyncrl_progress_age_seconds", "asyncrl_stall_seconds"}
 LABELS = {"run", "process", "job", "place", "event", "generator", "state", "bin"}
@@ -34,17 +37,28 @@ def panels() -> Iterator[dict[str, Any]]:
 
 def expressions() -> list[tuple[str, str]]:
     """(where it stands, PromQL) of everything that is asked."""
-    asked = [(f"panel {panel['title']}", target["expr"]) for panel in panels() for target in panel.get("targets", [])]
+    asked = [
+        (f"panel {panel['title']}", target["expr"])
+        for panel in panels()
+        for target in panel.get("targets", [])
+    ]
     asked += [
-        ("variable run", variable["definition"]) for variable in DASHBOARD["templating"]["list"] if "definition" in variable
+        ("variable run", variable["definition"])
+        for variable in DASHBOARD["templating"]["list"]
+        if "definition" in variable
     ]
     return asked + [(f"alert {rule['alert']}", rule["expr"]) for rule in RULES]
 
 
 def exported() -> set[str]:
     """Every name that a learner or a generator can tell."""
-    names = {prometheus_name(name, GENERATOR_PREFIX if name in BY_TIME else PREFIX)[0] for name, _ in documented_units()}
-    names |= {prometheus_name(f"groups/rejected_{reason}")[0] for reason in ("dead", "stale", "zero_variance")}
+    names = {
+        prometheus_name(name, GENERATOR_PREFIX if name in BY_TIME else PREFIX)[0]
+        for name, _ in documented_units()
+    }
+    names |= {
+        prometheus_name(f"groups/rejected_{reason}")[0] for reason in ("dead", "stale", "zero_variance")
+    }
     names |= {prometheus_name(f"staleness/masked_share/{band}")[0] for band in ("short", "medium", "long")}
     names |= {prometheus_name(f"{pair}/ess")[0] for pair in ("mismatch", "policy", "drift")}
     for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0):
@@ -60,14 +74,18 @@ def test_everything_that_is_asked_can_be_told(where: str, expression: str) -> No
     assert asked <= known, where
     assert asked or patterns or "up{" in expression, where
     for pattern in patterns:
-        assert {name for name in known if re.fullmatch(pattern, name)} == {prometheus_name(f"alarm/{name}")[0] for name in ALARMS}
+        assert {name for name in known if re.fullmatch(pattern, name)} == {
+            prometheus_name(f"alarm/{name}")[0] for name in ALARMS
+        }
     assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', expression)) - {"__name__"} <= LABELS, where
 
 
 def test_only_what_never_falls_is_asked_for_its_rate() -> None:
     """Prometheus takes a fall for a restart from 0. `idle_s` falls by rounding: its growth is a `delta`."""
     rated = {name for _, one in expressions() for name in re.findall(r"(?:rate|increase)\((\w+)", one)}
-    counts = {name for name in rated if name.startswith("asyncrl_weights_") or name.endswith(("_total", "_failed"))}
+    counts = {
+        name for name in rated if name.startswith("asyncrl_weights_") or name.endswith(("_total", "_failed"))
+    }
     assert rated == counts and len(rated) > 4
 
 
@@ -83,7 +101,9 @@ def test_a_panel_shows_one_run_stands_alone_and_says_what_it_means() -> None:
         assert not cells & places and box["x"] + box["w"] <= 24, panel["title"]
         places |= cells
         if panel["type"] != "row":
-            assert panel["description"] and all('run="$run"' in target["expr"] for target in panel["targets"]), panel["title"]
+            assert panel["description"] and all(
+                'run="$run"' in target["expr"] for target in panel["targets"]
+            ), panel["title"]
     identities = [panel["id"] for panel in panels()]
     assert len(set(identities)) == len(identities)
     rows = [panel["title"] for panel in panels() if panel["type"] == "row"]
@@ -93,31 +113,48 @@ def test_a_panel_shows_one_run_stands_alone_and_says_what_it_means() -> None:
 def test_an_alert_says_what_is_wrong_and_what_to_do() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES) > 10
     for rule in RULES:
-        assert set(rule["annotations"]) == {"summary", "action"} and rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "action"} and rule["labels"]["severity"] in (
+            "warning",
+            "critical",
+        )
         assert rule["annotations"]["summary"].startswith("{{ $labels.run }}: "), rule["alert"]
 
 
 def test_grafana_finds_what_is_mounted() -> None:
-    provider = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "dashboards" / "asyncrl.yml").read_text())["providers"][0]
-    source = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][
-        0
-    ]
+    provider = yaml.safe_load(
+        (DEPLOY / "grafana" / "provisioning" / "dashboards" / "asyncrl.yml").read_text()
+    )["providers"][0]
+    source = yaml.safe_load(
+        (DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    )["datasources"][0]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards" and source["type"] == "prometheus"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)"
+)
 def test_prometheus_understands_rules_config_and_every_expression(tmp_path: Path) -> None:
-    asked = [expression.replace("$run", "x") for where, expression in expressions() if where.startswith("panel")]
+    asked = [
+        expression.replace("$run", "x") for where, expression in expressions() if where.startswith("panel")
+    ]
     recorded = [{"record": f"panel_{index}", "expr": expression} for index, expression in enumerate(asked)]
     (tmp_path / "panels.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
     config = DEPLOY / "prometheus"
-    for check in (["rules", tmp_path / "panels.yml"], ["rules", config / "alerts.yml"], ["config", config / "prometheus.yml"]):
-        done = subprocess.run(["promtool", "check", *map(str, check)], capture_output=True, text=True, timeout=60, check=False)
+    for check in (
+        ["rules", tmp_path / "panels.yml"],
+        ["rules", config / "alerts.yml"],
+        ["config", config / "prometheus.yml"],
+    ):
+        done = subprocess.run(
+            ["promtool", "check", *map(str, check)], capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_stands_beside_the_metrics_is_documented() -> None:
-    own = {family.name for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0)} | OF_EACH_PROCESS
+    own = {
+        family.name for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0)
+    } | OF_EACH_PROCESS
     own -= {prometheus_name(name)[0] for name, _ in documented_units()}
     rows = GUIDE.split("## Prometheus and Grafana")[1].splitlines()
     documented = {name for row in rows for name in re.findall(r"`(asyncrl_\w+)[`{]", row)}
@@ -171,14 +208,19 @@ def test_every_alert_has_a_case() -> None:
     assert set(ILL) == {rule["alert"] for rule in RULES}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)"
+)
 def test_an_alert_rings_for_its_failure_alone_and_none_for_a_healthy_run(tmp_path: Path) -> None:
     cases = {"healthy": {}, **ILL}
     tests = [
         {
             "interval": "1m",
             "input_series": [
-                {"series": name.replace("}", ",run='r'}") if "{" in name else f"{name}{{run='r'}}", "values": values}
+                {
+                    "series": name.replace("}", ",run='r'}") if "{" in name else f"{name}{{run='r'}}",
+                    "values": values,
+                }
                 for name, values in (HEALTHY | changes).items()
             ],
             "promql_expr_test": [
@@ -194,5 +236,7 @@ def test_an_alert_rings_for_its_failure_alone_and_none_for_a_healthy_run(tmp_pat
     path = tmp_path / "cases.yml"
     rules = str(DEPLOY / "prometheus" / "alerts.yml")
     path.write_text(yaml.safe_dump({"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}))
-    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,9 @@ def build(config: AlgorithmConfig) -> Objective:
     return make_objective(config, max_response_tokens=9)
 
 
-def evaluate(objective: Objective, batch: MicroBatch, policy: Policy, kl: float = 0.0) -> tuple[LossSums, torch.Tensor]:
+def evaluate(
+    objective: Objective, batch: MicroBatch, policy: Policy, kl: float = 0.0
+) -> tuple[LossSums, torch.Tensor]:
     policy.logprobs_T.grad = None
     loss = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=kl, entropy_coefficient=0.0)
     sums = loss(batch, policy.logprobs_T, torch.zeros(6))
@@ -57,7 +59,9 @@ def evaluate(objective: Objective, batch: MicroBatch, policy: Policy, kl: float 
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
-@pytest.mark.parametrize("correction", [Choice(name="truncate", cap=1.1), Choice(name="mask"), Choice(name="none")])
+@pytest.mark.parametrize(
+    "correction", [Choice(name="truncate", cap=1.1), Choice(name="mask"), Choice(name="none")]
+)
 def test_one_step_per_batch_needs_no_pass_for_the_proximal_policy(loss, correction):
     objective = build(AlgorithmConfig(policy_loss=Choice(name=loss), correction=correction))
     policy = Policy(6)
@@ -79,7 +83,8 @@ def test_several_steps_anchor_the_ratio_at_the_start_of_the_batch():
 
 
 def test_log_linear_interpolates_from_the_version_being_made():
-    """Of a token of lag d (from the version being trained), d + 1 updates lie between mu and pi, and the last is this one's."""
+    """Of a token of lag d (from the version being trained), d + 1 updates lie between mu and pi, and the last
+    is this one's."""
     lags = [0, 1, 2, 3, 0, 7]
     batch = microbatch(lag_T=torch.tensor(lags))
     policy = Policy(6)
@@ -123,7 +128,9 @@ def test_a_penalty_in_the_reward_is_measured_and_has_no_gradient():
     sums, gradient_T = evaluate(in_reward, batch, policy, kl=0.5)
     torch.testing.assert_close(gradient_T, without_T, atol=0, rtol=0)
     d_T = policy.logprobs_T.detach() - policy.reference_T
-    assert sums.metrics["policy/kl_reference"] == pytest.approx(float(((-d_T).exp() + d_T - 1).sum()), rel=1e-4)
+    assert sums.metrics["policy/kl_reference"] == pytest.approx(
+        float(((-d_T).exp() + d_T - 1).sum()), rel=1e-4
+    )
 
 
 def test_the_entropy_bonus_has_a_gradient():
@@ -140,7 +147,8 @@ def test_tokens_that_the_loss_leaves_out_are_counted_by_the_length_of_their_resp
     entropy_T = torch.tensor([0.9, 0.1, 0.8, 0.2, 0.7, 0.6])
     loss_of = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=0.0, entropy_coefficient=0.0)
     metrics = loss_of(microbatch(), Policy(6).logprobs_T, entropy_T).metrics
-    assert metrics["policy/left_out"] == metrics["policy/left_out/short"] > 0  # 3 of 9 tokens is the first third
+    # 3 of 9 tokens is the first third.
+    assert metrics["policy/left_out"] == metrics["policy/left_out/short"] > 0
     assert (metrics["tokens/short"], metrics["tokens/medium"]) == (6, 0)
 
 
@@ -148,8 +156,11 @@ def test_the_critic_is_pulled_to_its_returns_by_the_mean_over_all_ranks():
     values_T = torch.tensor([0.0, 1.0, 2.0, 0.0, -1.0, 3.0], requires_grad=True)
     old_T = torch.tensor([0.0, 0.0, 2.0, 1.0, -1.0, 3.0])
     returns_T = torch.tensor([1.0, 2.0, 0.0, 0.0, -1.0, 2.0])
-    sums = critic_loss(Counts(tokens=60, sequences=2), clip=0.5)(microbatch(values_T=old_T, returns_T=returns_T), values_T)
-    # Clipped to within 0.5 of the old value the second is 0.5 and the fourth 0.5: further from their returns, so they count.
+    sums = critic_loss(Counts(tokens=60, sequences=2), clip=0.5)(
+        microbatch(values_T=old_T, returns_T=returns_T), values_T
+    )
+    # Clipped to within 0.5 of the old value the second is 0.5 and the fourth 0.5: further from their returns,
+    # so they count.
     expected = [0.5 * e * e for e in (1.0, 1.5, 2.0, 0.5, 0.0, 1.0)]
     assert sums.loss.item() == pytest.approx(sum(expected) / 60)
     assert sums.metrics == pytest.approx({LOSS: sum(expected) / 60, "tokens": 6, "critic/value_clipped": 2})

@@ -1,4 +1,5 @@
-"""Packing: what goes in comes out once, within the budget, evenly, and the indices point at the right logits."""
+"""Packing: what goes in comes out once, within the budget, evenly, and the indices point at the right
+logits."""
 
 import numpy as np
 import pytest
@@ -34,14 +35,18 @@ def test_every_sequence_is_in_exactly_one_bin_within_the_budget(lengths: list[in
 
 @given(LENGTHS, st.integers(64, 200))
 def test_number_of_bins_is_within_the_bound_of_first_fit_decreasing(lengths: list[int], budget: int) -> None:
-    # Dosa 2007: FFD <= 11/9 OPT + 6/9, and OPT is at least the total over the budget (and 1 per item over half of it).
+    # Dosa 2007: FFD <= 11/9 OPT + 6/9, and OPT is at least the total over the budget (and 1 per item over
+    # half of it).
     least = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths))
     if len(pack(lengths, budget)) > 11 / 9 * least + 6 / 9:
-        assert any(length > budget // 3 for length in lengths)  # then the volume bound is not OPT: awkward large items
+        # Then the volume bound is not OPT: awkward large items.
+        assert any(length > budget // 3 for length in lengths)
 
 
 @given(LENGTHS, st.integers(64, 200), st.integers(1, 9))
-def test_no_rank_idles_while_there_are_sequences_to_share(lengths: list[int], budget: int, ranks: int) -> None:
+def test_no_rank_idles_while_there_are_sequences_to_share(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
     """Every round is full, and there is no more of them than first-fit decreasing needs."""
     bins = pack(lengths, budget, ranks)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
@@ -83,7 +88,9 @@ def test_ranks_get_equally_many_bins_and_every_bin_once(lengths: list[int], rank
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 0), st.integers(2, 5))
 def test_no_rank_carries_more_than_one_largest_bin_above_another(lengths: list[int], ranks: int) -> None:
     bins = pack(lengths, 64)
-    loads = [sum(lengths[i] for members in share for i in members) for share in share_out(bins, ranks, lengths)]
+    loads = [
+        sum(lengths[i] for members in share for i in members) for share in share_out(bins, ranks, lengths)
+    ]
     assert max(loads) - min(loads) <= max(sum(lengths[i] for i in members) for members in bins)
 
 
@@ -99,12 +106,17 @@ def test_the_first_response_token_is_predicted_by_the_last_prompt_token() -> Non
 def test_only_kept_tokens_become_action_tokens_and_columns_stay_aligned(data: st.DataObject) -> None:
     sequences = [
         sequence(
-            data.draw(st.integers(1, 5)), r, first_id=100 * s, keep=data.draw(st.lists(st.booleans(), min_size=r, max_size=r))
+            data.draw(st.integers(1, 5)),
+            r,
+            first_id=100 * s,
+            keep=data.draw(st.lists(st.booleans(), min_size=r, max_size=r)),
         )
         for s, r in enumerate(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=5)))
     ]
     batch = microbatch(sequences, CPU)
-    expected = [int(i) for one in sequences for i, kept in zip(one.response_ids, one.keep, strict=True) if kept]
+    expected = [
+        int(i) for one in sequences for i, kept in zip(one.response_ids, one.keep, strict=True) if kept
+    ]
     assert batch.target_T.tolist() == expected
     assert torch.equal(batch.input_ids_N[batch.source_T + 1], batch.target_T)
     assert (-batch.tokens.behaviour_logprobs_T).tolist() == expected
@@ -116,7 +128,13 @@ def test_only_kept_tokens_become_action_tokens_and_columns_stay_aligned(data: st
 
 def test_an_empty_microbatch_has_no_tokens() -> None:
     batch = microbatch([], CPU)
-    assert batch.input_ids_N.numel() == batch.target_T.numel() == batch.tokens.tokens == batch.tokens.num_sequences == 0
+    assert (
+        batch.input_ids_N.numel()
+        == batch.target_T.numel()
+        == batch.tokens.tokens
+        == batch.tokens.num_sequences
+        == 0
+    )
 
 
 def test_columns_of_another_length_and_empty_prompts_are_refused() -> None:

@@ -1,8 +1,8 @@
 """Plain English, as far as a program can check it: docs/style.md has the rules.
 
-Pages have no finding. Docstrings have a ceiling for each package, because they are rewritten package by package:
-CEILINGS may only go down. `python -m tests.unit.test_plain_english` prints the table of today; with the name of a
-package it prints each finding of that package.
+Pages have no finding. Docstrings have a ceiling for each package, because they are rewritten package by
+package: CEILINGS may only go down. `python -m tests.unit.test_plain_english` prints the table of today; with
+the name of a package it prints each finding of that package.
 """
 
 import ast
@@ -47,7 +47,9 @@ CEILINGS: dict[str, int] = {
 
 def sentences(prose: str) -> Iterator[str]:
     """Split at the marks that end a sentence, between paragraphs and between items of a list."""
-    for part in re.split(r"(?<=[.?!])[)\"”*]*\s+|(?<=[.?!][)\"”*])\s+|\n\s*\n|\n(?=\s*[*-] |\s*\d+\. |#)|(?<=:)\n", prose):
+    for part in re.split(
+        r"(?<=[.?!])[)\"”*]*\s+|(?<=[.?!][)\"”*])\s+|\n\s*\n|\n(?=\s*[*-] |\s*\d+\. |#)|(?<=:)\n", prose
+    ):
         yield " ".join(part.split())
 
 
@@ -65,7 +67,8 @@ def findings(prose: str) -> Iterator[str]:
 
 
 def prose_of(page: str) -> tuple[list[str], str]:
-    """(lines outside of code, tables and generated parts; the same and the cells of tables, a paragraph each)."""
+    """(lines outside of code, tables and generated parts; the same and the cells of tables, a paragraph
+    each)."""
     plain, whole, fenced = [], [], False
     for line in GENERATED.sub("", page).splitlines():
         fenced ^= line.startswith("```")
@@ -97,7 +100,8 @@ def test_the_glossary_is_short() -> None:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings of a module, its classes and functions, and of the texts below attributes."""
+    """(line, text) of the docstrings of a module, its classes and functions, and of the texts below
+    attributes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -129,10 +133,13 @@ def test_docstrings_get_plainer_and_never_less_plain() -> None:
     found = packages()
     above = {name: texts for name, texts in found.items() if len(texts) > CEILINGS.get(name, 0)}
     advice = (
-        "docs/style.md says how to write it. If you rewrote docstrings or moved code, set CEILINGS to the numbers that "
-        "`python -m tests.unit.test_plain_english` prints. Packages above their ceiling:"
+        "docs/style.md says how to write it. If you rewrote docstrings or moved code, set CEILINGS to the "
+        "numbers that `python -m tests.unit.test_plain_english` prints. Packages above their ceiling:"
     )
-    last = [f"{name}: {len(texts)}, ceiling {CEILINGS.get(name, 0)}\n  " + "\n  ".join(texts) for name, texts in above.items()]
+    last = [
+        f"{name}: {len(texts)}, ceiling {CEILINGS.get(name, 0)}\n  " + "\n  ".join(texts)
+        for name, texts in above.items()
+    ]
     assert sum(map(len, found.values())) <= sum(CEILINGS.values()), "\n".join([advice, *last])
 
 

@@ -1,4 +1,5 @@
-"""From groups to micro-batches: nothing is lost, masks leave the loss but not the baseline, every rank sees the same plan."""
+"""From groups to micro-batches: nothing is lost, masks leave the loss but not the baseline, every rank sees
+the same plan."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +52,8 @@ GROUPS = [
 
 
 def columns(plan) -> dict[tuple[int, int], tuple[float, int]]:
-    """(advantage, lag) of every trained token, by (length of its sequence's N, target id): enough to tell tokens apart."""
+    """(advantage, lag) of every trained token, by (length of its sequence's N, target id): enough to tell
+    tokens apart."""
     found: dict[tuple[int, int], tuple[float, int]] = {}
     for minibatch in plan.minibatches:
         for one in minibatch.microbatches:
@@ -74,7 +76,10 @@ def test_every_action_token_is_planned_once_with_its_groups_advantage():
         for r in one.rollouts:
             for token, action, version in zip(r.response_ids, r.action_mask, r.versions, strict=True):
                 if action and 5 - version <= 2:
-                    expected[(2 + len(r.response_ids), int(token))] = (pytest.approx(r.reward - mean), 5 - version)
+                    expected[(2 + len(r.response_ids), int(token))] = (
+                        pytest.approx(r.reward - mean),
+                        5 - version,
+                    )
     assert found == expected
     assert plan.minibatches[0].counts.tokens == len(found)
 
@@ -94,9 +99,11 @@ def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():
 
 
 def test_what_masks_take_out_is_told_by_reason_and_by_length():
-    """Lengths 3, 5, 8, 1, 2 actions of 4, 6, 7, 2; the limit is 8, so up to 2 is short and up to 5 is medium."""
+    """Lengths 3, 5, 8, 1, 2 actions of 4, 6, 7, 2; the limit is 8, so up to 2 is short and up to 5 is
+    medium."""
     settings = replace(SETTINGS, max_lag=2, mask_truncated=True)
-    plan = make_plan(GROUPS, 6, advantage=grpo, settings=settings)  # of version 3, and its first token of 2: too old
+    # Of version 3, and its first token of 2: too old.
+    plan = make_plan(GROUPS, 6, advantage=grpo, settings=settings)
     assert plan.masked == pytest.approx(
         {
             "staleness/masked_share": 6 / 34,
@@ -107,7 +114,9 @@ def test_what_masks_take_out_is_told_by_reason_and_by_length():
         }
     )
     kept = sum(int(sequence.keep.sum()) for sequence in plan.sequences)
-    assert kept == round(34 * (1 - plan.masked["staleness/masked_share"] - plan.masked["completions/masked_share"]))
+    assert kept == round(
+        34 * (1 - plan.masked["staleness/masked_share"] - plan.masked["completions/masked_share"])
+    )
     free = make_plan(GROUPS, 6, advantage=grpo, settings=replace(SETTINGS, mask_stale=False))
     assert set(free.masked.values()) == {0.0}
 
@@ -139,7 +148,9 @@ def test_ranks_share_the_same_tokens_out(ranks, minibatches):
         part = columns(plan)
         assert not merged.keys() & part.keys()
         merged |= part
-        counts.add(tuple((m.counts.tokens, m.counts.sequences, len(m.microbatches)) for m in plan.minibatches))
+        counts.add(
+            tuple((m.counts.tokens, m.counts.sequences, len(m.microbatches)) for m in plan.minibatches)
+        )
     assert merged == whole
     assert len(counts) == 1  # the same collectives on every rank
     assert sum(tokens for tokens, _, _ in counts.pop()) == len(whole)

@@ -16,7 +16,11 @@ PLANES = Path(__file__).parents[2] / "docs" / "planes"
 def rows(page: str, columns: int) -> list[list[str]]:
     """The cells of the tables with so many columns below "Worked example"."""
     text = (PLANES / f"{page}.md").read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0]
-    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     return [cells for cells in found if len(cells) == columns][2:]
 
 

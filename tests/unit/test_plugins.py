@@ -80,7 +80,10 @@ def test_files_of_one_name_are_two_modules_and_none_replaces_a_library(file):
     [
         ("x = 1 / 0", r"raised ZeroDivisionError: division by zero \(.*broken_plugin\.py:1\)"),
         ("def f(:", r"raised SyntaxError: .*broken_plugin\.py, line 1"),
-        ("import no_such_neighbour", "No module named 'no_such_neighbour'; it must be installed or lie under"),
+        (
+            "import no_such_neighbour",
+            "No module named 'no_such_neighbour'; it must be installed or lie under",
+        ),
         ("f = 3", r"has no function `f`, only a value of type int; it has \[\]"),
         ("def g(): ...", r"has no function `f`; it has \['g'\]"),
         (None, r"broken_plugin\.py does not exist \(looked from "),

@@ -25,7 +25,9 @@ def steps(workflow: Path) -> list[str]:
 
 def test_the_newest_release_of_the_changelog_is_this_version():
     assert RELEASES[0][0] == __version__
-    assert sorted(RELEASES, key=lambda one: [int(part) for part in one[0].split(".")], reverse=True) == RELEASES
+    assert (
+        sorted(RELEASES, key=lambda one: [int(part) for part in one[0].split(".")], reverse=True) == RELEASES
+    )
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (str(cited["version"]), str(cited["date-released"])) == RELEASES[0]
 
@@ -67,7 +69,9 @@ def test_the_workflow_of_every_change_has_every_check():
 def test_hooks_of_pre_commit_call_tools_that_the_project_installs():
     hooks = chain.from_iterable(
         repository["hooks"]
-        for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+        for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))[
+            "repos"
+        ]
     )
     tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}
     installed = {re.split(r"[\[<>=]", text)[0] for text in PROJECT["project"]["optional-dependencies"]["dev"]}
@@ -77,7 +81,11 @@ def test_hooks_of_pre_commit_call_tools_that_the_project_installs():
 def test_the_licence_is_the_one_that_is_declared():
     assert PROJECT["project"]["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert (
+        "Apache License" in text
+        and "Version 2.0, January 2004" in text
+        and "END OF TERMS AND CONDITIONS" in text
+    )
 
 
 @pytest.mark.parametrize("directory", ["asyncrl", "bench", "configs", "deploy", "docs", "examples"])

@@ -29,8 +29,12 @@ def character_tokenizer(directory: Path, *, pattern: str = "<bos> $A", template:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pattern, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
     fast.chat_template = template
     fast.save_pretrained(directory)
     return str(directory)
@@ -46,7 +50,9 @@ def jsonl(tmp_path):
     return write
 
 
-def source(model: str, train: str, *, chat: bool = False, limit: int = 64, seed: int = 0, **data) -> PromptSource:
+def source(
+    model: str, train: str, *, chat: bool = False, limit: int = 64, seed: int = 0, **data
+) -> PromptSource:
     return PromptSource(
         DataConfig(train=train, **data),
         ModelConfig(path=model, chat_template=chat),
@@ -111,7 +117,9 @@ def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(tmp_path, j
 
 def test_a_chat_template_that_writes_no_bos_gets_none(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m", template=TEMPLATE.removeprefix("{{ bos_token }}"))
-    assert list(source(model, jsonl("t", {"prompt": "hi"}), chat=True).prompt(1).token_ids) == ids("[user]hi[assistant]")
+    assert list(source(model, jsonl("t", {"prompt": "hi"}), chat=True).prompt(1).token_ids) == ids(
+        "[user]hi[assistant]"
+    )
 
 
 def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
@@ -123,7 +131,10 @@ def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
 
 def test_eval_prompts_come_in_file_order_and_at_most_as_many_as_there_are(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m")
-    train, held_out = jsonl("t", {"prompt": "a"}), jsonl("e", {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"})
+    train, held_out = (
+        jsonl("t", {"prompt": "a"}),
+        jsonl("e", {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}),
+    )
     prompts = source(model, train, eval=held_out)
     assert [prompt.text for prompt in prompts.eval_prompts(2)] == ["x", "y"]
     assert [prompt.text for prompt in prompts.eval_prompts(9)] == ["x", "y", "z"]
@@ -135,7 +146,10 @@ def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog
     train = jsonl("t", {"prompt": "a"}, {"prompt": "b"})
     with caplog.at_level(logging.WARNING):
         source(model, train, eval=jsonl("e", {"prompt": "c"}, {"prompt": "b", "other": 1}))
-    assert "1 of 2 prompts in data.eval" in caplog.text and "e.jsonl:2: the evaluation is not held out" in caplog.text
+    assert (
+        "1 of 2 prompts in data.eval" in caplog.text
+        and "e.jsonl:2: the evaluation is not held out" in caplog.text
+    )
     caplog.clear()
     source(model, train, eval=jsonl("f", {"prompt": "c"}))
     assert not caplog.records
@@ -159,12 +173,37 @@ def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, json
 @pytest.mark.parametrize(
     ("row", "data", "chat", "message"),
     [
-        ({"question": "q"}, {}, False, r"t.jsonl:2: data.prompt_field wants column `prompt`; the row has \['question'\]"),
-        ({"prompt": "q"}, {"template": "{prompt} {level}"}, False, r"t.jsonl:1: data.template wants column `level`"),
+        (
+            {"question": "q"},
+            {},
+            False,
+            r"t.jsonl:2: data.prompt_field wants column `prompt`; the row has \['question'\]",
+        ),
+        (
+            {"prompt": "q"},
+            {"template": "{prompt} {level}"},
+            False,
+            r"t.jsonl:1: data.template wants column `level`",
+        ),
         ({"prompt": "q"}, {"template": "{prompt"}, False, r"data.template is not a valid template"),
-        ({"prompt": "q"}, {"template": "{prompt:>999999999999}"}, False, r"width or precision 999999999999, at most 1000 is"),
-        ({"prompt": 7}, {}, False, r"t.jsonl:2: column `prompt` holds a int; allowed is text; write it as text"),
-        ({"prompt": None}, {}, False, r"t.jsonl:2: column `prompt` holds nothing; allowed is text; write it as text"),
+        (
+            {"prompt": "q"},
+            {"template": "{prompt:>999999999999}"},
+            False,
+            r"width or precision 999999999999, at most 1000 is",
+        ),
+        (
+            {"prompt": 7},
+            {},
+            False,
+            r"t.jsonl:2: column `prompt` holds a int; allowed is text; write it as text",
+        ),
+        (
+            {"prompt": None},
+            {},
+            False,
+            r"t.jsonl:2: column `prompt` holds nothing; allowed is text; write it as text",
+        ),
         (
             {"prompt": [{"role": "user", "content": "q"}]},
             {},
@@ -204,4 +243,7 @@ def test_a_real_tokenizer_gets_one_bos_and_loses_no_text(jsonl):
     text = "Words: pen, crab.\nOnce upon a time, there was a"
     prompt = source(str(STORIES), jsonl("t", {"prompt": text, "words": ["pen", "crab"]})).prompt(1)
     assert prompt.token_ids[0] == 1 and prompt.token_ids.count(1) == 1 and prompt.token_ids[-1] != 2
-    assert AutoTokenizer.from_pretrained(STORIES).decode(prompt.token_ids, skip_special_tokens=True).strip() == text
+    assert (
+        AutoTokenizer.from_pretrained(STORIES).decode(prompt.token_ids, skip_special_tokens=True).strip()
+        == text
+    )

@@ -36,7 +36,9 @@ def taking_from(buffer: MemoryBuffer) -> Taking:
 
 
 def lead_run(trainer: Any, taking: Any) -> LeadRun:
-    parts: dict[str, Any] = {name: mock.Mock() for name in ("logs", "publication", "reporting", "saving", "page")}
+    parts: dict[str, Any] = {
+        name: mock.Mock() for name in ("logs", "publication", "reporting", "saving", "page")
+    }
     return LeadRun(trainer=trainer, probe_ids=(), stop=threading.Event(), taking=taking, **parts)
 
 
@@ -84,7 +86,9 @@ def test_what_the_store_holds_after_the_take_is_nothing_to_the_other_ranks(loss:
 
     with mock.patch.object(taking, "poll", poll_and_lose):
         first, *others = collect_on_all(taking)
-    assert [group.ticket_id for group in first.groups] == [1, 2, 4, 5], "3 is rejected, and another refills the step"
+    assert [group.ticket_id for group in first.groups] == [1, 2, 4, 5], (
+        "3 is rejected, and another refills the step"
+    )
     assert [contents(other) for other in others] == [contents(first)] * (RANKS - 1)
 
 
@@ -95,7 +99,12 @@ def test_a_refused_frame_that_names_another_ticket_reaches_no_rank() -> None:
     for ticket in buffer.lease("g", 8).tickets:
         buffer.put("g", ticket.id, frame(1, version=-1) if ticket.id == 5 else frame(ticket.id))
     first, *others = collect_on_all(taking)
-    assert [(group.ticket_id, group.finished_version) for group in first.groups] == [(1, 0), (2, 0), (4, 0), (6, 0)]
+    assert [(group.ticket_id, group.finished_version) for group in first.groups] == [
+        (1, 0),
+        (2, 0),
+        (4, 0),
+        (6, 0),
+    ]
     assert [contents(other) for other in others] == [contents(first)] * (RANKS - 1)
 
 

@@ -82,7 +82,8 @@ def test_all_are_told_to_leave_at_once_and_share_one_grace(clock):
 def test_ranks_are_told_one_port_and_a_dead_one_stops_nobody(tmp_path):
     script = "import sys; line = sys.stdin.readline(); open(sys.argv[1], 'w').write(line)"
     group = [
-        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / str(rank))], stdin=subprocess.PIPE) for rank in range(3)
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / str(rank))], stdin=subprocess.PIPE)
+        for rank in range(3)
     ]
     group[1].kill()
     group[1].wait(10)

@@ -30,19 +30,31 @@ def test_of_the_dropped_groups_each_reason_is_shown_before_any_is_shown_twice():
     dead = Group.dead(7, "reward: timed out", generator_id="g1", version=3)
     taken = step_with(*rejected, (group([0.2, 0.9], [3, 4], 5), "stale"), (dead, "dead: reward: timed out"))
     found = [(record.ticket_id, record.reason) for record in dropped_records(taken, decode, 4)]
-    assert found == [(10, "zero_variance"), (5, "stale"), (7, "dead: reward: timed out"), (11, "zero_variance")]
+    assert found == [
+        (10, "zero_variance"),
+        (5, "stale"),
+        (7, "dead: reward: timed out"),
+        (11, "zero_variance"),
+    ]
     assert dropped_records(taken, decode, 0) == [] == dropped_records(step_with(), decode, 4)
     assert len(dropped_records(taken, decode, 99)) == 12
 
 
 def test_a_dropped_group_is_shown_by_its_best_rollout_and_a_dead_one_by_its_reason_alone():
     stale, dead = dropped_records(
-        step_with((group([0.2, 0.9, 0.1], [3, 4, 5]), "stale"), (Group.dead(7, "r", generator_id="g1", version=3), "dead: r")),
+        step_with(
+            (group([0.2, 0.9, 0.1], [3, 4, 5]), "stale"),
+            (Group.dead(7, "r", generator_id="g1", version=3), "dead: r"),
+        ),
         decode,
         9,
     )
     assert (stale.kind, stale.reward, stale.response, stale.versions) == ("dropped", 0.9, "0 0 0 0", [(0, 4)])
-    assert math.isnan(stale.advantage) and (dead.response, dead.generator_id) == ("", "g1") and math.isnan(dead.reward)
+    assert (
+        math.isnan(stale.advantage)
+        and (dead.response, dead.generator_id) == ("", "g1")
+        and math.isnan(dead.reward)
+    )
 
 
 def test_histograms_of_lag_agree_with_the_means_and_their_last_bin_is_open():
@@ -59,11 +71,21 @@ def test_histograms_of_lag_agree_with_the_means_and_their_last_bin_is_open():
         base = step(one)
         collected = replace(base.collected, groups=(replace(base.collected.groups[0], finished_version=3),))
         metrics = step_metrics(replace(base, version=trained + 1, collected=collected))
-        flight = {int(name.split("/")[2]): value for name, value in metrics.items() if name.startswith("staleness/in_flight/")}
-        queue = {int(name.split("/")[2]): value for name, value in metrics.items() if name.startswith("staleness/in_queue/")}
+        flight = {
+            int(name.split("/")[2]): value
+            for name, value in metrics.items()
+            if name.startswith("staleness/in_flight/")
+        }
+        queue = {
+            int(name.split("/")[2]): value
+            for name, value in metrics.items()
+            if name.startswith("staleness/in_queue/")
+        }
         assert flight == pytest.approx({0: 2 / 9, 1: 3 / 9, 2: 0.0, 3: 4 / 9})
         assert queue == pytest.approx({**dict.fromkeys(range(in_queue), 0.0), in_queue: 1.0})
-        assert sum(steps * share for steps, share in flight.items()) == pytest.approx(metrics["staleness/in_flight"])
+        assert sum(steps * share for steps, share in flight.items()) == pytest.approx(
+            metrics["staleness/in_flight"]
+        )
 
 
 def test_starts_are_kept_in_order_with_their_software(tmp_path: Path):
@@ -73,5 +95,9 @@ def test_starts_are_kept_in_order_with_their_software(tmp_path: Path):
     record_start(path, 12, "GPU of a kind")
     first, second = read_starts(path)
     assert (first.step, second.step) == (0, 12) and first.time <= second.time
-    assert second.hardware.endswith("GPU of a kind") and {"python", "torch", "asyncrl"} <= first.versions.keys()
-    assert len(path.read_text().splitlines()) == 2 and json.loads(path.read_text().splitlines()[1])["step"] == 12
+    assert (
+        second.hardware.endswith("GPU of a kind") and {"python", "torch", "asyncrl"} <= first.versions.keys()
+    )
+    assert (
+        len(path.read_text().splitlines()) == 2 and json.loads(path.read_text().splitlines()[1])["step"] == 12
+    )

@@ -37,7 +37,8 @@ def test_bfloat16_goes_the_same_way_in_the_mean_where_rounding_to_the_nearest_st
         nearest = nearest.float().lerp(theirs, 0.001).bfloat16()
     assert torch.equal(nearest, start.bfloat16())
     expected = 1.25 - 0.999**steps * 0.25  # 1.0238
-    # One step's rounding is at most 2^-7 * 0.5 off per element; the mean of 1e5 elements and 100 steps is far closer.
+    # One step's rounding is at most 2^-7 * 0.5 off per element; the mean of 1e5 elements and 100 steps is far
+    # closer.
     assert float(mine.float().mean()) == pytest.approx(expected, abs=5e-4)
 
 

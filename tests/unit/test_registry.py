@@ -13,23 +13,33 @@ from asyncrl.config.wording import describe
 from asyncrl.errors import ConfigError
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in registry.KINDS for name in registry.names(kind)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
+)
 def test_every_name_resolves_to_a_function_called_as_its_kind(kind, name):
-    required = {key: 1.0 for key, field in registry.parameters(kind, name).model_fields.items() if field.is_required()}
+    required = {
+        key: 1.0 for key, field in registry.parameters(kind, name).model_fields.items() if field.is_required()
+    }
     if name == "soft_overlong":
         required = {"buffer_tokens": 4}
     if name == "reward_range":
         required = {"low": 0.0, "high": 1.0}
     function = registry.resolve(kind, name, required)
-    positional = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     assert tuple(positional) == registry.POSITIONAL[kind]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in registry.KINDS for name in registry.names(kind)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
+)
 def test_what_is_read_from_source_is_what_python_sees(kind, name):
     """The check without torch must not drift from the functions."""
     module, _, attribute = registry.TABLES[kind][name].partition(":")
-    real = inspect.signature(getattr(__import__(f"asyncrl.algo.{module}", fromlist=[attribute]), attribute)).parameters
+    real = inspect.signature(
+        getattr(__import__(f"asyncrl.algo.{module}", fromlist=[attribute]), attribute)
+    ).parameters
     supplied = {*registry.SUPPLIED.get(kind, ()), *registry.ON_REQUEST}
     keyword_only = {key: p for key, p in real.items() if p.kind is p.KEYWORD_ONLY and key not in supplied}
     model = registry.parameters(kind, name)
@@ -39,12 +49,18 @@ def test_what_is_read_from_source_is_what_python_sees(kind, name):
         assert read[key].is_required() == (parameter.default is parameter.empty)
         assert "another value" not in describe(model.model_json_schema()["properties"][key])
         if not read[key].is_required():
-            assert read[key].default == parameter.default and type(read[key].default) is type(parameter.default)
+            assert read[key].default == parameter.default and type(read[key].default) is type(
+                parameter.default
+            )
     required = {key: 1 for key, field in read.items() if field.is_required()}
     if name != "reward_range":
         # the defaults are within their own ranges
         assert not list(
-            registry.mistakes(kind, name, required | {key: field.default for key, field in read.items() if key not in required})
+            registry.mistakes(
+                kind,
+                name,
+                required | {key: field.default for key, field in read.items() if key not in required},
+            )
         )
 
 
@@ -75,7 +91,12 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("policy_loss", "ppo_clip", {"clip_lo": 0.1}, "has no parameter `clip_lo`; did you mean `clip_low`?"),
         ("policy_loss", "reinforce", {"clip": 0.1}, "has no parameter `clip`; it takes none"),
         ("policy_loss", "ppo_clip", {"entropy_T": 1.0}, "has no parameter `entropy_T`"),
-        ("shaping", "soft_overlong", {"buffer_tokens": 4, "response_tokens": 3}, "has no parameter `response_tokens`"),
+        (
+            "shaping",
+            "soft_overlong",
+            {"buffer_tokens": 4, "response_tokens": 3},
+            "has no parameter `response_tokens`",
+        ),
         ("aggregation", "seq-mean-token-sum-norm", {}, "needs `scale`, a number > 0"),
         ("policy_loss", "dro", {}, "needs `beta`"),
         ("filter", "reward_range", {"low": 0.0}, "needs `high`"),
@@ -99,7 +120,12 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("correction", "mask", {"high": 0.5}, "`low` is 0.5 and `high` is 0.5.*must be below"),
         ("correction", "reject", {"low": 3, "high": 2}, "`low` is 3 and `high` is 2.*must be below"),
         ("correction", "veto", {"high": 1e-5}, "`low` must be below `high`"),
-        ("policy_loss", "clip_cov", {"covariance_low": 9}, "`covariance_low` is 9 and `covariance_high` is 5.0"),
+        (
+            "policy_loss",
+            "clip_cov",
+            {"covariance_low": 9},
+            "`covariance_low` is 9 and `covariance_high` is 5.0",
+        ),
         ("filter", "reward_range", {"low": 1, "high": 0}, "`low` is 1 and `high` is 0"),
     ],
 )
@@ -191,7 +217,10 @@ def test_a_function_of_the_users_own_is_bound(mine, form):
     assert registry.resolve("advantage", f"{target}:advantage", {})([1.0]) == [2.0]
     assert registry.resolve("advantage", f"{target}:advantage", {"scale": 3.0})([1.0]) == [3.0]
     assert (
-        registry.resolve("shaping", f"{target}:shape", {})(1, response_tokens=2, max_response_tokens=9, finish_reason="stop") == 3
+        registry.resolve("shaping", f"{target}:shape", {})(
+            1, response_tokens=2, max_response_tokens=9, finish_reason="stop"
+        )
+        == 3
     )
 
 

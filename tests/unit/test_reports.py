@@ -74,7 +74,10 @@ def test_a_part_that_fails_is_counted_and_the_others_go_on(part, monkeypatch, tm
     if part == "samples of an evaluation":
         assert book.rows[-1] == whole.rows[-1]
     elif part != "metrics":
-        expected = [row | {"telemetry/failed": count} for count, (_, row) in zip((1, 2, 3), whole.rows[::2], strict=True)]
+        expected = [
+            row | {"telemetry/failed": count}
+            for count, (_, row) in zip((1, 2, 3), whole.rows[::2], strict=True)
+        ]
         assert [row for _, row in book.rows[::2]] == expected
     assert book.shown == (0 if part == "samples" else whole.shown)
 

@@ -1,4 +1,5 @@
-"""Before a run is resumed: every key is judged, what may not change is refused at once, and nothing is done in vain."""
+"""Before a run is resumed: every key is judged, what may not change is refused at once, and nothing is done
+in vain."""
 
 import json
 import re
@@ -59,8 +60,12 @@ def trained(config: Config, step: int) -> RunDirectory:
     directory.create(fresh=False)
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
-    state = LearnerState(version=step, ledger=Ledger().to_dict(), fixed=fixed_values(config, rows=DataFiles(config.data).train))
-    CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(step, FakeTrainer("weights"), state.to_dict())
+    state = LearnerState(
+        version=step, ledger=Ledger().to_dict(), fixed=fixed_values(config, rows=DataFiles(config.data).train)
+    )
+    CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(
+        step, FakeTrainer("weights"), state.to_dict()
+    )
     return directory
 
 
@@ -108,7 +113,9 @@ def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_wri
     Path("other.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
     for key, overrides in CHANGES.items():
         config = load_config(path, overrides)
-        with pytest.raises(ConfigError, match=rf"{key}: found .*; allowed is .*begun: .*; set it back, or begin another run"):
+        with pytest.raises(
+            ConfigError, match=rf"{key}: found .*; allowed is .*begun: .*; set it back, or begin another run"
+        ):
             run_here(config, fresh=False, generators=True, plain=True)
         with pytest.raises(ConfigError, match=f"  {key}: "):
             refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
@@ -123,7 +130,9 @@ def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
     with pytest.raises(ConfigError) as caught:
         validated_config(path, overrides, resumes=True)
     text = str(caught.value)
-    assert text.startswith("2 problems in ") and "override `run.seed=1`  run.seed: found 1; allowed is 0" in text
+    assert (
+        text.startswith("2 problems in ") and "override `run.seed=1`  run.seed: found 1; allowed is 0" in text
+    )
     assert "model.path=runs/first/checkpoints/step-000005/hf" in text
     validated_config(path, overrides)
     validated_config(path, ["batch.groups=64", "sampling.temperature=0.5", "eval.every=3"], resumes=True)
@@ -143,14 +152,22 @@ def test_one_file_under_two_spellings_is_the_same(path, tmp_path):
 
 
 def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypatch):
-    train, first = tmp_path / "train.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    train, first = (
+        tmp_path / "train.jsonl",
+        [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}],
+    )
 
     def write(rows):
         train.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write(first)
     directory = trained(load_config(path), 5)
-    for rows in ([*first, {"prompt": "2+2=", "answer": "4"}], first[::-1], first[:1], [first[0], {**first[1], "answer": "4"}]):
+    for rows in (
+        [*first, {"prompt": "2+2=", "answer": "4"}],
+        first[::-1],
+        first[:1],
+        [first[0], {**first[1], "answer": "4"}],
+    ):
         write(rows)
         with pytest.raises(ConfigError) as caught:
             validated_config(path, resumes=True)
@@ -158,7 +175,9 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         assert re.search(found, str(caught.value)) and "none may be appended" in str(caught.value)
         with pytest.raises(ConfigError, match=found):
             run_here(load_config(path), fresh=False, generators=True, plain=True)
-    monkeypatch.setattr("asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again")))
+    monkeypatch.setattr(
+        "asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again"))
+    )
     with pytest.raises(RunError, match="it begins again"):
         run_here(load_config(path), fresh=True, generators=True, plain=True)
     write(first)
@@ -220,7 +239,16 @@ def test_the_last_weights_are_evaluated_before_a_run_counts_as_done(path, monkey
     for state, expected in (("stopped", False), ("finished", True)):
         write_status(
             directory.status,
-            StatusSnapshot(run="first", state=state, step=12, total_steps=12, version=12, started_at=1, updated_at=2, pid=1),
+            StatusSnapshot(
+                run="first",
+                state=state,
+                step=12,
+                total_steps=12,
+                version=12,
+                started_at=1,
+                updated_at=2,
+                pid=1,
+            ),
         )
         assert bool(nothing_left(config, directory, read_saved(directory))) is expected
 
@@ -230,16 +258,23 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
     (tmp_path / "archive").mkdir()
     directory.path.rename(tmp_path / "archive" / "first")
     moved = Path("archive/first/config.yaml")
-    with pytest.raises(ConfigError, match=rf"run.root: found the config of the run in {tmp_path}/archive/first.*set run.root="):
+    with pytest.raises(
+        ConfigError,
+        match=rf"run.root: found the config of the run in {tmp_path}/archive/first.*set run.root=",
+    ):
         validated_config(moved, resumes=True)
     assert not directory.path.exists()
     assert validated_config(moved, ["run.root=archive"], resumes=True).run.directory == Path("archive/first")
     assert validated_config(moved, ["run.name=second"], resumes=True).run.name == "second"
     Path("archive/first").rename("archive/best")
-    with pytest.raises(ConfigError, match=r"give the directory its name back \(.*/archive/first\) and set run.root="):
+    with pytest.raises(
+        ConfigError, match=r"give the directory its name back \(.*/archive/first\) and set run.root="
+    ):
         validated_config(Path("archive/best/config.yaml"), resumes=True)
     with pytest.raises(ConfigError, match=r"run.name: found 'best'; allowed is 'first'"):
-        validated_config(Path("archive/best/config.yaml"), ["run.root=archive", "run.name=best"], resumes=True)
+        validated_config(
+            Path("archive/best/config.yaml"), ["run.root=archive", "run.name=best"], resumes=True
+        )
 
 
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):

@@ -1,4 +1,5 @@
-"""The built-in rewards on right, wrong and tricky answers; loading and calling functions; what counts as a number."""
+"""The built-in rewards on right, wrong and tricky answers; loading and calling functions; what counts as a
+number."""
 
 import json
 import random
@@ -62,7 +63,9 @@ def test_arithmetic_judges_the_first_number(response, expected):
     assert arithmetic("12+34=", response, 46) == expected
 
 
-@given(st.integers(-(10**9), 10**9), st.sampled_from(["", "so ", "= "]), st.sampled_from(["", ".", " 17", ", 3"]))
+@given(
+    st.integers(-(10**9), 10**9), st.sampled_from(["", "so ", "= "]), st.sampled_from(["", ".", " 17", ", 3"])
+)
 def test_arithmetic_finds_any_integer_it_is_given(value, before, after):
     assert arithmetic("", f"{before}{value}{after}", value) == 1
     assert arithmetic("", f"{before}{value + 1}{after}", value) == 0
@@ -147,12 +150,19 @@ def test_words_used_quotes_the_word_and_refuses_a_row_without_words():
 
 
 def test_exact_match_ignores_outer_white_space_only():
-    assert [exact_match("", response, "a b") for response in ("a b", " a b\n", "a  b", "A b", "")] == [1, 1, 0, 0, 0]
+    assert [exact_match("", response, "a b") for response in ("a b", " a b\n", "a  b", "A b", "")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
     assert exact_match("", "7", 7) == 1
 
 
 @pytest.mark.parametrize(
-    "value", [True, False, None, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400]
+    "value",
+    [True, False, None, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400],
 )
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(RewardError, match="returned"):
@@ -201,7 +211,9 @@ def test_built_in_rewards_write_equal_answers_in_one_way(function, response, ref
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3), st.integers(0, 4))
 def test_equal_numbers_are_equal_answers(value, zeros):
-    plain, padded = (builtin.gsm8k("q", f"#### {text}", "#### 1")[1] for text in (f"{value:f}", f"{value:f}{'0' * zeros}"))
+    plain, padded = (
+        builtin.gsm8k("q", f"#### {text}", "#### 1")[1] for text in (f"{value:f}", f"{value:f}{'0' * zeros}")
+    )
     assert plain == padded and Fraction(plain) == Fraction(value)
 
 
@@ -212,19 +224,19 @@ def test_an_answer_may_stand_beside_the_reward():
     assert bind(judged)("p", "4", {}) == (1.0, "4")
     assert bind(judged)("p", "", {}) == (0.0, "")
     assert bind(lambda prompt, response: 1.0)("p", "r", {}) == (1.0, None)
-    assert bind(lambda data_source, solution_str, ground_truth: {"score": 1.0, "pred": 4})("p", "r", {"ground_truth": 4}) == (
-        1,
-        "4",
-    )
-    assert bind(compute_score)("", "4", {"data_source": "sums", "extra_info": {"split": "train"}, "ground_truth": "4"}) == (
-        1.0,
-        None,
-    )
+    assert bind(lambda data_source, solution_str, ground_truth: {"score": 1.0, "pred": 4})(
+        "p", "r", {"ground_truth": 4}
+    ) == (1, "4")
+    assert bind(compute_score)(
+        "", "4", {"data_source": "sums", "extra_info": {"split": "train"}, "ground_truth": "4"}
+    ) == (1.0, None)
     with pytest.raises(RewardError, match="a reward is one finite number"):
         bind(lambda prompt, response: (1.0, "4", "more"))("p", "r", {})
 
 
-@pytest.mark.parametrize(("answer", "text"), [(4, "4"), (" 4 ", "4"), ("  ", ""), (None, ""), ("\ud800", "?"), (0.5, "0.5")])
+@pytest.mark.parametrize(
+    ("answer", "text"), [(4, "4"), (" 4 ", "4"), ("  ", ""), (None, ""), ("\ud800", "?"), (0.5, "0.5")]
+)
 def test_an_answer_is_a_short_text(answer, text):
     assert checked_answer(answer) == text
 
@@ -251,12 +263,16 @@ def trl_reward(completions, **kwargs):
 
 def trl_correctness(prompts, completions, answer, truncated, **kwargs):
     assert len(prompts) == len(completions) == len(answer)
-    return [1.0 if right in text and not cut else 0.0 for text, right, cut in zip(completions, answer, truncated, strict=True)]
+    return [
+        1.0 if right in text and not cut else 0.0
+        for text, right, cut in zip(completions, answer, truncated, strict=True)
+    ]
 
 
 def trl_chat(completions, **kwargs):
     return [
-        1.0 if completion[0]["content"] == "4" and completion[0]["role"] == "assistant" else 0.0 for completion in completions
+        1.0 if completion[0]["content"] == "4" and completion[0]["role"] == "assistant" else 0.0
+        for completion in completions
     ]
 
 
@@ -276,7 +292,10 @@ def verl_plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
 def test_functions_of_trl_are_called_with_lists_of_one():
     row = {"answer": "4", "truncated": False}
     assert reward(trl_reward, "2+2=", "4 and 4", row) == 2
-    assert reward(trl_correctness, "2+2=", "it is 4", row) == 1 and reward(trl_correctness, "2+2=", "5", row) == 0
+    assert (
+        reward(trl_correctness, "2+2=", "it is 4", row) == 1
+        and reward(trl_correctness, "2+2=", "5", row) == 0
+    )
     assert reward(trl_correctness, "2+2=", "4", row | {"truncated": True}) == 0
     chat = {"prompt": [{"role": "user", "content": "2+2?"}]}
     assert reward(trl_chat, "rendered", "4", chat) == 1 and reward(trl_chat, "rendered", "5", chat) == 0
@@ -289,7 +308,8 @@ def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
     row = {"data_source": "sums", "extra_info": {"split": "train"}}
     for reference in ({"ground_truth": "4"}, {"reward_model": {"style": "rule", "ground_truth": "4"}}):
         assert (
-            reward(compute_score, "2+2=", "4", row | reference) == 1 and reward(compute_score, "2+2=", "5", row | reference) == 0
+            reward(compute_score, "2+2=", "4", row | reference) == 1
+            and reward(compute_score, "2+2=", "5", row | reference) == 0
         )
     assert reward(verl_plain, "2+2=", "4", {"ground_truth": "4"}) == 1
     with pytest.raises(RewardError, match=r"wants column\(s\) \['ground_truth'\]"):
@@ -298,26 +318,42 @@ def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
 
 @pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], "1", None])
 def test_what_is_no_list_of_one_number_is_refused(returned):
-    with pytest.raises(RewardError, match=r"returned .*for one completion; .* list of one number|a reward is one finite number"):
+    with pytest.raises(
+        RewardError,
+        match=r"returned .*for one completion; .* list of one number|a reward is one finite number",
+    ):
         reward(lambda completions, **kwargs: returned, "p", "r", {})
 
 
 def test_prompt_and_response_in_the_wrong_order_are_refused_by_name():
-    with pytest.raises(RewardError, match=r"takes \(response, prompt\), but is called with \(prompt, response\): .*swap"):
+    with pytest.raises(
+        RewardError, match=r"takes \(response, prompt\), but is called with \(prompt, response\): .*swap"
+    ):
         bind(lambda response, prompt, answer: 1.0)
-    with pytest.raises(RewardError, match=r"takes \(response\); allowed is \(prompt, response, \*\*columns\) -> float; TRL's"):
+    with pytest.raises(
+        RewardError, match=r"takes \(response\); allowed is \(prompt, response, \*\*columns\) -> float; TRL's"
+    ):
         bind(lambda response: 1.0)
 
 
 def test_a_column_called_like_an_argument_is_none():
     row = {"prompt": "of the row", "response": "reference", "answer": "4"}
-    assert reward(lambda prompt, response, **columns: float(prompt == "p" and columns == {"answer": "4"}), "p", "r", row) == 1
+    assert (
+        reward(
+            lambda prompt, response, **columns: float(prompt == "p" and columns == {"answer": "4"}),
+            "p",
+            "r",
+            row,
+        )
+        == 1
+    )
 
 
 def test_functions_are_loaded_from_files_and_modules(tmp_path):
     (tmp_path / "helper_of_my_reward.py").write_text("FACTOR = 2\n")
     (tmp_path / "my_reward.py").write_text(
-        "from helper_of_my_reward import FACTOR\ndef length(prompt, response):\n    return FACTOR * len(response)\n"
+        "from helper_of_my_reward import FACTOR\ndef length(prompt, response):\n    return FACTOR * "
+        "len(response)\n"
     )
     assert load_function(f"{tmp_path}/my_reward.py:length")("", "abc") == 6
     assert load_function("asyncrl.rewards.builtin:gsm8k") is builtin.gsm8k
@@ -359,7 +395,9 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
     serve(BytesIO(b"".join(map(pack, calls))), replies)
     frames = frames_of(replies.getvalue())
     error = frames.pop(5)
-    assert re.match(r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"])
+    assert re.match(
+        r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"]
+    )
     assert frames == [
         {"ready": True},
         *({"started": True}, {"value": 1.0, "answer": "4"}, {"value": 1.0, "answer": "4"}),
@@ -372,7 +410,9 @@ def test_a_function_that_cannot_be_loaded_is_the_workers_only_reply():
     replies = BytesIO()
     serve(BytesIO(pack({"functions": [["x", "nothing"]]})), replies)
     [frame] = frames_of(replies.getvalue())
-    assert frame["error"].startswith("reward part `x` cannot be loaded: reward function `nothing` is no built-in")
+    assert frame["error"].startswith(
+        "reward part `x` cannot be loaded: reward function `nothing` is no built-in"
+    )
 
 
 def test_numbers_in_long_random_text_are_found_in_linear_time():

@@ -34,7 +34,9 @@ def test_what_a_restart_would_repeat_is_not_restarted(error, monkeypatch):
     assert status_after(error("why"), monkeypatch) == roles.USER_ERROR
 
 
-@pytest.mark.parametrize("error", [errors.StoreError, errors.ControlError, errors.TransferError, errors.BufferGap])
+@pytest.mark.parametrize(
+    "error", [errors.StoreError, errors.ControlError, errors.TransferError, errors.BufferGap]
+)
 def test_what_may_pass_is_restarted(error, monkeypatch):
     assert status_after(error("why"), monkeypatch) == 1
 

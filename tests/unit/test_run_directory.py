@@ -46,7 +46,9 @@ def test_a_damaged_key_is_named_with_the_way_out_and_not_replaced(tmp_path: Path
     directory.draw_secret()
     directory.secret_path.write_text(damage, encoding="latin-1")
     directory.draw_secret()
-    with pytest.raises(RunError, match=r"run\.key holds .* restore it from a copy, or begin again with --fresh"):
+    with pytest.raises(
+        RunError, match=r"run\.key holds .* restore it from a copy, or begin again with --fresh"
+    ):
         directory.keys()
 
 
@@ -73,7 +75,9 @@ def test_a_run_that_has_saved_and_lost_every_checkpoint_does_not_begin_again(tmp
     directory.create(fresh=False)  # it died before its first checkpoint
     directory.mark_saved()
     (directory.checkpoints / ".writing-step-000001").mkdir()
-    with pytest.raises(RunError, match=r"has saved checkpoints and has lost what was in checkpoints/; restore it .*--fresh"):
+    with pytest.raises(
+        RunError, match=r"has saved checkpoints and has lost what was in checkpoints/; restore it .*--fresh"
+    ):
         directory.create(fresh=False)
     (directory.checkpoints / "step-000006").mkdir()
     directory.create(fresh=False)
@@ -90,7 +94,10 @@ def test_fresh_deletes_runs_only(tmp_path: Path) -> None:
 def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     directory = RunDirectory(tmp_path / "file" / "run")
-    with pytest.raises(RunError, match=r"file/run: Not a directory; .*run\.root=DIRECTORY"), needing(directory.path):
+    with (
+        pytest.raises(RunError, match=r"file/run: Not a directory; .*run\.root=DIRECTORY"),
+        needing(directory.path),
+    ):
         directory.create(fresh=False)
 
 

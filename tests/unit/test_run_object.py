@@ -17,7 +17,10 @@ def reward_here(prompt, response, **row):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    check = "import sys, asyncrl; sys.exit(any(name in sys.modules for name in ('torch', 'yaml', 'pydantic', 'redis')))"
+    check = (
+        "import sys, asyncrl; sys.exit(any(name in sys.modules for name in ('torch', 'yaml', 'pydantic', "
+        "'redis')))"
+    )
     assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
 
 
@@ -32,7 +35,9 @@ def test_the_public_names_are_few_and_each_says_what_it_is():
 
 def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path):
     reward = {"functions": [{"function": builtin.gsm8k}, {"function": reward_here, "weight": 2}]}
-    path = api._as_file({"run": {"name": "a", "root": Path("x/y")}, "reward": reward, "extends": "b.yaml"}, tmp_path)
+    path = api._as_file(
+        {"run": {"name": "a", "root": Path("x/y")}, "reward": reward, "extends": "b.yaml"}, tmp_path
+    )
     assert yaml.safe_load(path.read_text()) == {
         "run": {"name": "a", "root": "x/y"},
         "reward": {

@@ -1,4 +1,5 @@
-"""The report of a run is one file that loads nothing, shows what was measured, and gives no model a way out of its box."""
+"""The report of a run is one file that loads nothing, shows what was measured, and gives no model a way out
+of its box."""
 
 import base64
 import hashlib
@@ -23,7 +24,10 @@ from asyncrl.telemetry.text import visible, visible_lines
 from tests.support.run_page import Page, archive_of, run_in
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
-MARKUP = "</script></pre><script>alert(1)</script><img src=x onerror=alert(2)><a href=//evil.example>x</a>{{7*7}}<!-- "
+MARKUP = (
+    "</script></pre><script>alert(1)</script><img src=x onerror=alert(2)><a "
+    "href=//evil.example>x</a>{{7*7}}<!-- "
+)
 HOSTILE = MARKUP + NASTY
 
 
@@ -43,7 +47,11 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     for text in (charts, draw, *page.text_of["style"], *page.text_of["p"], *page.text_of["td"]):
         assert "://" not in text
     (policy,) = [attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv")]
-    assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
+    assert (
+        policy is not None
+        and policy.startswith("default-src 'none'; script-src 'sha256-")
+        and "http" not in policy
+    )
     for script in (plotly, draw):
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
 
@@ -56,16 +64,27 @@ def test_no_text_of_a_model_or_a_user_becomes_markup(tmp_path: Path) -> None:
         "finish_reason": HOSTILE, "kind": HOSTILE, "reward": 9.0, "step": 1,
     }  # fmt: skip
     with (run.directory / "samples.jsonl").open("a") as file:
-        file.writelines(json.dumps(record | {"kind": kind}) + "\n" for kind in (HOSTILE, "train", "eval", "dropped"))
-    row = {f"reward/{HOSTILE}/mean": 0.5, f"groups/rejected_{HOSTILE}": 2.0, f"alarm/{HOSTILE}": 1.0, f"time/{HOSTILE}": 1.0}
+        file.writelines(
+            json.dumps(record | {"kind": kind}) + "\n" for kind in (HOSTILE, "train", "eval", "dropped")
+        )
+    row = {
+        f"reward/{HOSTILE}/mean": 0.5,
+        f"groups/rejected_{HOSTILE}": 2.0,
+        f"alarm/{HOSTILE}": 1.0,
+        f"time/{HOSTILE}": 1.0,
+    }
     run.learner.log(row, step=31)
-    JsonlTracker(run.directory / "metrics" / f"{HOSTILE.replace('/', '')}.jsonl").log(run.generator_metrics("g0", 3))
+    JsonlTracker(run.directory / "metrics" / f"{HOSTILE.replace('/', '')}.jsonl").log(
+        run.generator_metrics("g0", 3)
+    )
     run.finish("failed", HOSTILE)
     text = report_page(archive_of(run))
     page = Page(text)
     assert {tag for tag, _ in page.tags} <= harmless | {"nav"}
     assert len(page.text_of["script"]) == 3 and "<script>alert" not in text and "<img" not in text
-    assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
+    assert not [
+        attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)
+    ]
     assert page.text_of["pre"].count(visible_lines(HOSTILE)) == 4 * 2 and MARKUP in page.text_of["h1"]
     for sign in ("\x1b", "\u202e", "\u200b", "\x07", "\x9b"):
         assert sign not in text.replace(page.text_of["script"][1], "")
@@ -97,18 +116,27 @@ def test_no_chart_is_empty(tmp_path: Path) -> None:
         assert any(page.curves(title).values()), title
 
 
-def test_an_unfinished_run_a_run_without_evaluation_and_one_that_never_began_have_a_page(tmp_path: Path) -> None:
+def test_an_unfinished_run_a_run_without_evaluation_and_one_that_never_began_have_a_page(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "empty"
     directory.mkdir()
     (directory / "config.yaml").write_text("run: {name: empty}\n")
     page = Page(report_page(read_archive(RunDirectory(directory))))
-    assert "no status" in page.text_of["dd"] and "figcaption" not in page.text_of and len(page.text_of["script"]) == 1
+    assert (
+        "no status" in page.text_of["dd"]
+        and "figcaption" not in page.text_of
+        and len(page.text_of["script"]) == 1
+    )
     run = run_in(tmp_path, steps=9)  # the first evaluation is at 10
     text = (run.directory / "metrics" / "learner.jsonl").read_bytes()
     (run.directory / "metrics" / "learner.jsonl").write_bytes(text[:-20])
     (run.directory / "samples.jsonl").write_bytes((run.directory / "samples.jsonl").read_bytes()[:-20])
     page = page_of(run)
-    assert "Held-out accuracy" not in page.text_of["figcaption"] and len(page.curves("Reward")["reward/mean"]) == 8
+    assert (
+        "Held-out accuracy" not in page.text_of["figcaption"]
+        and len(page.curves("Reward")["reward/mean"]) == 8
+    )
     assert "Dropped samples" not in page.text_of["h2"] and "Best samples" in page.text_of["h2"]
 
 
@@ -127,9 +155,14 @@ def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
         {"step": step, "time": at, "time/step": 1.0}
         for step, at in ((1, 110.0), (2, 120.0), (3, 130.0), (3, 1015.0), (4, 1020.0))
     ]
-    (run.directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.directory / "metrics" / "learner.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     start = {"versions": {"torch": "2"}, "hardware": "2 CPU cores"}
-    starts = [start | {"time": 100.0, "step": 0}, start | {"time": 1000.0, "step": 2, "versions": {"torch": "3"}}]
+    starts = [
+        start | {"time": 100.0, "step": 0},
+        start | {"time": 1000.0, "step": 2, "versions": {"torch": "3"}},
+    ]
     (run.directory / "starts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in starts))
     assert archive_of(run).wall_s == (130 - 100) + (1020 - 1000)
     assert "torch 2 -> 3" in page_of(run).text_of["td"]
@@ -162,12 +195,18 @@ def test_what_was_dropped_is_set_beside_what_was_trained(tmp_path: Path) -> None
     }
     dropped = {"groups/rejected_stale": 1.0, "groups/length_rejected_stale": 90.0}
     more = {"groups/rejected_stale": 3.0, "groups/length_rejected_stale": 50.0, "tokens/long": 5.0}
-    shares = {f"staleness/masked_share/{band}": share for band, share in (("short", 0.0), ("medium", 0.0), ("long", 1.0))}
+    shares = {
+        f"staleness/masked_share/{band}": share
+        for band, share in (("short", 0.0), ("medium", 0.0), ("long", 1.0))
+    }
     run.learner.log(base | dropped | shares, step=1)
     run.learner.log(base | more | shares | {"staleness/masked_share/long": 0.5}, step=2)
     page = page_of(run)
     assert page.curves("Groups")["groups"] == [("trained", 8.0), ("stale", 4.0)]
-    assert page.curves("Mean length of their responses")["length"] == [("trained", 20.0), ("stale", (90 + 3 * 50) / 4)]
+    assert page.curves("Mean length of their responses")["length"] == [
+        ("trained", 20.0),
+        ("stale", (90 + 3 * 50) / 4),
+    ]
     assert page.curves("Tokens out of the loss, by length of the response")["staleness/masked_share"] == [
         ("short", 0.0), ("long", 0.75),
     ]  # fmt: skip
@@ -176,10 +215,22 @@ def test_what_was_dropped_is_set_beside_what_was_trained(tmp_path: Path) -> None
 def test_the_histogram_of_age_is_the_mean_over_steps(tmp_path: Path) -> None:
     run = run_in(tmp_path, steps=0)
     run.learner.log(
-        {"time/step": 1.0, "staleness/in_flight/0": 1.0, "staleness/in_queue/0": 0.5, "staleness/in_queue/1": 0.5}, step=1
+        {
+            "time/step": 1.0,
+            "staleness/in_flight/0": 1.0,
+            "staleness/in_queue/0": 0.5,
+            "staleness/in_queue/1": 0.5,
+        },
+        step=1,
     )
     run.learner.log(
-        {"time/step": 1.0, "staleness/in_flight/0": 0.5, "staleness/in_flight/1": 0.5, "staleness/in_queue/0": 1.0}, step=2
+        {
+            "time/step": 1.0,
+            "staleness/in_flight/0": 0.5,
+            "staleness/in_flight/1": 0.5,
+            "staleness/in_queue/0": 1.0,
+        },
+        step=2,
     )
     found = page_of(run).curves("Steps that a token spent")
     assert found == {"in flight": [("0", 0.75), ("1", 0.25)], "in queue": [("0", 0.75), ("1", 0.25)]}
@@ -197,7 +248,9 @@ def test_the_bands_are_those_of_the_mathematics() -> None:
     assert BANDS == metrics.BANDS
 
 
-def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_in(tmp_path, steps=2)
     report(run.directory, None)
     write_report(run.directory, tmp_path / "new" / "elsewhere.html")

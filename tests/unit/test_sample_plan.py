@@ -34,17 +34,24 @@ def test_epoch_and_range_of_any_ticket(size, ticket_id, shuffle):
 
 
 def test_seeds_and_epochs_give_different_orders():
-    plans = [rows(SamplePlan(50, seed=seed, shuffle=True), epoch) for seed in (0, 1, 10, 11) for epoch in (0, 1)]
+    plans = [
+        rows(SamplePlan(50, seed=seed, shuffle=True), epoch) for seed in (0, 1, 10, 11) for epoch in (0, 1)
+    ]
     assert len({tuple(order) for order in plans}) == len(plans)
 
 
 def test_the_order_looks_random():
-    # Each row is equally likely at each position: chi-square over 2000 epochs, 7 rows x 7 positions, 36 degrees of freedom.
+    # Each row is equally likely at each position: chi-square over 2000 epochs, 7 rows x 7 positions, 36
+    # degrees of freedom.
     plan = SamplePlan(7, seed=5, shuffle=True)
     epochs = 2000
-    counts = Counter((position, row) for epoch in range(epochs) for position, row in enumerate(rows(plan, epoch)))
+    counts = Counter(
+        (position, row) for epoch in range(epochs) for position, row in enumerate(rows(plan, epoch))
+    )
     expected = epochs / 7
-    chi_square = sum((counts[position, row] - expected) ** 2 / expected for position in range(7) for row in range(7))
+    chi_square = sum(
+        (counts[position, row] - expected) ** 2 / expected for position in range(7) for row in range(7)
+    )
     assert chi_square < 75  # p < 0.0002 if the order is random; the plan is fixed, so this never flickers
 
 
@@ -54,10 +61,13 @@ def test_neighbours_in_the_file_do_not_stay_neighbours():
 
 
 def test_the_plan_is_frozen():
-    # A run that resumes under a newer release must go on with the same prompts: these values may never change.
+    # A run that resumes under a newer release must go on with the same prompts: these values may never
+    # change.
     assert rows(SamplePlan(10, seed=0, shuffle=True), 0) == GOLDEN_0
     assert rows(SamplePlan(10, seed=0, shuffle=True), 1) == GOLDEN_1
-    assert [SamplePlan(7473, seed=42, shuffle=True).at(ticket_id) for ticket_id in (1, 2, 7473, 7474, 10**6)] == GOLDEN_GSM8K
+    assert [
+        SamplePlan(7473, seed=42, shuffle=True).at(ticket_id) for ticket_id in (1, 2, 7473, 7474, 10**6)
+    ] == GOLDEN_GSM8K
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -31,7 +31,9 @@ def sample(**values: object) -> SampleRecord:
 
 def printed(record: SampleRecord) -> str:
     """As a terminal with colours would get it."""
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80, highlight=False)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80, highlight=False
+    )
     for line in full_lines(record):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
@@ -41,26 +43,42 @@ def printed(record: SampleRecord) -> str:
 def test_all_that_is_known_of_a_rollout_is_shown() -> None:
     head, prompt, response = [line.plain for line in full_lines(sample())]
     assert head.startswith("step 3, trained: reward 1") and prompt == "  ? 1+1=" and response == "  | 2"
-    for part in ("exact 1, format 0.5", "advantage 0.3", "tokens by version: v1 4, v2 9", "stop", "g0", "ticket 7"):
+    for part in (
+        "exact 1, format 0.5",
+        "advantage 0.3",
+        "tokens by version: v1 4, v2 9",
+        "stop",
+        "g0",
+        "ticket 7",
+    ):
         assert part in head
     assert "answer 2 ·" in full_lines(sample(answer="2"))[0].plain and "answer" not in head
-    (dead,) = full_lines(sample(kind="dropped", reason="dead: timed out", reward=math.nan, prompt="", response="", versions=()))
+    (dead,) = full_lines(
+        sample(kind="dropped", reason="dead: timed out", reward=math.nan, prompt="", response="", versions=())
+    )
     assert dead.plain.startswith("step 3, dropped (dead: timed out)  exact 1") and "nan" not in dead.plain
 
 
 @given(st.text(), st.text(), st.text())
 def test_a_text_cannot_leave_its_lines(prompt: str, response: str, name: str) -> None:
     """Every line that is shown is ours: the head, or one behind a bar or a question mark."""
-    lines = full_lines(sample(prompt=prompt, response=response, parts={name: 1.0}, reason=name, kind="dropped", answer=name))
+    lines = full_lines(
+        sample(prompt=prompt, response=response, parts={name: 1.0}, reason=name, kind="dropped", answer=name)
+    )
     assert not [
-        line for line in lines if "\n" in line.plain or "\r" in line.plain or "\x1b" in line.plain or "\x9b" in line.plain
+        line
+        for line in lines
+        if "\n" in line.plain or "\r" in line.plain or "\x1b" in line.plain or "\x9b" in line.plain
     ]
     assert all(line.plain.startswith(("  ? ", "  | ")) for line in lines[1:])
     assert not [span for line in lines[1:] for span in line.spans], "no markup"
 
 
 def test_what_the_terminal_gets_has_no_codes_of_the_model() -> None:
-    plain, nasty = printed(sample(response="2")), printed(sample(response=NASTY, prompt=NASTY, parts={NASTY: 1.0}))
+    plain, nasty = (
+        printed(sample(response="2")),
+        printed(sample(response=NASTY, prompt=NASTY, parts={NASTY: 1.0})),
+    )
     assert set(plain) & set("\x1b") and {code for code in nasty.split("\x1b[") if code[:2] == "31"} == set()
     assert "[red]" in nasty and "[/red]" in nasty
     for sign in ("\x07", "\x9b", "\u202e", "\u200b"):
@@ -90,7 +108,9 @@ def test_best_and_worst_are_by_reward_and_of_equals_the_newest() -> None:
 def test_options_mean_what_they_say_and_contradictions_are_refused() -> None:
     nothing = {"best": False, "worst": False, "dropped": False}
     assert wanted(5, None, None, **nothing | {"best": True}) == Wanted(count=5, kind="train", order="best")
-    assert wanted(5, 2, "eval", **nothing | {"worst": True}) == Wanted(count=5, step=2, kind="eval", order="worst")
+    assert wanted(5, 2, "eval", **nothing | {"worst": True}) == Wanted(
+        count=5, step=2, kind="eval", order="worst"
+    )
     assert wanted(5, None, None, **nothing | {"dropped": True}) == Wanted(count=5, kind="dropped")
     for kind, flags in ((None, {"best": True, "worst": True}), ("train", {"dropped": True}), ("trained", {})):
         with pytest.raises(RunError):

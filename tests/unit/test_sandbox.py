@@ -1,4 +1,5 @@
-"""What a sandbox shows and hides, from the command that makes it; `tests/integration/test_reward_sandbox.py` has the real one."""
+"""What a sandbox shows and hides, from the command that makes it; `tests/integration/test_reward_sandbox.py`
+has the real one."""
 
 import platform
 import re
@@ -21,7 +22,14 @@ from asyncrl.rewards.sandbox import Sandbox, environment, limits
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a reward, secrets, and a run below it, as the working directory."""
-    for name in ("rewards/task.py", "runs/first/run.key", ".env", "join.key", ".venv/bin/python", ".git/config"):
+    for name in (
+        "rewards/task.py",
+        "runs/first/run.key",
+        ".env",
+        "join.key",
+        ".venv/bin/python",
+        ".git/config",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
@@ -47,22 +55,35 @@ def test_the_last_mount_of_a_place_decides(project, monkeypatch):
     remounted = [place for kind, place in made if kind == "--remount-ro"]
     assert {"/", "/dev", "/proc"} <= set(remounted)
     assert {place for kind, place in made if kind == "--tmpfs"} <= {*remounted, "/tmp", "/dev/shm"}
-    assert made[-len(remounted) :] == [("--remount-ro", place) for place in remounted]  # nothing is mounted afterwards
+    # Nothing is mounted afterwards.
+    assert made[-len(remounted) :] == [("--remount-ro", place) for place in remounted]
 
 
 def test_what_is_private_is_hidden_some_directories_down_and_other_runs_whole(project):
-    for name in ("a/.env", "a/b/c/token.key", "a/b/c/d/deep.key", "older/second/run.key", "older/second/config.yaml"):
+    for name in (
+        "a/.env",
+        "a/b/c/token.key",
+        "a/b/c/d/deep.key",
+        "older/second/run.key",
+        "older/second/config.yaml",
+    ):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("")
     words = Sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
-    hidden = {words[index + 2] for index, word in enumerate(words) if word == "--ro-bind" and words[index + 1] == "/dev/null"}
+    hidden = {
+        words[index + 2]
+        for index, word in enumerate(words)
+        if word == "--ro-bind" and words[index + 1] == "/dev/null"
+    }
     assert {str(project / name) for name in (".env", "join.key", "a/.env", "a/b/c/token.key")} <= hidden
     assert str(project / "a/b/c/d/deep.key") not in hidden, "as deep as docs/security.md says, no deeper"
     assert ("--tmpfs", str(project / "older" / "second")) in mounts(words)
 
 
 def call_numbers(header: str) -> dict[str, int]:
-    found = subprocess.run(["cpp", "-dM"], input=f"#include <{header}>\n", capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["cpp", "-dM"], input=f"#include <{header}>\n", capture_output=True, text=True, check=False
+    )
     return {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", found.stdout)}
 
 
@@ -80,13 +101,20 @@ def judged(program: bytes, architecture: int, number: int) -> int:
             at += jump if (value == k if code == 0x15 else value >= k) else fall
 
 
-@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
+@pytest.mark.parametrize(
+    ("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)]
+)
 def test_the_filter_refuses_what_it_names_and_nothing_else(machine, architecture, column):
     program = seccomp.program(machine)
     refused = {numbers[column] for numbers in seccomp.REFUSED.values()} - {-1}
     for number in range(600):
         assert judged(program, architecture, number) == (0x00050001 if number in refused else 0x7FFF0000)
-    for other, number in ((0x40000003, 1), (architecture ^ 1, 0), (architecture, 0x40000000), (architecture, 0x40000000 + 321)):
+    for other, number in (
+        (0x40000003, 1),
+        (architecture ^ 1, 0),
+        (architecture, 0x40000000),
+        (architecture, 0x40000000 + 321),
+    ):
         assert judged(program, other, number) == 0x80000000, "another numbering ends the process"
 
 
@@ -104,7 +132,9 @@ def test_a_reward_file_below_the_run_root_is_shown_alone(project):
     made = mounts(Sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"], filter_fd=9))
     places = [place for _, place in made]
     assert places.index(str(project / "runs")) < len(places)
-    after = made[[index for index, one in enumerate(made) if one == ("--tmpfs", str(project / "runs"))][-1] + 1 :]
+    after = made[
+        [index for index, one in enumerate(made) if one == ("--tmpfs", str(project / "runs"))][-1] + 1 :
+    ]
     assert [place for kind, place in after if kind == "--ro-bind"] == [str(project / "runs" / "task.py")]
 
 
@@ -123,7 +153,10 @@ def test_a_working_directory_that_would_show_everything_is_refused(project, monk
     ("bwrap", "problem"),
     [
         (None, r"found no program `bwrap`.*apt-get install bubblewrap"),
-        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "cannot make a sandbox.*No permissions.*seccomp"),
+        (
+            "echo 'bwrap: No permissions to create new namespace' >&2; exit 1",
+            "cannot make a sandbox.*No permissions.*seccomp",
+        ),
         ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "Unknown option.*0.8 or newer"),
         ("exec sleep 60", "starts nothing within 0.5 s"),
         ("exit 0", None),
@@ -148,7 +181,9 @@ def test_no_secret_is_inherited(monkeypatch):
 
 def test_the_number_of_processes_is_limited_where_the_kernel_counts_them_by_namespace(monkeypatch):
     for release, counted in (("5.10.0-28-amd64", False), ("5.14.0-427.el9", True), ("6.8.0", True)):
-        monkeypatch.setattr(sandbox.os, "uname", lambda release=release: type("Uname", (), {"release": release}))
+        monkeypatch.setattr(
+            sandbox.os, "uname", lambda release=release: type("Uname", (), {"release": release})
+        )
         assert ("NPROC" in limits()) is counted
 
 
@@ -158,7 +193,9 @@ def test_a_sandbox_without_a_memory_limit_is_refused():
         RewardConfig.model_validate({**functions, "sandbox": "bubblewrap"})
     with pytest.raises(ValidationError, match="greater than or equal"):
         RewardConfig.model_validate({**functions, "memory_gib": 0.1})
-    assert RewardConfig.model_validate({**functions, "sandbox": "bubblewrap", "memory_gib": 1}).memory_gib == 1
+    assert (
+        RewardConfig.model_validate({**functions, "sandbox": "bubblewrap", "memory_gib": 1}).memory_gib == 1
+    )
 
 
 def test_validate_names_the_line_of_a_sandbox_that_cannot_be_had(tmp_path, monkeypatch):

@@ -27,13 +27,22 @@ def test_every_id_has_one_place_and_ids_of_a_shard_are_dense(ticket_id, shards):
 @given(st.from_regex(r"[a-z0-9_.-]{1,30}", fullmatch=True))
 def test_four_shards_lie_in_the_four_quarters_of_the_slots(run):
     assert shard_names("train", 1) == ["train"]
-    assert {key_slot(f"{{{run}:{name}}}:meta".encode()) // 4096 for name in shard_names("train", 4)} == {0, 1, 2, 3}
+    assert {key_slot(f"{{{run}:{name}}}:meta".encode()) // 4096 for name in shard_names("train", 4)} == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 @given(st.integers(0, 9), st.integers(1, 16), st.integers(1, 64), st.integers(1, 64))
 def test_the_bound_is_that_of_a_shard(max_lag, shards, window, groups):
     found = lag_bound(max_lag, window=window * shards, groups=groups * shards, shards=shards)
-    assert found == lag_bound(max_lag, window=window, groups=groups) == max_lag + ceil(Fraction(window - 1, groups))
+    assert (
+        found
+        == lag_bound(max_lag, window=window, groups=groups)
+        == max_lag + ceil(Fraction(window - 1, groups))
+    )
     assert found <= lag_bound(max_lag, window=window * shards, groups=groups * shards)
 
 
@@ -55,8 +64,12 @@ class TestMemoryShards(ShardContract):
     groups=st.integers(1, 3),
     window=st.integers(1, 7),
 )
-@example(seed=433, shards=4, max_lag=0, groups=3, window=3)  # rejections in steps that are lost had lent credit
-def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(seed, shards, max_lag, groups, window):
-    """With rejected groups, stragglers, a learner that goes back to its checkpoint, and a store that loses a shard."""
+# Rejections in steps that are lost had lent credit.
+@example(seed=433, shards=4, max_lag=0, groups=3, window=3)
+def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(
+    seed, shards, max_lag, groups, window
+):
+    """With rejected groups, stragglers, a learner that goes back to its checkpoint, and a store that loses a
+    shard."""
     lanes = make_lanes(shards, BufferRules(groups=groups))
     Run(lanes, max_lag=max_lag, groups=groups, window=window).check(12, random.Random(seed))

@@ -9,7 +9,14 @@ from asyncrl.weights.staging import GlooStaging
 
 
 def order(transport, **details):
-    return UpdateOrder(version=1, transport=transport, deadline_s=0.1, details=details, probe_ids=(1, 2), probe_logprobs=(0.0,))
+    return UpdateOrder(
+        version=1,
+        transport=transport,
+        deadline_s=0.1,
+        details=details,
+        probe_ids=(1, 2),
+        probe_logprobs=(0.0,),
+    )
 
 
 def test_files_of_the_run_are_used(tmp_path):
@@ -36,10 +43,14 @@ def test_memory_is_named_by_this_process_only(tmp_path):
 
 
 def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_path, monkeypatch):
-    """It has joined by the address of the store's socket, and run.root is relative to the learner's working directory."""
+    """It has joined by the address of the store's socket, and run.root is relative to the learner's working
+    directory."""
     run = tmp_path / "learners" / "runs" / "far"
     (run / "weights" / "v1").mkdir(parents=True)
-    text = "run: {name: far}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+    text = (
+        "run: {name: far}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: "
+        "exact_match}]}\n"
+    )
     (run / "config.yaml").write_text(text)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -53,7 +64,9 @@ def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_pa
     monkeypatch.setattr(generator, "setup_logging", lambda *_, **__: None)
     monkeypatch.setattr(generator, "join_store", lambda *_: None)
     monkeypatch.setattr(generator, "join_keys", lambda environment: None)
-    monkeypatch.setattr("sys.argv", ["generator", "--id", "g0", "--store", "unix:///s", "--config", str(run / "config.yaml")])
+    monkeypatch.setattr(
+        "sys.argv", ["generator", "--id", "g0", "--store", "unix:///s", "--config", str(run / "config.yaml")]
+    )
     generator.main()
     good = order("disk", directory=str(run / "weights" / "v1"))
     assert GlooStaging(seen[0].weights).stage(good) is good

@@ -12,7 +12,8 @@ from asyncrl.buffer.memory import MemoryBuffer
 
 
 def slow_choose(ready, unfinished, next_id, count, window):
-    """The definition, word for word: ascending, each id below the lowest id that is issued and not chosen, plus W."""
+    """The definition, word for word: ascending, each id below the lowest id that is issued and not chosen,
+    plus W."""
     open_ids = sorted([*ready, *unfinished])
     chosen = []
     for candidate in sorted(ready):
@@ -22,13 +23,20 @@ def slow_choose(ready, unfinished, next_id, count, window):
     return chosen if len(chosen) == count else None
 
 
-@given(st.dictionaries(st.integers(1, 30), st.booleans(), max_size=20), st.integers(1, 8), st.integers(1, 12), st.integers(0, 3))
+@given(
+    st.dictionaries(st.integers(1, 30), st.booleans(), max_size=20),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
 def test_choose_is_the_anchored_window(open_ids, count, window, slack):
     ready = sorted(i for i, finished in open_ids.items() if finished)
     unfinished = sorted(i for i, finished in open_ids.items() if not finished)
     next_id = max(open_ids, default=0) + slack
     anchor = min(unfinished, default=next_id + 1)
-    assert choose(ready, anchor=anchor, count=count, window=window) == slow_choose(ready, unfinished, next_id, count, window)
+    assert choose(ready, anchor=anchor, count=count, window=window) == slow_choose(
+        ready, unfinished, next_id, count, window
+    )
 
 
 VERSION, LAG, GROUPS = st.integers(0, 50), st.integers(0, 8), st.integers(1, 40)
@@ -50,7 +58,9 @@ def test_minimum_version_is_the_latest_step_the_group_can_be_trained_at_less_the
 def test_the_credit_is_exactly_what_the_lag_allows(version, max_lag, groups, rejected):
     limit = credit_limit(version * groups, max_lag=max_lag, groups=groups, rejected=rejected)
     beyond = limit + 1
-    assert (beyond - 1 - rejected) // groups - max_lag == version + 1, "one more id would need weights that do not exist"
+    assert (beyond - 1 - rejected) // groups - max_lag == version + 1, (
+        "one more id would need weights that do not exist"
+    )
     assert limit - rejected - version * groups == (max_lag + 1) * groups
 
 
@@ -95,7 +105,9 @@ class Simulation:
 
     def train(self):
         """As many steps as can be made now."""
-        while (take := self.learner.take(self.ledger, self.groups - self.accepted, window=self.window)) is not None:
+        while (
+            take := self.learner.take(self.ledger, self.groups - self.accepted, window=self.window)
+        ) is not None:
             frames = self.learner.frames(take.ids)
             self.ledger.consume(take.ids)
             for ticket_id, frame in zip(take.ids, frames, strict=True):
@@ -170,15 +182,20 @@ def test_no_group_is_older_than_the_bound_and_nothing_waits_for_ever(
         assert max(simulation.lags) <= 0, "max_lag 0 is on-policy"
 
 
-@pytest.mark.parametrize(("max_lag", "window", "groups"), [(2, 1, 4), (2, 5, 4), (2, 6, 4), (0, 1, 3), (1, 9, 2)])
+@pytest.mark.parametrize(
+    ("max_lag", "window", "groups"), [(2, 1, 4), (2, 5, 4), (2, 6, 4), (0, 1, 3), (1, 9, 2)]
+)
 def test_the_bound_is_reached_so_it_is_not_too_wide(max_lag, window, groups):
-    """The last group of a step, as slow as the window lets it be: younger ones overtake it until that is exhausted."""
+    """The last group of a step, as slow as the window lets it be: younger ones overtake it until that is
+    exhausted."""
     lane = MemoryBuffer(BufferRules(groups=groups))
     ledger, version, slow, lag = Ledger(), 0, groups * (max_lag + 2), None
     started = {}
     lane.recover(ledger, version=0, limit=credit_limit(0, max_lag=max_lag, groups=groups, rejected=0))
     while lag is None:
-        lane.set_version(version, limit=credit_limit(version * groups, max_lag=max_lag, groups=groups, rejected=0))
+        lane.set_version(
+            version, limit=credit_limit(version * groups, max_lag=max_lag, groups=groups, rejected=0)
+        )
         for ticket in lane.lease("g", 1000).tickets:
             started[ticket.id] = ticket.minimum_version
             if ticket.id != slow:

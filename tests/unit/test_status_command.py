@@ -24,11 +24,18 @@ def directory_of(path: Path) -> RunDirectory:
 
 def test_before_the_first_status(tmp_path: Path) -> None:
     values = status_values(directory_of(tmp_path / "new"))
-    assert values["state"] is None and values["up"] is False and values["members"] == [] and values["metrics"] == {}
+    assert (
+        values["state"] is None
+        and values["up"] is False
+        and values["members"] == []
+        and values["metrics"] == {}
+    )
     assert values["advice"] == "no step yet: waiting for the learner"
 
 
-def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_up_has_its_processes_rates_and_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = directory_of(tmp_path)
     run = SyntheticRun(tmp_path, generators=2)
     for _ in range(3):
@@ -38,9 +45,19 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, cap
         status(tmp_path, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert values["up"] and values["processes"] == {"learner": 11, "g0": 12} and values["step"] == 3
-    assert values["idle"] == {"learner": pytest.approx(0.12), "generators": pytest.approx(0.4), "update": pytest.approx(0.02)}
-    assert values["advice"].startswith("generators wait 40%") and values["audit"]["missing"] == 0 and values["alarms"] == []
-    assert values["metrics"]["reward/std"] == 0.31 and "policy/loss" not in values["metrics"], "what is not finite is left out"
+    assert values["idle"] == {
+        "learner": pytest.approx(0.12),
+        "generators": pytest.approx(0.4),
+        "update": pytest.approx(0.02),
+    }
+    assert (
+        values["advice"].startswith("generators wait 40%")
+        and values["audit"]["missing"] == 0
+        and values["alarms"] == []
+    )
+    assert values["metrics"]["reward/std"] == 0.31 and "policy/loss" not in values["metrics"], (
+        "what is not finite is left out"
+    )
     assert values["generated_tokens_per_s"] == 604 and values["dropped"]["zero_variance"] == 9
     assert len(values["members"]) == 2
 
@@ -48,7 +65,8 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(tmp_path: Path, cap
 def test_a_run_whose_supervisor_was_killed_is_not_up(tmp_path: Path) -> None:
     directory = directory_of(tmp_path)
     SyntheticRun(tmp_path).advance()
-    directory.write_processes({"learner": 7})  # by this process, which is alive: its id may have been used again
+    # By this process, which is alive: its id may have been used again.
+    directory.write_processes({"learner": 7})
     RunLock(directory.supervisor_lock).release()
     values = status_values(directory)
     assert values["state"] == "training" and values["up"] is False and values["processes"] == {}

@@ -1,4 +1,5 @@
-"""A step that every learner dies of is not begun for ever: its groups are set aside, and nothing else is blamed."""
+"""A step that every learner dies of is not begun for ever: its groups are set aside, and nothing else is
+blamed."""
 
 import os
 
@@ -24,12 +25,18 @@ def test_the_frames_of_a_step_are_set_aside_after_as_many_deaths(tmp_path):
     assert StepDeaths(path).reason(b"a") is None
     die_in(path, 7, BAD, 1)
     deaths = StepDeaths(path)
-    assert deaths.reason(b"a") == deaths.reason(b"b") == "3 learners died as they trained on the 2 groups of step 8"
+    assert (
+        deaths.reason(b"a")
+        == deaths.reason(b"b")
+        == "3 learners died as they trained on the 2 groups of step 8"
+    )
     assert deaths.reason(b"c") is None
     assert StepDeaths(path).reason(b"a"), "a start that begins no step changes nothing"
 
 
-@pytest.mark.parametrize("between", ["another step ends", "the step ends", "other bytes", "an earlier step is made again"])
+@pytest.mark.parametrize(
+    "between", ["another step ends", "the step ends", "other bytes", "an earlier step is made again"]
+)
 def test_only_deaths_in_a_row_in_one_step_count(tmp_path, between):
     path = tmp_path / "step.json"
     die_in(path, 7, BAD, MAX_DEATHS - 1)
@@ -109,13 +116,16 @@ def test_a_record_that_cannot_be_written_holds_up_nobody(tmp_path):
 
 
 def test_a_run_gets_over_a_step_that_kills_every_learner(tmp_path):
-    """Each learner recovers from the last checkpoint, here the beginning; ids stay consumed once, and the audit agrees."""
+    """Each learner recovers from the last checkpoint, here the beginning; ids stay consumed once, and the
+    audit agrees."""
     buffer, lives = MemoryBuffer(BufferRules(groups=B)), []
     generator = buffer.peer()
     for _ in range(MAX_DEATHS + 1):
         deaths = StepDeaths(tmp_path / "step.json")
         one = intake(buffer.peer())
-        one.gate = type(one.gate)(lane="train", decode=one.gate.decode, limits=one.gate.limits, condemned=deaths.reason)
+        one.gate = type(one.gate)(
+            lane="train", decode=one.gate.decode, limits=one.gate.limits, condemned=deaths.reason
+        )
         for ticket in generator.lease("g", 100).tickets:
             generator.put("g", ticket.id, frame(ticket.id))
         collected = one.poll(0, wait_s=0)
@@ -132,5 +142,7 @@ def test_a_run_gets_over_a_step_that_kills_every_learner(tmp_path):
     assert buffer.audit().missing == 0
 
     again = intake(buffer.peer())
-    assert ids_of(again.poll(0, wait_s=0)) == [5, 6, 7, 8], "who goes back once more meets the reasons in the store"
+    assert ids_of(again.poll(0, wait_s=0)) == [5, 6, 7, 8], (
+        "who goes back once more meets the reasons in the store"
+    )
     assert again.ledger.to_dict() == Ledger.from_dict(one.settled.to_dict()).to_dict()

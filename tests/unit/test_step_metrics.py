@@ -14,10 +14,15 @@ from tests.support.steps import group, rollout, step
 
 
 def test_majorities_of_groups_are_told_if_a_reward_says_what_the_answer_is():
-    answered = [replace(rollout(a=reward), answer=answer) for reward, answer in ((1.0, "4"), (0.0, "5"), (0.0, ""))]
+    answered = [
+        replace(rollout(a=reward), answer=answer) for reward, answer in ((1.0, "4"), (0.0, "5"), (0.0, ""))
+    ]
     metrics = step_metrics(step(*answered))
     assert (metrics["completions/answered_share"], metrics["group/majority"]) == (pytest.approx(2 / 3), 0.5)
-    assert not {"completions/answered_share", "group/majority"} & step_metrics(step(rollout(a=1.0), rollout(a=0.0))).keys()
+    assert (
+        not {"completions/answered_share", "group/majority"}
+        & step_metrics(step(rollout(a=1.0), rollout(a=0.0))).keys()
+    )
 
 
 def taken(*rejected: tuple[Group, str]) -> dict[str, float]:
@@ -34,7 +39,11 @@ def test_rejected_groups_are_counted_and_measured_by_reason():
         (group([1.0, 1.0], [3, 3]), "zero_variance"),
         (dead, "dead: reward failed"),
     )
-    assert {name: value for name, value in metrics.items() if name.startswith("groups/") and "collapsed" not in name} == {
+    assert {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("groups/") and "collapsed" not in name
+    } == {
         "groups/trained": 1,
         "groups/takes": 1,
         "groups/rejected_zero_variance": 2,
@@ -49,9 +58,21 @@ def test_rejected_groups_are_counted_and_measured_by_reason():
 
 
 def test_groups_of_one_reward_are_counted_by_it_whether_they_were_trained_or_not():
-    values = {"below_0": [-1.0, -1e-5], "at_0": [0.0, 1e-7, -1e-7], "between": [0.5, 1e-5], "at_1": [1.0], "above_1": [1.1, 9.0]}
-    rejected = [(group([value] * 3, [1, 1, 1]), "zero_variance") for where in values.values() for value in where]
-    others = [(group([0.0], [1]), "stale"), (group([0.0, 2e-6], [1, 1]), "stale"), (group([1.0, 0.0, 1.0], [1, 1, 1]), "stale")]
+    values = {
+        "below_0": [-1.0, -1e-5],
+        "at_0": [0.0, 1e-7, -1e-7],
+        "between": [0.5, 1e-5],
+        "at_1": [1.0],
+        "above_1": [1.1, 9.0],
+    }
+    rejected = [
+        (group([value] * 3, [1, 1, 1]), "zero_variance") for where in values.values() for value in where
+    ]
+    others = [
+        (group([0.0], [1]), "stale"),
+        (group([0.0, 2e-6], [1, 1]), "stale"),
+        (group([1.0, 0.0, 1.0], [1, 1, 1]), "stale"),
+    ]
     metrics = taken(*rejected, *others, (group([1.0, 1.0], [1, 1]), "stale"))
     expected = {where: len(items) for where, items in values.items()} | {"at_1": 2}
     assert {name: metrics[f"groups/collapsed_{name}"] for name in values} == expected
@@ -65,13 +86,18 @@ def result(grad_norm: float, skipped: float = 0.0) -> StepResult:
 
 def test_a_part_is_averaged_over_the_rollouts_that_have_it_and_no_other_part_makes_a_name():
     metrics = step_metrics(step(rollout(old=4.0), rollout(new=1.0), rollout(new=0.0, stranger=2.0)))
-    parts = {name: value for name, value in metrics.items() if name.startswith("reward/") and name.count("/") > 1}
+    parts = {
+        name: value for name, value in metrics.items() if name.startswith("reward/") and name.count("/") > 1
+    }
     assert parts == {"reward/old/mean": 4.0, "reward/new/mean": 0.5}
 
 
 def test_skipped_steps_are_counted_and_said(caplog):
     with caplog.at_level(logging.WARNING):
-        assert step_metrics(step(rollout(a=1.0), results=(result(1.0), result(2.0))))["policy/skipped_steps"] == 0
+        assert (
+            step_metrics(step(rollout(a=1.0), results=(result(1.0), result(2.0))))["policy/skipped_steps"]
+            == 0
+        )
         assert not caplog.records
         skipped = tuple(result(math.nan, 1.0) for _ in range(2))
         metrics = step_metrics(step(rollout(a=1.0), results=(*skipped, result(2.0))))

@@ -1,4 +1,5 @@
-"""A store, or what stands before it, that misbehaves on the wire: no call lasts longer than it may, what passes is waited for."""
+"""A store, or what stands before it, that misbehaves on the wire: no call lasts longer than it may, what
+passes is waited for."""
 
 import socket
 import threading
@@ -85,6 +86,9 @@ def test_one_bad_answer_of_a_proxy_is_asked_again():
 
 
 def test_a_peer_that_is_no_store_is_given_up_after_the_time_to_retry():
-    with peer(lambda connection, _: connection.sendall(WEB_PROXY)) as url, pytest.raises(StoreError, match="Protocol") as found:
+    with (
+        peer(lambda connection, _: connection.sendall(WEB_PROXY)) as url,
+        pytest.raises(StoreError, match="Protocol") as found,
+    ):
         ask(url)
     assert not isinstance(found.value, StoreRefused), "a restart may mend it"

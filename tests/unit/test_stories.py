@@ -1,4 +1,5 @@
-"""The storyteller of the tutorial: wider heads change nothing, and held-out words occur in no training row."""
+"""The storyteller of the tutorial: wider heads change nothing, and held-out words occur in no training
+row."""
 
 import json
 
@@ -52,19 +53,26 @@ def test_what_is_made_is_what_the_config_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy = tmp_path / "copy"
     narrow().save_pretrained(copy)
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{letter: 3 + index for index, letter in enumerate("abcdefghij")}}
+    vocabulary = {
+        "<unk>": 0,
+        "<s>": 1,
+        "</s>": 2,
+        **{letter: 3 + index for index, letter in enumerate("abcdefghij")},
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(
-        copy
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(copy)
 
     file = ROOT / "configs" / "stories15m-words-cpu.yaml"
     made = (tmp_path / load_config(file).model.path).parent
     make_stories(made, str(copy))
     validated_config(file)
     assert len((made / "train.jsonl").read_text().splitlines()) == 2000
-    assert {word for line in (made / "test.jsonl").open() for word in json.loads(line)["words"]} == set(HELD_OUT.split())
+    assert {word for line in (made / "test.jsonl").open() for word in json.loads(line)["words"]} == set(
+        HELD_OUT.split()
+    )
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert model.config.head_dim == HEAD and model.generation_config.eos_token_id == [1, 2]
     with pytest.raises(DataError, match="exists; remove it"):

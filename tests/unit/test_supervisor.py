@@ -37,7 +37,10 @@ def is_alive(pid: int) -> bool:
 
 def test_a_process_that_dies_is_started_again_and_the_run_ends_with_the_learner(tmp_path):
     marker = tmp_path / "second-try"
-    flaky = f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); e = p.exists(); p.touch(); sys.exit(0 if e else 7)"
+    flaky = (
+        f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); e = p.exists(); p.touch(); sys.exit(0 if "
+        "e else 7)"
+    )
     with Supervisor([spec("learner", flaky, tmp_path, ends_run=True)], max_restarts=2) as supervisor:
         supervisor.run(tick_s=0.02)
         assert supervisor.restarts() == {"learner": 1}
@@ -46,12 +49,17 @@ def test_a_process_that_dies_is_started_again_and_the_run_ends_with_the_learner(
 
 def test_a_crash_loop_ends_the_run_with_the_last_lines_of_the_log(tmp_path):
     crash = spec("learner", "import sys; print('the disk is on fire'); sys.exit(7)", tmp_path, ends_run=True)
-    with Supervisor([crash], max_restarts=1) as supervisor, pytest.raises(RunError, match=r"(?s)died 2 times.*disk is on fire"):
+    with (
+        Supervisor([crash], max_restarts=1) as supervisor,
+        pytest.raises(RunError, match=r"(?s)died 2 times.*disk is on fire"),
+    ):
         supervisor.run(tick_s=0.02)
 
 
 def test_a_users_mistake_is_not_repeated(tmp_path):
-    wrong = spec("learner", f"import sys; print('no such model'); sys.exit({USER_ERROR})", tmp_path, ends_run=True)
+    wrong = spec(
+        "learner", f"import sys; print('no such model'); sys.exit({USER_ERROR})", tmp_path, ends_run=True
+    )
     with Supervisor([wrong], max_restarts=5) as supervisor, pytest.raises(RunError, match="no such model"):
         supervisor.run(tick_s=0.02)
     assert supervisor.restarts() == {"learner": 0}
@@ -75,7 +83,9 @@ def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
     ready, result = tmp_path / "ready", tmp_path / "result"
     code = STANDBY.format(ready=str(ready), result=str(result), lives_s=0.1)
-    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
+    with Supervisor(
+        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
+    ) as supervisor:
         supervisor.run(tick_s=0.02)
         assert supervisor.restarts() == {"learner": 1}
     assert result.read_text() == f"'\\n' {ready.read_text()}"
@@ -85,8 +95,13 @@ def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
     ready, result = tmp_path / "ready", tmp_path / "result"
     code = STANDBY.format(ready=str(ready), result=str(result), lives_s=60)
-    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
-        supervisor.run(lambda: supervisor.request_stop("enough") if ready.exists() and ready.read_text() else None, tick_s=0.02)
+    with Supervisor(
+        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
+    ) as supervisor:
+        supervisor.run(
+            lambda: supervisor.request_stop("enough") if ready.exists() and ready.read_text() else None,
+            tick_s=0.02,
+        )
     assert not is_alive(int(ready.read_text()))
     assert not result.exists()
 
@@ -126,15 +141,23 @@ while time.monotonic() < until_s and tries.read_text().count("s") < 2:
     time.sleep(0.01)
 sys.exit(7 if tries.read_text().count("l") == 1 else 0)
 """
-    with Supervisor([spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1) as supervisor:
+    with Supervisor(
+        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
+    ) as supervisor:
         supervisor.run(tick_s=0.02)
         assert supervisor.restarts() == {"learner": 1}
     assert tries.read_text().count("l") == 2
 
 
 def test_stopping_ends_children_and_grandchildren(tmp_path):
-    family = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    family = (
+        "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+        "time.sleep(60)"
+    )
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+        "time.sleep(60)"
+    )
     specs = [spec("family", family, tmp_path), spec("stubborn", stubborn, tmp_path)]
     with Supervisor(specs, max_restarts=0) as supervisor:
         ready_by_s = time.monotonic() + 10
@@ -153,7 +176,10 @@ def test_stopping_ends_children_and_grandchildren(tmp_path):
 
 
 def test_a_learner_that_finishes_ends_the_others(tmp_path):
-    specs = [spec("learner", "pass", tmp_path, ends_run=True), spec("g0", "import time; time.sleep(60)", tmp_path)]
+    specs = [
+        spec("learner", "pass", tmp_path, ends_run=True),
+        spec("g0", "import time; time.sleep(60)", tmp_path),
+    ]
     changes: list[dict[str, int]] = []
     with Supervisor(specs, max_restarts=0, on_change=lambda pids: changes.append(dict(pids))) as supervisor:
         supervisor.run(tick_s=0.02)
@@ -179,7 +205,9 @@ UP = "import pathlib, signal, sys, time; {before}; print('up', flush=True); time
 
 
 def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
-    polite = UP.format(before="signal.signal(signal.SIGTERM, lambda *_: (print('thanks', flush=True), sys.exit(143)))")
+    polite = UP.format(
+        before="signal.signal(signal.SIGTERM, lambda *_: (print('thanks', flush=True), sys.exit(143)))"
+    )
     stubborn = UP.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     learner = spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)
     with Supervisor([learner], max_restarts=0) as supervisor:
@@ -196,24 +224,35 @@ def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
         until(supervisor, lambda: "g0" not in supervisor.names and "g1" not in supervisor.names)
         assert "thanks" in logs[0].read_text()
         assert not is_alive(pids["g0"]) and not is_alive(pids["g1"]), "who does not go is killed"
-        assert supervisor.pids().keys() == {"learner"} and supervisor.restarts() == {"learner": 0}, "nobody died or came back"
+        assert supervisor.pids().keys() == {"learner"} and supervisor.restarts() == {"learner": 0}, (
+            "nobody died or came back"
+        )
         supervisor.add(spec("g0", polite, tmp_path))
         until(supervisor, lambda: logs[0].read_text().count("up") == 2)
 
 
 @pytest.mark.parametrize("status", [7, USER_ERROR])
 def test_a_process_that_was_added_and_cannot_run_is_left_out(tmp_path, status):
-    with Supervisor([spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)], max_restarts=0) as supervisor:
+    with Supervisor(
+        [spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)], max_restarts=0
+    ) as supervisor:
         supervisor.add(spec("g0", f"import sys; sys.exit({status})", tmp_path, is_extra=True))
         until(supervisor, lambda: "g0" not in supervisor.names)
         assert supervisor.pids().keys() == {"learner"}
 
 
-FAULT = "import sys; print('noise'); print('asyncrl.errors.CheckpointError: step 7 holds {what}'); sys.exit({status})"
+FAULT = (
+    "import sys; print('noise'); print('asyncrl.errors.CheckpointError: step 7 holds {what}'); "
+    "sys.exit({status})"
+)
 
 
 def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tmp_path, caplog):
-    loop = spec("learner", "import os\n" + FAULT.format(what="' + str(os.getpid()) + ' tensors", status=FAULT_FOUND), tmp_path)
+    loop = spec(
+        "learner",
+        "import os\n" + FAULT.format(what="' + str(os.getpid()) + ' tensors", status=FAULT_FOUND),
+        tmp_path,
+    )
     with Supervisor([loop], max_restarts=50) as supervisor, pytest.raises(RunError) as caught:
         supervisor.run(tick_s=0.02)
     assert re.match(
@@ -223,12 +262,18 @@ def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tm
     )
     deaths = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]
     assert len(deaths) == SAME_FAULTS - 1, "a number that differs each time is the same fault"
-    assert re.search(r"learner died \(status 3\); it last said: CheckpointError: step 7 holds .*; restart 1 of 50 in", deaths[0])
+    assert re.search(
+        r"learner died \(status 3\); it last said: CheckpointError: step 7 holds .*; restart 1 of 50 in",
+        deaths[0],
+    )
 
 
 def test_faults_that_differ_or_are_none_of_these_use_up_the_restarts(tmp_path):
     tries = tmp_path / "tries"
-    count = f"import pathlib; p = pathlib.Path({str(tries)!r}); p.open('a').write('x'); n = p.stat().st_size - 1\n"
+    count = (
+        f"import pathlib; p = pathlib.Path({str(tries)!r}); p.open('a').write('x'); n = p.stat().st_size - "
+        "1\n"
+    )
     differ = count + FAULT.format(what="' + 'abcdefgh'[n] + '", status=FAULT_FOUND)
     for code in (differ, FAULT.format(what="nothing", status=1)):
         with (

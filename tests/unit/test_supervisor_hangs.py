@@ -13,7 +13,10 @@ from asyncrl.errors import RunError
 from asyncrl.progress import Limits, Watch
 from asyncrl.supervisor import ProcessSpec, Supervisor
 
-HEAD = "import os, pathlib, subprocess, sys, time\nfrom asyncrl.progress import Pace, attach, beat, begin\nattach()\n"
+HEAD = (
+    "import os, pathlib, subprocess, sys, time\nfrom asyncrl.progress import Pace, attach, beat, "
+    "begin\nattach()\n"
+)
 WORKS = "begin('work')\nwhile True:\n    beat()\n    time.sleep(0.05)\n"
 HANGS = "begin('wait for a lock')\ntime.sleep(600)\n"
 PATIENCE_S = 120.0
@@ -21,7 +24,9 @@ PATIENCE_S = 120.0
 
 def spec(code: str, tmp_path: Path, *, name: str = "g0", **more: object) -> ProcessSpec:
     argv = [sys.executable, "-c", HEAD + code]
-    return ProcessSpec(name=name, argv=argv, env=dict(os.environ), log_path=tmp_path / f"{name}.log", grace_s=2.0, **more)
+    return ProcessSpec(
+        name=name, argv=argv, env=dict(os.environ), log_path=tmp_path / f"{name}.log", grace_s=2.0, **more
+    )
 
 
 def run_until(supervisor: Supervisor, condition, tick_s: float = 0.02) -> None:
@@ -81,7 +86,9 @@ def working(supervisor: Supervisor, name: str) -> bool:
 def test_hangs_count_as_deaths(tmp_path):
     with (
         Supervisor([spec(HANGS, tmp_path)], max_restarts=1, limits=limits(0.5)) as supervisor,
-        pytest.raises(RunError, match=r"(?s)died 2 times .*last: g0 made no progress for . s in `wait for a lock`"),
+        pytest.raises(
+            RunError, match=r"(?s)died 2 times .*last: g0 made no progress for . s in `wait for a lock`"
+        ),
     ):
         run_until(supervisor, lambda: False)
 
@@ -112,8 +119,16 @@ def test_a_process_that_never_starts_is_replaced(tmp_path):
     """Stopped before it has said a word."""
     started = tmp_path / "started"
     code = f"pathlib.Path({str(started)!r}).touch()\n{WORKS}"
-    argv = [sys.executable, "-c", f"import os, signal, pathlib\nif not pathlib.Path({str(started)!r}).exists():\n"]
-    argv[2] += f"    pathlib.Path({str(started)!r}).touch()\n    os.kill(os.getpid(), signal.SIGSTOP)\n" + HEAD + code
+    argv = [
+        sys.executable,
+        "-c",
+        f"import os, signal, pathlib\nif not pathlib.Path({str(started)!r}).exists():\n",
+    ]
+    argv[2] += (
+        f"    pathlib.Path({str(started)!r}).touch()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        + HEAD
+        + code
+    )
     one = ProcessSpec(name="g0", argv=argv, env=dict(os.environ), log_path=tmp_path / "g0.log")
     with Supervisor([one], max_restarts=5, limits=Limits(hang_s=600.0, slow_s=3.0)) as supervisor:
         run_until(supervisor, lambda: "g0" in supervisor.pids() and working(supervisor, "g0"))
@@ -186,7 +201,12 @@ def test_what_the_kernel_holds_ends_the_run_with_its_reason(tmp_path, monkeypatc
 def test_stopping_ends_stopped_processes_within_one_grace(tmp_path):
     specs = [spec(WORKS, tmp_path, name=f"g{index}") for index in range(3)]
     with Supervisor(specs, max_restarts=0, limits=limits(600.0)) as supervisor:
-        run_until(supervisor, lambda: all(name in supervisor.pids() and working(supervisor, name) for name in ("g0", "g1", "g2")))
+        run_until(
+            supervisor,
+            lambda: all(
+                name in supervisor.pids() and working(supervisor, name) for name in ("g0", "g1", "g2")
+            ),
+        )
         pids = list(supervisor.pids().values())
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)

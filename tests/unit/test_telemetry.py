@@ -102,7 +102,9 @@ def test_a_tail_reads_every_line_once_however_it_arrives(
     assert seen == rows and tail.unreadable == 0
 
 
-def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_beginning(tmp_path: Path) -> None:
+def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_beginning(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text("".join(f'{{"i": {i}}}\n' for i in range(100)))
     tail = Tail(path, last_bytes=25)
@@ -114,7 +116,9 @@ def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_b
 def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
     history = History()
     for step in range(1, 8):
-        history.add({"step": step, "time": 10.0 + step, "reward/mean": float(step), "groups/rejected_dead": 2})
+        history.add(
+            {"step": step, "time": 10.0 + step, "reward/mean": float(step), "groups/rejected_dead": 2}
+        )
     history.add({"step": 5, "time": 30.0, "eval/accuracy": 0.5})  # late: it replaces nothing
     assert history.rows[5]["time"] == 15.0 and len(history.series("reward/mean")) == 7
     history.add({"step": 5, "time": 31.0, "reward/mean": 50.0})
@@ -178,7 +182,9 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     trackers.close()
     assert good.calls[-1] == "close" and good.calls[:-1] == ["log", "samples"] * (len(good.calls) // 2)
     (message,) = [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
-    assert message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
+    assert (
+        message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
+    )
 
 
 def test_a_tracker_that_cannot_be_opened_is_opened_later(
@@ -232,11 +238,15 @@ def test_lines_wait_for_room_on_the_disk_and_none_is_lost(
     tracker.close()
     tail = Tail(path)
     assert [line["step"] for line in tail.read()] == [1, 2, 3, 4, 5, 6] and tail.unreadable == 1
-    told = [entry for entry in caplog.records if "m.jsonl" in entry.message and entry.levelno >= logging.WARNING]
+    told = [
+        entry for entry in caplog.records if "m.jsonl" in entry.message and entry.levelno >= logging.WARNING
+    ]
     assert [entry.levelname for entry in told] == ["ERROR"]
 
 
-def test_no_more_lines_wait_than_memory_is_meant_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_more_lines_wait_than_memory_is_meant_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     lines = jsonl.Lines(tmp_path / "file" / "m.jsonl")
     for step in range(jsonl.WAITING + 5):
@@ -282,7 +292,12 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
     monkeypatch.setattr(type(wandb.api), "api_key", None)
     files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
     trackers = open_trackers(
-        TelemetryConfig(wandb="online"), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
+        TelemetryConfig(wandb="online"),
+        run="a",
+        key_id="5a17",
+        directory=tmp_path,
+        resolved=RESOLVED,
+        **files,
     )
     trackers.log({"a": 1.0}, step=1)
     trackers.close()
@@ -301,7 +316,9 @@ def test_a_status_comes_back_equal(tmp_path: Path) -> None:
 
 
 def test_a_status_is_json_for_others(tmp_path: Path) -> None:
-    member = MemberStatus(generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"x": math.nan})
+    member = MemberStatus(
+        generator_id="g0", state="sampling", version=3, silent_s=0.5, metrics={"x": math.nan}
+    )
     status = snapshot(members=(member,), counters={"probe_max": math.inf})
     plain = json.loads(json.dumps(status_json(status), allow_nan=False))
     assert plain["audit"]["missing"] == 0 and plain["counters"] == {"probe_max": None}
@@ -311,7 +328,9 @@ def test_a_status_is_json_for_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"step": 1}', '{"members": [{"metrics": 3}]}'])
-def test_a_status_that_is_not_ours_is_none_and_said_once(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_status_that_is_not_ours_is_none_and_said_once(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "status.json").write_text(content)
     assert read_status(tmp_path / "status.json") is None
     assert read_status(tmp_path / "status.json") is None
@@ -366,7 +385,11 @@ def test_a_log_line_has_role_and_version_and_goes_to_the_process_own_file(
         context.version = 12
         logging.getLogger("asyncrl.x").warning("late %d", 5, extra={"ticket_id": 7})
         logging.getLogger("asyncrl.x").info("a lone \ud83d half")
-        ours = [handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)]
+        ours = [
+            handler
+            for handler in root.handlers
+            if any(isinstance(item, LogContext) for item in handler.filters)
+        ]
         assert len(ours) == 2
     begins, late, half = lines(tmp_path / "logs" / "generator-3.jsonl")
     assert begins["version"] is None and begins["event"] == f"log of process {os.getpid()} begins"
@@ -396,13 +419,19 @@ def test_a_log_that_cannot_be_written_costs_its_lines_and_nothing_else(
         path.write_text("half a li")
         logger.info("room")
         tail = Tail(path)
-        assert [line["event"] for line in tail.read()] == ["room", "3 lines before these could not be written"]
+        assert [line["event"] for line in tail.read()] == [
+            "room",
+            "3 lines before these could not be written",
+        ]
         assert tail.unreadable == 1
         path.unlink()
         logger.info("a file of its own")
     assert [line["event"] for line in lines(path)] == ["a file of its own"]
     said = capsys.readouterr().err
-    assert said.count("cannot be written and is tried again: [Errno 28] No space left on device") == 1 and "Traceback" not in said
+    assert (
+        said.count("cannot be written and is tried again: [Errno 28] No space left on device") == 1
+        and "Traceback" not in said
+    )
 
 
 def test_an_exception_is_one_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +458,11 @@ def test_secrets_reach_neither_the_file_nor_the_console(
         setup_logging("learner", tmp_path, console=True)
         logger = logging.getLogger("asyncrl.x")
         logger.warning("hf_abcdef and_further, redis://hf_abcdef_further@host")
-        logger.warning("store redis://user:other-secret@host:6379/0 with %s", 'pass"word\\1', extra={"token": "hf_abcdef"})
+        logger.warning(
+            "store redis://user:other-secret@host:6379/0 with %s",
+            'pass"word\\1',
+            extra={"token": "hf_abcdef"},
+        )
         try:
             raise RuntimeError("hf_abcdef is refused at rediss://:other-secret@host")
         except RuntimeError:
@@ -462,7 +495,9 @@ HEALTHY = {
         ("audit", "buffer/audit_mismatch", 0.0, -1.0),
     ],
 )
-def test_each_alarm_has_cause_beyond_its_threshold_alone(name: str, metric: str, still_fine: float, too_much: float) -> None:
+def test_each_alarm_has_cause_beyond_its_threshold_alone(
+    name: str, metric: str, still_fine: float, too_much: float
+) -> None:
     past = Past(first=HEALTHY, recent=[HEALTHY] * WINDOW, probe_limit=0.05)
     assert causes({**HEALTHY, metric: still_fine}, past) == dict.fromkeys(ALARMS, False)
     assert causes({**HEALTHY, metric: too_much}, past) == {**dict.fromkeys(ALARMS, False), name: True}
@@ -478,13 +513,20 @@ def test_a_run_that_begins_with_little_entropy_is_told_by_nats() -> None:
 
 def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explosion() -> None:
     alarms = Alarms(probe_limit=0.05)
-    skipped = [alarms.watch({"policy/skipped_steps": float(step in (1, 5, 9))}, step)["alarm/skipped"] for step in range(1, 60)]
+    skipped = [
+        alarms.watch({"policy/skipped_steps": float(step in (1, 5, 9))}, step)["alarm/skipped"]
+        for step in range(1, 60)
+    ]
     # The third begins it; it ends when the first has left the window, and the quiet steps after it.
     assert skipped.index(1.0) == 8 and skipped[8:].index(0.0) == WINDOW + 1 - 9 + QUIET_STEPS
     growing = Alarms(probe_limit=0.05)
-    assert not any(growing.watch({"completions/length_mean": 100.0 * 1.05**step}, step)["alarm/length"] for step in range(100))
+    assert not any(
+        growing.watch({"completions/length_mean": 100.0 * 1.05**step}, step)["alarm/length"]
+        for step in range(100)
+    )
     assert growing.watch({"completions/length_mean": 40_000.0}, 100) == {"alarm/length": 1.0}
-    for known, expected in ((WINDOW // 2 - 1, False), (WINDOW // 2, True)):  # a few first steps are nothing to compare with
+    # A few first steps are nothing to compare with.
+    for known, expected in ((WINDOW // 2 - 1, False), (WINDOW // 2, True)):
         past = Past(first={}, recent=[{"completions/length_mean": 9.0}] * known, probe_limit=0.05)
         assert causes({"completions/length_mean": 99.0}, past) == {"length": expected}
 
@@ -492,12 +534,15 @@ def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explos
 def test_flat_groups_ring_after_five_steps_of_nothing_else() -> None:
     alarms = Alarms(probe_limit=0.05)
     flat = [1.0] * 4 + [0.99] + [1.0] * 6
-    assert [alarms.watch({"group/zero_variance": value}, step)["alarm/no_signal"] for step, value in enumerate(flat)] == (
-        [0.0] * 9 + [1.0] * 2
-    )
+    assert [
+        alarms.watch({"group/zero_variance": value}, step)["alarm/no_signal"]
+        for step, value in enumerate(flat)
+    ] == ([0.0] * 9 + [1.0] * 2)
 
 
-def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     alarms, seen = Alarms(probe_limit=0.05), []
     for step in range(1, 41):
         bad = 10 <= step < 30 and step % 3  # it flickers
@@ -518,7 +563,9 @@ def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
 
 def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Path) -> None:
     files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files)
+    trackers = open_trackers(
+        TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
+    )
     trackers.log({**HEALTHY, "weights/probe_max": 0.03}, step=1)
     trackers.log({"eval/accuracy": 0.5}, step=1)
     trackers.log({"completions/truncated_share": 0.9})
@@ -533,7 +580,10 @@ def test_bins_are_told_from_numbers_and_gaps_are_empty() -> None:
     assert numbers == {"staleness/in_queue": 0.75, "eval/pass@8": 0.5, "reward/mean": 1.0}
     (lag,) = histograms.values()
     assert list(histograms) == ["staleness/in_queue/histogram"] and lag.counts == (0.625, 0.0, 0.375)
-    assert sum(low * share for low, share in zip(lag.edges, lag.counts, strict=False)) == numbers["staleness/in_queue"]
+    assert (
+        sum(low * share for low, share in zip(lag.edges, lag.counts, strict=False))
+        == numbers["staleness/in_queue"]
+    )
 
 
 def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_going_back() -> None:

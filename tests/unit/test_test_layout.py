@@ -11,12 +11,16 @@ SUPPORT = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
 def imported(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return plain | {
+        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+    }
 
 
 def test_what_tests_share_is_imported_from_tests_support() -> None:
     for path in FILES:
         for name in imported(path):
-            assert not name.rpartition(".")[2].startswith("test_"), f"{path}: move what is shared to tests/support"
+            assert not name.rpartition(".")[2].startswith("test_"), (
+                f"{path}: move what is shared to tests/support"
+            )
             assert not name.startswith("tests.") or name.startswith("tests.support"), f"{path}: {name}"
             assert name not in SUPPORT, f"{path}: import it as tests.support.{name}"

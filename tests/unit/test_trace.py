@@ -27,7 +27,8 @@ T0 = 1_700_000_000.0
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """As Perfetto reads an array that is not closed: it begins with `[{"`, commas are skipped, the end may be missing."""
+    """As Perfetto reads an array that is not closed: it begins with `[{"`, commas are skipped, the end may be
+    missing."""
     text = path.read_text()
     assert text.startswith('[\n{"')
     return [json.loads(line.removesuffix(",")) for line in text.splitlines()[1:]]
@@ -35,7 +36,9 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 def slices(path: Path) -> list[dict[str, Any]]:
     """Complete events with the names of their tracks."""
-    names = {(one["pid"], one["tid"], one["name"]): one["args"]["name"] for one in events(path) if one["ph"] == "M"}
+    names = {
+        (one["pid"], one["tid"], one["name"]): one["args"]["name"] for one in events(path) if one["ph"] == "M"
+    }
     return [
         one | {kind: names[(one["pid"], one["tid"], f"{kind}_name")] for kind in ("process", "thread")}
         for one in events(path)
@@ -64,10 +67,18 @@ def lived(one: Group, leased_at: float, *, wait_s: float = 0.5, put_s: float = 0
     return replace(one, times=times)
 
 
-def whole_step(groups: list[Group], rejected: list[tuple[Group, str]], taken_at: float, started_at: float) -> Step:
+def whole_step(
+    groups: list[Group], rejected: list[tuple[Group, str]], taken_at: float, started_at: float
+) -> Step:
     clock = Stopwatch()
     at = started_at
-    for name, seconds in (("wait_groups", 2.0), ("measure", 0.5), ("plan", 0.125), ("train", 4.0), ("publish", 0.25)):
+    for name, seconds in (
+        ("wait_groups", 2.0),
+        ("measure", 0.5),
+        ("plan", 0.125),
+        ("train", 4.0),
+        ("publish", 0.25),
+    ):
         clock.spans.append(Span(name, at, seconds))
         clock.seconds[name] = seconds
         at += seconds
@@ -78,7 +89,9 @@ def whole_step(groups: list[Group], rejected: list[tuple[Group, str]], taken_at:
 
 
 def some_group(ticket_id: int, sampling_s: float = 3.0, reward_s: float = 1.0) -> Group:
-    return replace(group([0.0, 1.0], [2, 2], ticket_id), sampling_s=sampling_s, reward_s=reward_s, generator_id="g0")
+    return replace(
+        group([0.0, 1.0], [2, 2], ticket_id), sampling_s=sampling_s, reward_s=reward_s, generator_id="g0"
+    )
 
 
 def test_a_group_lives_from_its_lease_to_its_training(tmp_path: Path) -> None:
@@ -97,7 +110,9 @@ def test_a_group_lives_from_its_lease_to_its_training(tmp_path: Path) -> None:
     assert sum(part["dur"] for part in parts) == life["dur"], "nothing of its life is untold"
     assert all(before["ts"] + before["dur"] == after["ts"] for before, after in pairwise(parts))
     (gone,) = [part for part in found if part["name"] == "group 2"]
-    assert gone["args"]["outcome"] == "rejected: zero_variance" and gone["thread"] != life["thread"], "both were alive at once"
+    assert gone["args"]["outcome"] == "rejected: zero_variance" and gone["thread"] != life["thread"], (
+        "both were alive at once"
+    )
     assert [part["name"] for part in found if part["thread"] == gone["thread"]] == ["group 2", *LIFE[:5]]
 
 
@@ -124,7 +139,13 @@ def test_a_stopwatch_tells_when_and_how_long_and_both_agree() -> None:
     assert [span.name for span in clock.spans] == ["hooks", "train", "hooks"]
     for name, seconds in clock.seconds.items():
         assert seconds == pytest.approx(sum(span.duration_s for span in clock.spans if span.name == name))
-    assert before_at <= clock.spans[0].started_at <= clock.spans[1].started_at <= clock.spans[2].started_at <= time.time()
+    assert (
+        before_at
+        <= clock.spans[0].started_at
+        <= clock.spans[1].started_at
+        <= clock.spans[2].started_at
+        <= time.time()
+    )
 
 
 moment = st.floats(0.0, 100.0)
@@ -139,7 +160,10 @@ def test_whatever_the_clocks_say_spans_nest_and_are_not_negative(
     for number, (leased, sampling, put, sampling_s, reward_s, taken) in enumerate(lives, start=1):
         times = GroupTimes(T0 + leased, T0 + sampling, T0 + put)
         trace_step(
-            trace, whole_step([replace(some_group(number, sampling_s, reward_s), times=times)], [], T0 + taken, T0 + taken)
+            trace,
+            whole_step(
+                [replace(some_group(number, sampling_s, reward_s), times=times)], [], T0 + taken, T0 + taken
+            ),
         )
     trace.close()
     if lives:
@@ -172,12 +196,19 @@ def test_a_full_file_makes_room_and_a_torn_line_is_cut_off(tmp_path: Path) -> No
 
 def test_an_update_ends_when_it_is_reported(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "trace.json")
-    timeline.update("g1", UpdateReport(version=3, applied=True, paused_s=0.25, transfer_s=2.0, probe_max=0.01))
+    timeline.update(
+        "g1", UpdateReport(version=3, applied=True, paused_s=0.25, transfer_s=2.0, probe_max=0.01)
+    )
     timeline.update("g1", UpdateReport(version=4, applied=False, reason="lost", transfer_s=0.0))
     timeline.checkpoint(3, 1.5)
     timeline.close()
     good, bad, saved = slices(tmp_path / "trace.json")
-    assert (good["process"], good["thread"], good["name"], good["dur"]) == ("g1", "weights", "version 3", 2_000_000)
+    assert (good["process"], good["thread"], good["name"], good["dur"]) == (
+        "g1",
+        "weights",
+        "version 3",
+        2_000_000,
+    )
     assert abs((good["ts"] + good["dur"]) / 1e6 - time.time()) < 60 and good["args"]["paused_s"] == 0.25
     assert bad["args"]["outcome"] == "lost" and saved["name"] == "checkpoint 3" and saved["dur"] == 1_500_000
 
@@ -191,7 +222,9 @@ def full_disk(trace: TraceWriter) -> Iterator[None]:
     file.close()
 
 
-def test_a_timeline_that_cannot_be_written_is_told_and_goes_on_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeline_that_cannot_be_written_is_told_and_goes_on_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(path)
     assert timeline._trace

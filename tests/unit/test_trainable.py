@@ -1,4 +1,5 @@
-"""What may be digested: everything that digests groups survives what the judge lets pass, and the judge refuses the rest."""
+"""What may be digested: everything that digests groups survives what the judge lets pass, and the judge
+refuses the rest."""
 
 import math
 from collections.abc import Callable
@@ -120,10 +121,14 @@ def test_the_judge_lets_pass_what_is_at_the_bounds():
     assert "exactly 2" in str(trainable(group(rollout()), WHOLE))
 
 
-def digest(directory: Path, groups: tuple[Group, ...], rejected: tuple[tuple[Group, str], ...]) -> dict[str, float]:
+def digest(
+    directory: Path, groups: tuple[Group, ...], rejected: tuple[tuple[Group, str], ...]
+) -> dict[str, float]:
     """Everything that the learner makes of the groups of a step; its numbers."""
     estimator = Estimator(advantage=grpo, max_response_tokens=8, parts=("a",))
-    planner = Planner(estimator=estimator, columns=frozenset({"logprobs_T"}), proximal=True, settings=SETTINGS)
+    planner = Planner(
+        estimator=estimator, columns=frozenset({"logprobs_T"}), proximal=True, settings=SETTINGS
+    )
     trainer = FakeTrainer()
     sequences = planner.assemble(groups, 3)
     plan = planner.plan(groups, sequences, planner.measure(trainer, sequences), 0.0)
@@ -142,7 +147,9 @@ def digest(directory: Path, groups: tuple[Group, ...], rejected: tuple[tuple[Gro
     dropped_records(step, read, 9)
     eval_records([*groups, *(one for one, _ in rejected)], 4, read, 9)
     metrics = step_metrics(step)
-    assert {name for name in metrics if name.startswith("reward/") and name.count("/") > 1} <= {"reward/a/mean"}
+    assert {name for name in metrics if name.startswith("reward/") and name.count("/") > 1} <= {
+        "reward/a/mean"
+    }
     return metrics
 
 
@@ -158,8 +165,12 @@ def rollouts(draw: Callable[..., Any]) -> Rollout:
     return Rollout(
         prompt_ids=np.array(draw(st.lists(ints, max_size=20)), dtype=np.int32),
         response_ids=np.array(response, dtype=np.int32),
-        action_mask=np.array(draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response))), dtype=np.bool_),
-        behaviour_logprobs=np.full(len(response), draw(st.sampled_from([-1.0, 0.0, 5.0, -1e4, -1e38])), dtype=np.float32),
+        action_mask=np.array(
+            draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response))), dtype=np.bool_
+        ),
+        behaviour_logprobs=np.full(
+            len(response), draw(st.sampled_from([-1.0, 0.0, 5.0, -1e4, -1e38])), dtype=np.float32
+        ),
         version_spans=(VersionSpan(draw(wide), cuts), VersionSpan(draw(wide), len(response) - cuts)),
         finish_reason=draw(st.sampled_from(["stop", "length", ""])),
         reward=draw(floats),
@@ -178,7 +189,8 @@ def any_groups(draw: Callable[..., Any]) -> Group:
 
 
 def mended(group: Group) -> Group:
-    """Most of what is drawn at random is refused for one of many reasons; here some that are refused for few."""
+    """Most of what is drawn at random is refused for one of many reasons; here some that are refused for
+    few."""
     fitting = [r for r in group.rollouts if trainable(replace(base, rollouts=(r,)), LIMITS) is None]
     return replace(group, rollouts=tuple(fitting)[:2])
 
@@ -203,7 +215,14 @@ def gate(lane: str = "train", limits: GroupLimits = LIMITS) -> Gate:
 
 
 def intake(buffer: MemoryBuffer, **more: Any) -> Intake:
-    options = {"groups": 2, "window": 8, "max_lag": 3, "max_refills": 1, "stall_s": 60.0, "gate": gate()} | more
+    options = {
+        "groups": 2,
+        "window": 8,
+        "max_lag": 3,
+        "max_refills": 1,
+        "stall_s": 60.0,
+        "gate": gate(),
+    } | more
     found = Intake(buffer=buffer, ledger=Ledger(), judge=make_judge([], drop_older_than=None), **options)
     found.recover(0)
     return found
@@ -214,7 +233,9 @@ def offered(case: str, **changes: Any) -> bytes:
     return encode_group(replace(POISON[case], **changes))
 
 
-ENCODABLE = [case for case in POISON if not any(word in case for word in ("log-probability NaN", "-inf", "reward NaN"))]
+ENCODABLE = [
+    case for case in POISON if not any(word in case for word in ("log-probability NaN", "-inf", "reward NaN"))
+]
 
 
 @pytest.mark.parametrize("case", ENCODABLE)
@@ -243,7 +264,9 @@ def test_one_poisoned_group_costs_itself_whatever_it_holds(case, tmp_path):
 @pytest.mark.parametrize("case", ENCODABLE)
 def test_one_poisoned_held_out_group_is_a_dead_one_of_its_round(case):
     buffer = MemoryBuffer(BufferRules(groups=3))
-    evaluation = Evaluation(buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), prompts=3, every=1, steps=1, asked="")
+    evaluation = Evaluation(
+        buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), prompts=3, every=1, steps=1, asked=""
+    )
     evaluation.recover(0)
     for ticket in buffer.lease("g", 3).tickets:
         good = encode_group(group(ticket_id=ticket.id, lane="eval"))
@@ -272,7 +295,11 @@ def test_a_frame_of_another_lane_is_none_of_this_one():
     buffer = MemoryBuffer(BufferRules(groups=2))
     learner = intake(buffer)
     for ticket in buffer.lease("g", 2).tickets:
-        buffer.put("g", ticket.id, encode_group(group(ticket_id=ticket.id, lane="eval" if ticket.id == 1 else "train")))
+        buffer.put(
+            "g",
+            ticket.id,
+            encode_group(group(ticket_id=ticket.id, lane="eval" if ticket.id == 1 else "train")),
+        )
     assert learner.poll(0, wait_s=0) is None
     (ticket,) = buffer.lease("g", 1).tickets
     assert ticket.id == 1, "it is sampled again"
@@ -298,19 +325,33 @@ def test_a_tombstone_that_carries_more_is_a_tombstone():
     buffer = MemoryBuffer(BufferRules(groups=2))
     learner = intake(buffer)
     for ticket in buffer.lease("g", 3).tickets:
-        worse = group(ticket_id=1, dead_reason="reward failed", times=GroupTimes(math.nan, 0.0, 0.0), generator_id="g" * 999)
+        worse = group(
+            ticket_id=1,
+            dead_reason="reward failed",
+            times=GroupTimes(math.nan, 0.0, 0.0),
+            generator_id="g" * 999,
+        )
         buffer.put("g", ticket.id, encode_group(worse if ticket.id == 1 else group(ticket_id=ticket.id)))
     collected = learner.poll(0, wait_s=0)
     assert collected is not None
     ((dead, reason),) = collected.rejected
-    assert (dead.rollouts, dead.times, len(dead.generator_id), reason) == ((), None, 200, "dead: reward failed")
+    assert (dead.rollouts, dead.times, len(dead.generator_id), reason) == (
+        (),
+        None,
+        200,
+        "dead: reward failed",
+    )
 
 
 def test_what_was_given_up_says_why():
     buffer = MemoryBuffer(BufferRules(groups=2))
     learner = intake(buffer)
     for ticket in buffer.lease("g", 3).tickets:
-        buffer.put("g", ticket.id, GIVEN_UP + b"deadly: \xff" if ticket.id == 1 else encode_group(group(ticket_id=ticket.id)))
+        buffer.put(
+            "g",
+            ticket.id,
+            GIVEN_UP + b"deadly: \xff" if ticket.id == 1 else encode_group(group(ticket_id=ticket.id)),
+        )
     collected = learner.poll(0, wait_s=0)
     assert collected is not None
     assert [reason for _, reason in collected.rejected] == ["deadly: �"]
@@ -324,6 +365,8 @@ def test_a_frame_that_says_it_was_given_up_makes_no_name_of_its_own():
         buffer.put("g", ticket.id, forged if ticket.id < 3 else encode_group(group(ticket_id=ticket.id)))
     collected = learner.poll(0, wait_s=0)
     assert collected is not None
-    assert [reason[:23] for _, reason in collected.rejected] == [f"dead: name {n}: of my own"[:23] for n in (1, 2)]
+    assert [reason[:23] for _, reason in collected.rejected] == [
+        f"dead: name {n}: of my own"[:23] for n in (1, 2)
+    ]
     assert max(len(reason) for _, reason in collected.rejected) < 5_000
     assert learner.ledger.rejected == {"dead": 2}

@@ -46,7 +46,9 @@ def test_exported_tensors_are_the_same_after_the_wire(dtype):
     }
     lifted = lift_update(msgpack.unpackb(msgpack.packb(update)))
     assert lifted["ipc_handles"] == [{"GPU-1": exported(dtype)}, {"GPU-1": exported(torch.float16)}]
-    assert {name: lifted[name] for name in ("names", "shapes")} == {name: update[name] for name in ("names", "shapes")}
+    assert {name: lifted[name] for name in ("names", "shapes")} == {
+        name: update[name] for name in ("names", "shapes")
+    }
     for handle in lifted["ipc_handles"]:
         bound = inspect.signature(rebuild_cuda_tensor).bind(*handle["GPU-1"]).arguments
         assert bound["tensor_cls"] is torch.Tensor

@@ -26,7 +26,10 @@ def test_held_out_prompts_have_other_nouns(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     train, test = (
-        [json.loads(line)["prompt"] for line in (tmp_path / "build" / "plain" / f"{name}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["prompt"]
+            for line in (tmp_path / "build" / "plain" / f"{name}.jsonl").read_text().splitlines()
+        ]
         for name in ("train", "test")
     )
     assert (len(set(train)), len(set(test))) == (180, 120)

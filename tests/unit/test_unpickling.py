@@ -1,4 +1,5 @@
-"""Nothing in the package unpickles, and what a library would unpickle on a wire is refused while a process runs."""
+"""Nothing in the package unpickles, and what a library would unpickle on a wire is refused while a process
+runs."""
 
 import ast
 import subprocess
@@ -9,10 +10,26 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+}
 FORBIDDEN_CALLS = {
     *("recv_pyobj", "send_pyobj", "eval", "exec", "unsafe_load", "full_load"),
-    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list"),
+    *(
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+    ),
     *("recv_object_list", "rpc_sync", "rpc_async"),
 }
 
@@ -46,8 +63,20 @@ def test_no_module_unpickles(path):
 @pytest.mark.parametrize(
     "source",
     [
-        *("import pickle", "from pickle import loads", "import dill.source", "socket.recv_pyobj()", "eval(text)", "exec(text)"),
-        *("torch.load(path)", "torch.load(path, weights_only=False)", "numpy.load(path, allow_pickle=True)", "yaml.load(text)"),
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "import dill.source",
+            "socket.recv_pyobj()",
+            "eval(text)",
+            "exec(text)",
+        ),
+        *(
+            "torch.load(path)",
+            "torch.load(path, weights_only=False)",
+            "numpy.load(path, allow_pickle=True)",
+            "yaml.load(text)",
+        ),
         *("dist.broadcast_object_list(values)", "if True:\n    def f():\n        import marshal"),
     ],
 )
@@ -74,16 +103,20 @@ def inside(module, code):
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    "module", ["asyncrl.buffer.redis", "redis.client", "zmq.sugar.socket", "torch.distributed.distributed_c10d"]
+    "module",
+    ["asyncrl.buffer.redis", "redis.client", "zmq.sugar.socket", "torch.distributed.distributed_c10d"],
 )
 @pytest.mark.parametrize(
-    "how", ["pickle.loads(data)", "pickle._loads(data)", "import io; pickle.Unpickler(io.BytesIO(data)).load()"]
+    "how",
+    ["pickle.loads(data)", "pickle._loads(data)", "import io; pickle.Unpickler(io.BytesIO(data)).load()"],
 )
 def test_a_pickle_on_a_wire_is_refused_before_it_runs(module, how):
     said = run(f"inside({module!r}, {how!r})")
@@ -105,6 +138,11 @@ def test_zmq_itself_is_held_to_it():
 
 def test_the_users_own_code_and_verified_files_are_left_alone(tmp_path):
     assert run("inside('my_reward', 'pickle.loads(data)')") == "ran\n"
-    loading = f"torch.save({{'a': torch.ones(2), 'path': __import__('pathlib').Path('x')}}, {str(tmp_path / 'f')!r})\n"
-    said = run(f"import torch\n{loading}print(sorted(torch.load({str(tmp_path / 'f')!r}, weights_only=False)))")
+    loading = (
+        "torch.save({'a': torch.ones(2), 'path': __import__('pathlib').Path('x')}, "
+        f"{str(tmp_path / 'f')!r})\n"
+    )
+    said = run(
+        f"import torch\n{loading}print(sorted(torch.load({str(tmp_path / 'f')!r}, weights_only=False)))"
+    )
     assert said == "['a', 'path']\n"

@@ -68,9 +68,17 @@ def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(foreground.signal, "getsignal", lambda number: signal.SIG_DFL)  # also where the tests run under nohup
+    # Also where the tests run under nohup.
+    monkeypatch.setattr(foreground.signal, "getsignal", lambda number: signal.SIG_DFL)
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    spec = ProcessSpec(name="learner", argv=sleeper, env=dict(os.environ), log_path=tmp_path / "out", ends_run=True, grace_s=2.0)
+    spec = ProcessSpec(
+        name="learner",
+        argv=sleeper,
+        env=dict(os.environ),
+        log_path=tmp_path / "out",
+        ends_run=True,
+        grace_s=2.0,
+    )
     with Supervisor([spec], max_restarts=0) as supervisor, foreground.stop_on_signals(supervisor) as stopped:
         supervisor.run(lambda: os.kill(os.getpid(), number), tick_s=0.02)
         os.kill(os.getpid(), signal.SIGINT)  # a second one, from an impatient user
@@ -80,8 +88,13 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monke
 def test_under_nohup_a_closed_terminal_does_not_end_a_run(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        spec = ProcessSpec(name="learner", argv=["true"], env=dict(os.environ), log_path=tmp_path / "out", ends_run=True)
-        with Supervisor([spec], max_restarts=0) as supervisor, foreground.stop_on_signals(supervisor) as stopped:
+        spec = ProcessSpec(
+            name="learner", argv=["true"], env=dict(os.environ), log_path=tmp_path / "out", ends_run=True
+        )
+        with (
+            Supervisor([spec], max_restarts=0) as supervisor,
+            foreground.stop_on_signals(supervisor) as stopped,
+        ):
             supervisor.run(lambda: os.kill(os.getpid(), signal.SIGHUP), tick_s=0.02)
             assert supervisor.is_over and stopped.status == 0
     finally:

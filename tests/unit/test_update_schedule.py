@@ -5,14 +5,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.updates import MOST_REFUSALS, CloseSender, Deliver, Phase, Prepare, RestartSender, UpdateSchedule
+from asyncrl.control.updates import (
+    MOST_REFUSALS,
+    CloseSender,
+    Deliver,
+    Phase,
+    Prepare,
+    RestartSender,
+    UpdateSchedule,
+)
 from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
 
 DEADLINE_S, PREPARATION_S = 10.0, 60.0
 
 
 def make(transport="gloo", *, one_host=True):
-    return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host)
+    return UpdateSchedule(
+        transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host
+    )
 
 
 def order(version, transport="gloo", history="0"):
@@ -36,7 +46,11 @@ def failed(version):
 
 
 def joined(schedule, *holders, version=0, now_s=0.0):
-    return [a for h in holders for a in schedule.join(h, version=version, transports=("gloo", "disk"), now_s=now_s)]
+    return [
+        a
+        for h in holders
+        for a in schedule.join(h, version=version, transports=("gloo", "disk"), now_s=now_s)
+    ]
 
 
 def run_one(schedule, holder, version, now_s):
@@ -86,7 +100,9 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
 
 
 def refused(version: int, difference: float = 0.12) -> UpdateReport:
-    return UpdateReport(version=version, applied=False, reason=f"the probe differs by {difference}", probe_max=difference)
+    return UpdateReport(
+        version=version, applied=False, reason=f"the probe differs by {difference}", probe_max=difference
+    )
 
 
 def refuse(schedule: UpdateSchedule, holder: str, version: int, now_s: float, report: UpdateReport) -> None:
@@ -251,7 +267,19 @@ HOLDERS = ("a", "b", "c")
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["announce", "join", "remove", "prepared", "prepared", "sent", "applied", "applied", "failed", "died", "tick"]
+            [
+                "announce",
+                "join",
+                "remove",
+                "prepared",
+                "prepared",
+                "sent",
+                "applied",
+                "applied",
+                "failed",
+                "died",
+                "tick",
+            ]
         ),
         st.sampled_from(HOLDERS),
         st.sampled_from([0.0, 0.1, 1.0, 11.0, 61.0]),

@@ -1,4 +1,5 @@
-"""Twenty mistakes as people make them, one config after the other and all in one: each is named with its line and a way out."""
+"""Twenty mistakes as people make them, one config after the other and all in one: each is named with its line
+and a way out."""
 
 import os
 import re
@@ -66,18 +67,68 @@ def brief(prompt, response):
 MISTAKES = [
     # (what a line says, what somebody wrote, key, what must be said: found or cause, way out)
     ("  groups: 32", "  gropus: 32", "batch.gropus", "did you mean `groups`?"),  # typing
-    ("  max_prompt_tokens: 64", "  max-prompt-tokens: 64", "sampling.max-prompt-tokens", "did you mean `max_prompt_tokens`?"),
-    ("  max_response_tokens: 64", "  max_new_tokens: 64", "sampling.max_new_tokens", "did you mean `max_response_tokens`?"),
-    ("    lr: 1e-6", "    learning_rate: 1e-6", "learner.optimizer.learning_rate", "did you mean `learner.optimizer.lr`?"),
-    ("  steps: 100", "  steps: 1,000", "learner.steps", "found '1,000'; allowed is a whole number >= 1; correct the value"),
-    ("  lease_s: 60", "  lease_s: 60s", "generator.lease_s", "found '60s'; allowed is a number >= 1; correct the value"),
-    ("  max_lag: 4", "  max_lag: -1", "staleness.max_lag", "found -1; allowed is a whole number >= 0; correct the value"),
-    ("  count: 2", "  count: two", "generator.count", "found 'two'; allowed is a whole number >= 1; correct the value"),
-    ("  wandb: off", "  wandb: yes", "telemetry.wandb", "allowed is one of off, online, offline; correct the value"),
+    (
+        "  max_prompt_tokens: 64",
+        "  max-prompt-tokens: 64",
+        "sampling.max-prompt-tokens",
+        "did you mean `max_prompt_tokens`?",
+    ),
+    (
+        "  max_response_tokens: 64",
+        "  max_new_tokens: 64",
+        "sampling.max_new_tokens",
+        "did you mean `max_response_tokens`?",
+    ),
+    (
+        "    lr: 1e-6",
+        "    learning_rate: 1e-6",
+        "learner.optimizer.learning_rate",
+        "did you mean `learner.optimizer.lr`?",
+    ),
+    (
+        "  steps: 100",
+        "  steps: 1,000",
+        "learner.steps",
+        "found '1,000'; allowed is a whole number >= 1; correct the value",
+    ),
+    (
+        "  lease_s: 60",
+        "  lease_s: 60s",
+        "generator.lease_s",
+        "found '60s'; allowed is a number >= 1; correct the value",
+    ),
+    (
+        "  max_lag: 4",
+        "  max_lag: -1",
+        "staleness.max_lag",
+        "found -1; allowed is a whole number >= 0; correct the value",
+    ),
+    (
+        "  count: 2",
+        "  count: two",
+        "generator.count",
+        "found 'two'; allowed is a whole number >= 1; correct the value",
+    ),
+    (
+        "  wandb: off",
+        "  wandb: yes",
+        "telemetry.wandb",
+        "allowed is one of off, online, offline; correct the value",
+    ),
     ("  advantage: grpo", "  advantage: GRPO", "algorithm.advantage.name", "did you mean `grpo`?"),
-    ("    coefficient: 0.0", "    coefficient: 0.1\n    estimator: k1", "algorithm.kl.estimator", "set one of them"),
+    (
+        "    coefficient: 0.0",
+        "    coefficient: 0.1\n    estimator: k1",
+        "algorithm.kl.estimator",
+        "set one of them",
+    ),
     ("  max_gib: 4.0", "  url: localhost:6379", "store.url", "allowed is text such as redis://HOST:6379/0"),
-    ("  stall_s: 1800", "  bind: 10.0.0.1:5555", "control.bind", "allowed is text such as tcp://10.0.0.1:5555"),
+    (
+        "  stall_s: 1800",
+        "  bind: 10.0.0.1:5555",
+        "control.bind",
+        "allowed is text such as tcp://10.0.0.1:5555",
+    ),
     ("  eval: data/test.jsonl", "  eval: data/tset.jsonl", "data.eval", "did you mean `data/test.jsonl`?"),
     ("  prompt_field: question", "  prompt_field: quesiton", "data.prompt_field", "did you mean `question`?"),
     (
@@ -138,7 +189,9 @@ def test_there_are_twenty():
     assert len({(right, key) for right, _, key, _ in MISTAKES}) == 20
 
 
-@pytest.mark.parametrize(("right", "wrong", "key", "said"), MISTAKES, ids=[mistake[2] for mistake in MISTAKES])
+@pytest.mark.parametrize(
+    ("right", "wrong", "key", "said"), MISTAKES, ids=[mistake[2] for mistake in MISTAKES]
+)
 def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, key: str, said: str):
     assert GOOD.count(right + "\n") == 1
     text = GOOD.replace(right + "\n", wrong + "\n")
@@ -147,12 +200,16 @@ def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, 
 
 
 @pytest.mark.parametrize(
-    ("place", "said"), [("/dev/null", "neither a file nor a directory"), ("./empty", "no data in the directory")]
+    ("place", "said"),
+    [("/dev/null", "neither a file nor a directory"), ("./empty", "no data in the directory")],
 )
 def test_data_that_cannot_be_data_are_named(place: str, said: str):
     Path("empty").mkdir()
     (line,) = said_of(GOOD, f"data.eval={place}")
-    assert f"data.eval: found {said}" in line.replace(f"{place}, which is ", "") and "give a JSONL or parquet file" in line
+    assert (
+        f"data.eval: found {said}" in line.replace(f"{place}, which is ", "")
+        and "give a JSONL or parquet file" in line
+    )
 
 
 def test_all_twenty_are_told_at_once_each_with_its_line():
@@ -161,9 +218,11 @@ def test_all_twenty_are_told_at_once_each_with_its_line():
         text = text.replace(right + "\n", wrong + "\n")
     lines = said_of(text)
     for _, wrong, key, said in MISTAKES:
-        assert [line for line in lines if line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line], (
-            key
-        )
+        assert [
+            line
+            for line in lines
+            if line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line
+        ], key
     assert len(lines) == 20
     numbers = [int(re.findall(r"run\.yaml:(\d+)  ", line)[0]) for line in lines]
     assert numbers == sorted(numbers)
@@ -171,29 +230,45 @@ def test_all_twenty_are_told_at_once_each_with_its_line():
 
 def test_a_missing_need_does_not_hide_other_mistakes():
     text = GOOD.replace("model:\n  path: ./model\n", "").replace("run:\n  name: mine", "run: {}")
-    text = text.replace("  train: data/train.jsonl\n", "").replace("- function: score.py:brief", "- weight: 2.0")
+    text = text.replace("  train: data/train.jsonl\n", "").replace(
+        "- function: score.py:brief", "- weight: 2.0"
+    )
     lines = said_of(text, "eval.samples=4", "learner.ranks=999")
     assert any(line.startswith("  run.yaml  model: found nothing") for line in lines)
-    for key in ("model: ", "run.name: ", "data.train: ", "reward.functions.1.function: ", "eval.samples: ", "learner.ranks: "):
+    for key in (
+        "model: ",
+        "run.name: ",
+        "data.train: ",
+        "reward.functions.1.function: ",
+        "eval.samples: ",
+        "learner.ranks: ",
+    ):
         assert len([line for line in lines if f"  {key}" in line]) == 1, (key, lines)
     assert len(lines) == 6
 
 
 def test_what_hangs_on_a_reported_key_is_not_told():
-    text = GOOD.replace("  group_size: 8", "  group_size: one").replace("  advantage: grpo", "  advantage: rloo")
+    text = GOOD.replace("  group_size: 8", "  group_size: one").replace(
+        "  advantage: grpo", "  advantage: rloo"
+    )
     assert len(said_of(text, "learner.ranks=999")) == 2, "ranks have nothing to do with the key that is wrong"
     assert len(said_of(text.replace("group_size: one", "group_size: 1"))) == 1
 
 
 def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
-    (line,) = said_of(GOOD.replace("sampling:", "samplng:"))  # the default lengths are beyond what the model takes
+    # The default lengths are beyond what the model takes.
+    (line,) = said_of(GOOD.replace("sampling:", "samplng:"))
     assert "run.yaml:17  samplng: " in line and "did you mean `sampling`?" in line
 
 
 @pytest.mark.parametrize(
     ("code", "function", "said"),
     [
-        ("def a(prompt, response, solution):\n  return 0", "own.py:a", "wants column `solution`, which data/train.jsonl lacks"),
+        (
+            "def a(prompt, response, solution):\n  return 0",
+            "own.py:a",
+            "wants column `solution`, which data/train.jsonl lacks",
+        ),
         ("def a(prompt, response, *, soluton):\n  return 0", "own.py:a", "it has question, answer"),
         ("def a(prompt, response, answr):\n  return 0", "own.py:a", "did you mean `answer`?"),
         ("def a(prompt response): return 0", "own.py:a", "own.py:1 is not valid Python"),
@@ -224,7 +299,9 @@ def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
 def test_functions_that_may_well_be_there_are_no_mistake(code: str):
     Path("own.py").write_text(code)
     Path("run.yaml").write_text(GOOD)
-    assert validated_config(Path("run.yaml"), ["reward.functions.0.function=own.py:a", "reward.functions.0.name=a"])
+    assert validated_config(
+        Path("run.yaml"), ["reward.functions.0.function=own.py:a", "reward.functions.0.name=a"]
+    )
 
 
 def test_functions_of_the_algorithm_and_hooks_are_looked_for():
@@ -237,7 +314,11 @@ def test_functions_of_the_algorithm_and_hooks_are_looked_for():
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{bad\n", "train.jsonl:2: not JSON"), ("[1]\n", "train.jsonl:2: found a JSON list"), ('"text"\n', "found a JSON str")],
+    [
+        ("{bad\n", "train.jsonl:2: not JSON"),
+        ("[1]\n", "train.jsonl:2: found a JSON list"),
+        ('"text"\n', "found a JSON str"),
+    ],
 )
 def test_a_first_row_that_is_no_object(content: str, said: str):
     Path("data/train.jsonl").write_text("\n" + content)
@@ -246,12 +327,17 @@ def test_a_first_row_that_is_no_object(content: str, said: str):
 
 
 @pytest.mark.parametrize(
-    "prompt", [r'"half \ud83d"', r'[{"role": "user", "content": "\ud83d"}]'], ids=["text", "message of a chat"]
+    "prompt",
+    [r'"half \ud83d"', r'[{"role": "user", "content": "\ud83d"}]'],
+    ids=["text", "message of a chat"],
 )
 def test_a_prompt_that_no_tokenizer_takes(prompt: str):
     Path("data/train.jsonl").write_text(f'{{"question": {prompt}, "answer": "a"}}\n')
     found = said_of(GOOD, *(["model.chat_template=true"] if "role" in prompt else []))
-    assert any(r"train.jsonl:1: the prompt holds \ud83d, half of a character; correct the text" in line for line in found)
+    assert any(
+        r"train.jsonl:1: the prompt holds \ud83d, half of a character; correct the text" in line
+        for line in found
+    )
 
 
 def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
@@ -262,8 +348,18 @@ def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
 
 def test_every_row_is_looked_at_and_named_by_its_line():
     good = '{"question": "q", "answer": "a"}\n'
-    rows = [good] * 99 + ["\n", '{"question": "q"}\n', '{"answer": "a"}\n', '{"question": "", "answer": "a"}\n', good]
-    rows += ['{"question": null, "answer": "a"}\n', '{"question": 7, "answer": "a"}\n', '{"question": [1], "answer": "a"}\n']
+    rows = [good] * 99 + [
+        "\n",
+        '{"question": "q"}\n',
+        '{"answer": "a"}\n',
+        '{"question": "", "answer": "a"}\n',
+        good,
+    ]
+    rows += [
+        '{"question": null, "answer": "a"}\n',
+        '{"question": 7, "answer": "a"}\n',
+        '{"question": [1], "answer": "a"}\n',
+    ]
     Path("data/train.jsonl").write_text("".join(rows))
     (line,) = said_of(GOOD)
     assert line.partition("data.train: ")[2].split("; and ") == [
@@ -271,9 +367,9 @@ def test_every_row_is_looked_at_and_named_by_its_line():
         "add it there, or remove the rows",
         "1 of 106 rows lack column `question`, which data.prompt_field wants: data/train.jsonl:102; "
         "add it there, or remove the rows",
-        "data/train.jsonl:103: the prompt is empty; remove the row; "
-        "data/train.jsonl:105: column `question` holds nothing; allowed is text; write it as text; "
-        "data/train.jsonl:106: column `question` holds a int; allowed is text; write it as text (and 1 more rows of it)",
+        "data/train.jsonl:103: the prompt is empty; remove the row; data/train.jsonl:105: column "
+        "`question` holds nothing; allowed is text; write it as text; data/train.jsonl:106: column "
+        "`question` holds a int; allowed is text; write it as text (and 1 more rows of it)",
     ]
 
 
@@ -281,7 +377,10 @@ def test_every_row_is_looked_at_and_named_by_its_line():
 def test_a_file_of_another_format_is_refused_by_name(suffix: str):
     Path(f"train{suffix}").write_text("question,answer\n1,2\n")
     (line,) = said_of(GOOD, f"data.train=train{suffix}")
-    assert f"data.train: found the suffix `{suffix}`; allowed are .jsonl, .json, .parquet; convert the file" in line
+    assert (
+        f"data.train: found the suffix `{suffix}`; allowed are .jsonl, .json, .parquet; convert the file"
+        in line
+    )
 
 
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
@@ -293,10 +392,19 @@ def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("def correct(response, prompt, answer): ...", "takes (response, prompt), but is called with (prompt, response)"),
+        (
+            "def correct(response, prompt, answer): ...",
+            "takes (response, prompt), but is called with (prompt, response)",
+        ),
         ("def correct(response): ...", "takes (response); allowed is (prompt, response, **columns) -> float"),
-        ("def correct(completions, completion_ids): ...", "takes `completion_ids`, which asyncrl does not have"),
-        ("def correct(completions, level, **kwargs): ...", "wants column `level`, which data/train.jsonl lacks"),
+        (
+            "def correct(completions, completion_ids): ...",
+            "takes `completion_ids`, which asyncrl does not have",
+        ),
+        (
+            "def correct(completions, level, **kwargs): ...",
+            "wants column `level`, which data/train.jsonl lacks",
+        ),
         (
             "def correct(data_source, solution_str, ground_truth): ...",
             "wants column `ground_truth`, which data/train.jsonl lacks",
@@ -334,7 +442,10 @@ def test_columns_of_a_template_are_looked_for():
 
 def test_a_width_in_a_template_that_makes_endless_prompts_is_told_of_once():
     lines = said_of(GOOD.replace("  prompt_field: question", "  template: '{question:>999999999999}'"))
-    assert ["width or precision 999999999999, at most 1000 is allowed" in line for line in lines] == [True, True], "train, eval"
+    assert ["width or precision 999999999999, at most 1000 is allowed" in line for line in lines] == [
+        True,
+        True,
+    ], "train, eval"
     assert [line.count("999999999999") for line in lines] == [1, 1]
 
 

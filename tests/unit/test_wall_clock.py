@@ -1,4 +1,5 @@
-"""Protocol code reads no wall clock but `types.time_of_day`: setting it must not change what is issued, taken or trained."""
+"""Protocol code reads no wall clock but `types.time_of_day`: setting it must not change what is issued, taken
+or trained."""
 
 import ast
 from pathlib import Path
@@ -20,12 +21,24 @@ PROTOCOL = (
 )
 FOR_PEOPLE = {"buffer/probe.py"}
 """Compares the store's clock with ours, to say so."""
-WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime", "time.gmtime"}
+WALL = {
+    "time.time",
+    "time.time_ns",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "time.localtime",
+    "time.gmtime",
+}
 
 
 def wall_clock_reads(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in WALL:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and f"{node.value.id}.{node.attr}" in WALL
+        ):
             yield f"{path.name}:{node.lineno}"
 
 
@@ -34,7 +47,10 @@ def test_no_protocol_module_reads_the_wall_clock():
     modules = [module for place in places for module in ([place] if place.is_file() else place.rglob("*.py"))]
     assert len(modules) > 60
     found = [
-        read for module in modules if str(module.relative_to(PACKAGE)) not in FOR_PEOPLE for read in wall_clock_reads(module)
+        read
+        for module in modules
+        if str(module.relative_to(PACKAGE)) not in FOR_PEOPLE
+        for read in wall_clock_reads(module)
     ]
     assert found == []
 
@@ -44,7 +60,8 @@ def test_it_would_be_found():
 
 
 def test_the_store_reads_its_clock_for_leases_alone():
-    """Who holds a ticket how long is liveness; when it jumps, tickets are issued again, and the first answer counts."""
+    """Who holds a ticket how long is liveness; when it jumps, tickets are issued again, and the first answer
+    counts."""
     source = (PACKAGE / "buffer" / "functions.lua").read_text()
     assert source.count("call('TIME')") == 1
     name = source[: source.index("call('TIME')")].rpartition("local function ")[2].partition("(")[0]

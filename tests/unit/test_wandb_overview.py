@@ -1,4 +1,5 @@
-"""The overview for W&B as it would be saved, without a network: its charts are those of our own page, and their metrics exist."""
+"""The overview for W&B as it would be saved, without a network: its charts are those of our own page, and
+their metrics exist."""
 
 import re
 import runpy
@@ -21,7 +22,10 @@ def asked(monkeypatch):
 
     def answer(api, query, variables):
         asked.append(variables)
-        return {"project": {"internalId": "77"}, "upsertView": {"view": {"id": "8", "name": "x"}, "inserted": True}}
+        return {
+            "project": {"internalId": "77"},
+            "upsertView": {"view": {"id": "8", "name": "x"}, "inserted": True},
+        }
 
     monkeypatch.setattr(interface, "_get_api", lambda: None)
     monkeypatch.setattr(interface, "execute_graphql", answer)
@@ -30,7 +34,9 @@ def asked(monkeypatch):
 
 def grids(run):
     """(heading, run sets, panels) as W&B gets them."""
-    blocks = overview("me", "asyncrl", run)._to_model().spec.model_dump(by_alias=True, exclude_none=True)["blocks"]
+    blocks = (
+        overview("me", "asyncrl", run)._to_model().spec.model_dump(by_alias=True, exclude_none=True)["blocks"]
+    )
     headings = [block["children"][0]["text"] for block in blocks if block["type"] == "heading"]
     found = [block["metadata"] for block in blocks if block["type"] == "panel-grid"]
     return [
@@ -40,11 +46,15 @@ def grids(run):
 
 
 def matches(config, name):
-    return name in config["metrics"] or bool(config.get("useMetricRegex") and re.search(config["metricRegex"], name))
+    return name in config["metrics"] or bool(
+        config.get("useMetricRegex") and re.search(config["metricRegex"], name)
+    )
 
 
 def test_it_has_the_charts_of_our_page_by_our_own_step(asked):
-    charts = {panel["config"]["chartTitle"]: panel["config"] for _, _, panels in grids(None)[:3] for panel in panels}
+    charts = {
+        panel["config"]["chartTitle"]: panel["config"] for _, _, panels in grids(None)[:3] for panel in panels
+    }
     for curve in (*CURVES, *STALENESS):
         config = charts[curve.title]
         assert config["xAxis"] == "step" and config.get("yLogScale", False) == curve.log
@@ -66,7 +76,10 @@ def test_charts_lie_in_rows_beside_each_other(asked):
     for heading, _, panels in grids(None):
         places = [panel["layout"] for panel in panels]
         cells = [
-            (x, y) for one in places for x in range(one["x"], one["x"] + one["w"]) for y in range(one["y"], one["y"] + one["h"])
+            (x, y)
+            for one in places
+            for x in range(one["x"], one["x"] + one["w"])
+            for y in range(one["y"], one["y"] + one["h"])
         ]
         assert len(cells) == len({*cells}) and all(0 <= x < 24 for x, _ in cells), heading
 

@@ -26,7 +26,14 @@ from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec
 from asyncrl.wire import group_frames as schema
 from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
-from asyncrl.wire.group_frames import GROUP_LIMITS, MAX_ROLLOUTS, MAX_SPANS, REASON_CHARACTERS, decode_group, encode_group
+from asyncrl.wire.group_frames import (
+    GROUP_LIMITS,
+    MAX_ROLLOUTS,
+    MAX_SPANS,
+    REASON_CHARACTERS,
+    decode_group,
+    encode_group,
+)
 from asyncrl.wire.typed_messages import MessageCodec
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -45,7 +52,9 @@ def rollouts(draw):
         response_ids=draw(hnp.arrays(np.int32, length, elements=ids)),
         action_mask=draw(hnp.arrays(np.bool_, length)),
         behaviour_logprobs=draw(hnp.arrays(np.float32, length, elements=finite)),
-        version_spans=version_spans(Weights(version, draw(st.integers(0, 2**32 - 1))) for version in versions),
+        version_spans=version_spans(
+            Weights(version, draw(st.integers(0, 2**32 - 1))) for version in versions
+        ),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(names, finite, max_size=3)),
@@ -119,16 +128,27 @@ ORDER = UpdateOrder(
     version=3,
     transport="gloo",
     deadline_s=60.0,
-    details={"address": "127.0.0.1:29500", "buckets": [[0, 4], [4, 9]], "checksums": [1, 2**63], "more": {"keep": True}},
+    details={
+        "address": "127.0.0.1:29500",
+        "buckets": [[0, 4], [4, 9]],
+        "checksums": [1, 2**63],
+        "more": {"keep": True},
+    },
     probe_ids=(1, 2, 3),
     probe_logprobs=(-0.5, -1.25),
     history="12345 0 0 4000000000 2",
 )
 FRAMES = {
     "group.v1": (encode_group(GROUP, KEY), lambda data: assert_same_group(decode_group(data, KEY), GROUP)),
-    "greedy_group.v1": (encode_group(GREEDY, KEY), lambda data: assert_same_group(decode_group(data, KEY), GREEDY)),
+    "greedy_group.v1": (
+        encode_group(GREEDY, KEY),
+        lambda data: assert_same_group(decode_group(data, KEY), GREEDY),
+    ),
     "dead_group.v1": (encode_group(DEAD), lambda data: assert_same_group(decode_group(data), DEAD)),
-    "update_order.v1": (MESSAGES.encode(ORDER, KEY), lambda data: _assert_equal(MESSAGES.decode(data, KEY), ORDER)),
+    "update_order.v1": (
+        MESSAGES.encode(ORDER, KEY),
+        lambda data: _assert_equal(MESSAGES.decode(data, KEY), ORDER),
+    ),
 }
 
 
@@ -138,7 +158,8 @@ def _assert_equal(left, right):
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_frozen_frames_are_still_read_and_written(name):
-    """If this fails, old processes cannot talk to new ones: add a field with a default, or raise WIRE_VERSION."""
+    """If this fails, old processes cannot talk to new ones: add a field with a default, or raise
+    WIRE_VERSION."""
     encoded, check = FRAMES[name]
     frozen = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
     check(frozen)
@@ -204,7 +225,12 @@ def test_garbage_only_ever_gives_wire_errors(data):
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
@@ -213,15 +239,21 @@ plain = st.recursive(
 @settings(max_examples=400)
 @given(st.data())
 def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
-    """Somebody with the key, and a bug: any meta entry, any entry of the table, any tensor byte may be wrong."""
+    """Somebody with the key, and a bug: any meta entry, any entry of the table, any tensor byte may be
+    wrong."""
     frame = encode_group(GREEDY)
     body_bytes = codec._FIELDS.unpack_from(frame)[4]
-    body, meta = bytearray(frame[HEADER_BYTES : HEADER_BYTES + body_bytes]), msgpack.unpackb(frame[HEADER_BYTES + body_bytes :])
+    body, meta = (
+        bytearray(frame[HEADER_BYTES : HEADER_BYTES + body_bytes]),
+        msgpack.unpackb(frame[HEADER_BYTES + body_bytes :]),
+    )
     target = data.draw(st.sampled_from([*meta, "table", "body", "cut"]))
     if target == "table":
         row = data.draw(st.integers(0, len(meta["arrays"]) - 1))
         column = data.draw(st.integers(0, 2))
-        value = data.draw(plain | st.sampled_from(["int64", "uint8", "float32", "spans", 0, 1, 2**62, -1, True, [], {}]))
+        value = data.draw(
+            plain | st.sampled_from(["int64", "uint8", "float32", "spans", 0, 1, 2**62, -1, True, [], {}])
+        )
         meta["arrays"][row][column] = value
     elif target == "body":
         for _ in range(data.draw(st.integers(1, 5))):
@@ -295,7 +327,11 @@ def test_a_header_that_promises_too_much_is_refused_by_its_numbers():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_refused_where_they_are_made(field, bad):
     rollout = GROUP.rollouts[0]
-    values = {"behaviour_logprobs": np.full(20, bad, dtype=np.float32), "reward": bad, "reward_parts": {"exact": bad}}
+    values = {
+        "behaviour_logprobs": np.full(20, bad, dtype=np.float32),
+        "reward": bad,
+        "reward_parts": {"exact": bad},
+    }
     broken = dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollout, **{field: values[field]}),))
     with pytest.raises(WireError, match="finite"):
         encode_group(broken)
@@ -312,14 +348,20 @@ def test_a_greedy_reward_that_is_not_finite_is_refused_on_both_sides(bad):
 
 def test_a_frame_that_no_peer_would_take_is_not_sent():
     with pytest.raises(WireError, match="at most"):
-        encode_frame(Limits(kind=1, meta_bytes=100, body_bytes=3, items=9, text_bytes=9), {}, {"a": np.zeros(1, np.float32)})
+        encode_frame(
+            Limits(kind=1, meta_bytes=100, body_bytes=3, items=9, text_bytes=9),
+            {},
+            {"a": np.zeros(1, np.float32)},
+        )
     with pytest.raises(WireError, match="dtype"):
         encode_frame(GROUP_LIMITS, {}, {"a": np.zeros(1, np.complex64)})
     with pytest.raises(WireError):
         encode_group(dataclasses.replace(DEAD, generator_id="g" * 5000))
 
 
-@pytest.mark.parametrize(("size", "prompt_tokens", "response_tokens"), [(1, 1, 1), (16, 7, 3), (8, 512, 4000)])
+@pytest.mark.parametrize(
+    ("size", "prompt_tokens", "response_tokens"), [(1, 1, 1), (16, 7, 3), (8, 512, 4000)]
+)
 def test_no_group_is_larger_than_the_config_reckons(size, prompt_tokens, response_tokens):
     """With ten policy versions in each response, ten parts of the reward, and long names."""
     spans = [response_tokens // 10] * 9 if response_tokens > 10 else []
@@ -333,7 +375,13 @@ def test_no_group_is_larger_than_the_config_reckons(size, prompt_tokens, respons
         reward_parts={f"{'part' * 10}_{i}": 0.5 for i in range(10)},
         answer="\U0001f600" * ANSWER_CHARACTERS,
     )
-    group = Group(ticket_id=1 << 40, rollouts=(rollout,) * size, generator_id="g" * 200, finished_version=9, greedy_reward=0.5)
+    group = Group(
+        ticket_id=1 << 40,
+        rollouts=(rollout,) * size,
+        generator_id="g" * 200,
+        finished_version=9,
+        greedy_reward=0.5,
+    )
     tokens_bytes = PROMPT_TOKEN_BYTES * prompt_tokens + RESPONSE_TOKEN_BYTES * response_tokens
     assert len(encode_group(group)) <= GROUP_BYTES + size * (ROLLOUT_BYTES + tokens_bytes)
 
@@ -341,13 +389,17 @@ def test_no_group_is_larger_than_the_config_reckons(size, prompt_tokens, respons
 def test_answers_that_lie_about_their_length_are_refused():
     rollouts = GROUP.rollouts
     with pytest.raises(WireError, match="an answer of 1025 bytes; at most 1024"):
-        encode_group(dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollouts[0], answer="4" * 1025),)))
+        encode_group(
+            dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollouts[0], answer="4" * 1025),))
+        )
     frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
     lies = {
         "contradict": {"answer_bytes": frame.arrays["answer_bytes"] + 1},
         "contradict each other: 'utf-8'": {"answers": np.full_like(frame.arrays["answers"], 0xFF)},
         "negative count in answer_bytes": {"answer_bytes": frame.arrays["answer_bytes"] - 2},
-        "an answer of 2147483647 bytes": {"answer_bytes": np.full_like(frame.arrays["answer_bytes"], 2**31 - 1)},
+        "an answer of 2147483647 bytes": {
+            "answer_bytes": np.full_like(frame.arrays["answer_bytes"], 2**31 - 1)
+        },
     }
     for reason, lie in lies.items():
         with pytest.raises(WireError, match=reason):
@@ -360,7 +412,11 @@ def test_a_long_reason_is_cut():
 
 
 def test_tensors_are_aligned_views_of_the_frame():
-    arrays = {"a": np.arange(3, dtype=np.uint8), "b": np.arange(2, dtype=np.float64), "c": np.arange(5, dtype=np.int32)}
+    arrays = {
+        "a": np.arange(3, dtype=np.uint8),
+        "b": np.arange(2, dtype=np.float64),
+        "c": np.arange(5, dtype=np.int32),
+    }
     frame = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {"x": 1}, arrays))
     assert frame.meta == {"x": 1}
     for name, array in arrays.items():
@@ -417,7 +473,17 @@ def test_messages_survive_the_wire(message):
     assert EVERYTHING.decode(EVERYTHING.encode(message, KEY), KEY) == message
 
 
-GOOD = {"number": 1, "real": 1.0, "flag": True, "text": "", "maybe": None, "data": b"", "many": [], "rows": [], "table": {}}
+GOOD = {
+    "number": 1,
+    "real": 1.0,
+    "flag": True,
+    "text": "",
+    "maybe": None,
+    "data": b"",
+    "many": [],
+    "rows": [],
+    "table": {},
+}
 GOOD |= {"anything": {}, "inner": {"type": "Inner", "fields": {"number": 1}}}
 
 
@@ -506,7 +572,10 @@ def test_deep_nesting_is_refused_in_both_directions(depth):
 @given(
     st.fixed_dictionaries(
         {
-            "message": st.fixed_dictionaries({"type": st.sampled_from(["Hello", "UpdateOrder", 3]), "fields": plain}) | plain,
+            "message": st.fixed_dictionaries(
+                {"type": st.sampled_from(["Hello", "UpdateOrder", 3]), "fields": plain}
+            )
+            | plain,
             "arrays": st.just([]) | plain,
         }
     )
@@ -540,7 +609,8 @@ def test_a_sealed_group_with_impossible_numbers_is_refused(column, values):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ticket_id", True), ("generator_id", 3), ("sampling_s", 1), ("dead_reason", 0), ("greedy_reward", 1)]
+    ("name", "value"),
+    [("ticket_id", True), ("generator_id", 3), ("sampling_s", 1), ("dead_reason", 0), ("greedy_reward", 1)],
 )
 def test_a_sealed_group_with_a_value_of_another_type_is_refused(name, value):
     frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
@@ -566,15 +636,20 @@ def rollout_of(spans):
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "spans", "fits"), [(MAX_ROLLOUTS, 1, True), (MAX_ROLLOUTS + 1, 0, False), (2, MAX_SPANS // 2 + 1, False)]
+    ("rollouts", "spans", "fits"),
+    [(MAX_ROLLOUTS, 1, True), (MAX_ROLLOUTS + 1, 0, False), (2, MAX_SPANS // 2 + 1, False)],
 )
-def test_what_is_small_on_the_wire_and_large_in_memory_is_bounded_by_number_on_both_sides(monkeypatch, rollouts, spans, fits):
+def test_what_is_small_on_the_wire_and_large_in_memory_is_bounded_by_number_on_both_sides(
+    monkeypatch, rollouts, spans, fits
+):
     one = rollout_of(tuple(VersionSpan(version, 1) for version in range(spans)))
     group = Group(ticket_id=1, rollouts=(one,) * rollouts, generator_id="g", finished_version=0)
     if fits:
         assert len(decode_group(encode_group(group)).rollouts) == rollouts
         return
-    with pytest.raises(WireError, match=f"{rollouts} rollouts with {rollouts * spans} version spans; at most"):
+    with pytest.raises(
+        WireError, match=f"{rollouts} rollouts with {rollouts * spans} version spans; at most"
+    ):
         encode_group(group)
     with monkeypatch.context() as lenient:
         lenient.setattr(schema, "_check_counts", lambda arrays: None)

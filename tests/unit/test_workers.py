@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from asyncrl.workers import LENGTH, ending, framed, pack, receive, take_message
 
-messages = st.lists(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3), max_size=5)
+messages = st.lists(
+    st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3),
+    max_size=5,
+)
 
 
 @given(messages, st.integers(1, 9))

@@ -11,7 +11,12 @@ Device = Literal["cpu", "cuda"]
 
 
 def engine_args(
-    model: ModelConfig, generator: GeneratorConfig, sampling: SamplingConfig, weights: WeightsConfig, *, device: Device
+    model: ModelConfig,
+    generator: GeneratorConfig,
+    sampling: SamplingConfig,
+    weights: WeightsConfig,
+    *,
+    device: Device,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     from vllm.config import WeightTransferConfig
@@ -29,12 +34,17 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=f"asyncrl-{choose_transport(weights.transport, device=device)}"),
+        "weight_transfer_config": WeightTransferConfig(
+            backend=f"asyncrl-{choose_transport(weights.transport, device=device)}"
+        ),
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
     if device == "cpu":
-        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": int(generator.kv_cache_gib * 2**30)}
+        return arguments | {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(generator.kv_cache_gib * 2**30),
+        }
     return arguments | {
         "enforce_eager": generator.enforce_eager,
         "gpu_memory_utilization": generator.gpu_memory_utilization,

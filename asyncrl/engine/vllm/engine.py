@@ -77,10 +77,16 @@ class VLLMEngine:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
             # No local variable for the AsyncLLM: vLLM keeps a reference to this frame, which would keep it
             # alive.
-            engine = cls(AsyncLLM.from_engine_args(arguments), deadline_s=weights.deadline_s, recompute_kv=generator.recompute_kv)
+            engine = cls(
+                AsyncLLM.from_engine_args(arguments),
+                deadline_s=weights.deadline_s,
+                recompute_kv=generator.recompute_kv,
+            )
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
-        await engine._call(engine._llm.update_weight_version(label(engine._weights)), "label the first weights")
+        await engine._call(
+            engine._llm.update_weight_version(label(engine._weights)), "label the first weights"
+        )
         return engine
 
     @property
@@ -88,7 +94,7 @@ class VLLMEngine:
         """See `Engine.weights`."""
         return self._weights
 
-    # --- sampling --------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
         """`count` unscored rollouts; see `Engine.sample`."""
@@ -102,7 +108,9 @@ class VLLMEngine:
         finally:
             task.cancel()  # has an effect only if the caller was cancelled or the engine hangs
         if task.cancelled():
-            raise EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
+            raise EngineError(
+                "the request was aborted: the engine was closed, or its weights failed the probe"
+            )
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -130,7 +138,9 @@ class VLLMEngine:
 
         if self._paused_since_s is not None:
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        params = SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
         output = await self._call(self._generate(token_ids, params), f"score {len(token_ids)} tokens")
         return token_logprobs(output.prompt_logprobs, token_ids)[1:]
 
@@ -148,7 +158,9 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise _dead() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
-            raise ResultError(f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}") from error
+            raise ResultError(
+                f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}"
+            ) from error
         return output
 
     async def abort_requests(self) -> None:
@@ -159,7 +171,7 @@ class VLLMEngine:
         if tasks:
             await self._call(asyncio.wait(tasks), f"drop {len(tasks)} requests")
 
-    # --- weight updates --------------------------------------------------------------------------------------------
+    # --- weight updates ---------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
         """Pause sampling and keep the requests; see `Engine.begin_update`."""
@@ -210,7 +222,7 @@ class VLLMEngine:
         self._paused_s += time.monotonic() - self._paused_since_s
         self._paused_since_s = None
 
-    # --- the processes ---------------------------------------------------------------------------------------------
+    # --- the processes ----------------------------------------------------------------------------
 
     async def progress(self) -> None:
         """See `Engine.progress`. Not bounded: an engine that receives weights answers only after that."""
@@ -273,4 +285,6 @@ class VLLMEngine:
 
 
 def _dead() -> EngineError:
-    return EngineError("vLLM's engine process has died; its log says why, and the generator must be restarted")
+    return EngineError(
+        "vLLM's engine process has died; its log says why, and the generator must be restarted"
+    )

@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -66,7 +70,9 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
     try:
         yield
         if missing := sorted(wanted - loaded):
-            raise TransferError(f"{len(missing)} of {len(wanted)} parameters were not sent, first {missing[0]!r}")
+            raise TransferError(
+                f"{len(missing)} of {len(wanted)} parameters were not sent, first {missing[0]!r}"
+            )
     except BaseException:
         # Put the kernels' tensors back and drop what was buffered, which vLLM would mix into the next reload.
         for layer in model.modules():
@@ -117,7 +123,9 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
             torch.accelerator.synchronize()
 
     def _over_vllm(self, details: Update, deadline_s: float) -> None:
-        raise TransferError("this engine was started for gloo and disk; start it with the transport that the order names")
+        raise TransferError(
+            "this engine was started for gloo and disk; start it with the transport that the order names"
+        )
 
 
 class _OverVLLM(_Receives):
@@ -142,7 +150,9 @@ class _OverVLLM(_Receives):
         finally:
             watchdog.cancel()
             if cut_off.is_set():
-                raise TransferError(f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group")
+                raise TransferError(
+                    f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group"
+                )
 
     def _require_working(self) -> None:
         """Raise TransferError if the group exists but transfers nothing."""
@@ -154,7 +164,8 @@ class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
     def _require_working(self) -> None:
         if self.model_update_group is None or self.model_update_group.disabled:
             raise TransferError(
-                "vLLM has no working NCCL communicator, whose broadcasts do nothing then: NCCL >= 2.29.7 is needed"
+                "vLLM has no working NCCL communicator, whose broadcasts do nothing then: NCCL >= 2.29.7 "
+                "is needed"
             )
 
 

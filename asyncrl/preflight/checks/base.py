@@ -66,8 +66,8 @@ class Outcome:
 def execute(check: Check) -> Outcome:
     """Run `check` in a forked process, and kill it with all its children afterwards.
 
-    Forking is safe because this process has no threads, and quick: a check starts in milliseconds and imports only its own
-    libraries.
+    Forking is safe because this process has no threads, and quick: a check starts in milliseconds and imports
+    only its own libraries.
     """
     started_s = time.perf_counter()
     context = multiprocessing.get_context("fork")
@@ -99,7 +99,9 @@ def _run(check: Check, sender: Connection, output: int, parent_pid: int) -> None
     sender.send(finding)
 
 
-def _answer(check: Check, process: multiprocessing.process.BaseProcess, receiver: Connection, output: int) -> Finding:
+def _answer(
+    check: Check, process: multiprocessing.process.BaseProcess, receiver: Connection, output: int
+) -> Finding:
     if not receiver.poll(check.limit_s):
         return wrong(f"no answer within {check.limit_s:.0f} s{_last_output(output)}", check.fix)
     try:

@@ -1,4 +1,5 @@
-"""Checks of the software: package versions, libraries, compiler, GPUs, and communication between processes."""
+"""Checks of the software: package versions, libraries, compiler, GPUs, and communication between
+processes."""
 
 import importlib
 import os
@@ -30,7 +31,10 @@ def packages() -> Finding:
     try:
         requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
     except metadata.PackageNotFoundError:
-        return wrong("asyncrl itself is not installed in this environment", f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]")
+        return wrong(
+            "asyncrl itself is not installed in this environment",
+            f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]",
+        )
     return compare(requirements, _installed)
 
 
@@ -53,7 +57,10 @@ def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
         if (version := versions[one.name]) is None or not one.specifier.contains(version, prereleases=True)
     ]
     if unfit:
-        found = ", ".join(f"{one.name} {installed(one.name) or 'is missing'} (tested: {one.specifier or 'any'})" for one in unfit)
+        found = ", ".join(
+            f"{one.name} {installed(one.name) or 'is missing'} (tested: {one.specifier or 'any'})"
+            for one in unfit
+        )
         wanted = " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
         return wrong(found, f"{_pip()} install {wanted}")
     return fine(f"{len(base) + 1} packages within the tested ranges")
@@ -84,7 +91,8 @@ def torch_loads() -> Finding:
 
 
 def transformers_loads() -> Finding:
-    """Whether the part of transformers that the learner uses loads: a torchvision of another build breaks only that."""
+    """Whether the part of transformers that the learner uses loads: a torchvision of another build breaks
+    only that."""
     module = importlib.import_module("transformers")
     try:
         loaded = module.AutoModelForCausalLM.__name__
@@ -104,7 +112,8 @@ def deepspeed_loads() -> Finding:
 
 
 def vllm_loads() -> Finding:
-    """Whether vLLM's engine can be imported and its processes will find our plugin, which receives weights."""
+    """Whether vLLM's engine can be imported and its processes will find our plugin, which receives
+    weights."""
     version = importlib.import_module("vllm").__version__
     importlib.import_module("vllm.v1.engine.async_llm")
     plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
@@ -126,13 +135,22 @@ def reinstall(name: str) -> str:
 
 def compiler() -> Finding:
     """Whether a program can be compiled and run: vLLM and Triton compile kernels when a model starts."""
-    chosen = os.environ.get("CXX") or next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+    chosen = os.environ.get("CXX") or next(
+        (path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None
+    )
     if chosen is None:
-        return wrong("no C++ compiler on PATH", "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX")
+        return wrong(
+            "no C++ compiler on PATH",
+            "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX",
+        )
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory, "answer.cpp"), Path(directory, "answer")
-        source.write_text(f"#include <vector>\nint main() {{ std::vector<int> v(1, {ANSWER}); return v[0]; }}\n")
-        compiled = subprocess.run([chosen, source, "-o", program], capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        source.write_text(
+            f"#include <vector>\nint main() {{ std::vector<int> v(1, {ANSWER}); return v[0]; }}\n"
+        )
+        compiled = subprocess.run(
+            [chosen, source, "-o", program], capture_output=True, text=True, timeout=COMPILE_S, check=False
+        )
         if compiled.returncode != 0:
             return wrong(
                 f"{chosen} cannot compile: {compiled.stderr.strip()[-300:]}",
@@ -140,7 +158,8 @@ def compiler() -> Finding:
             )
         if not _answers(program):
             return wrong(
-                f"what {chosen} compiles in {directory} does not run", "set TMPDIR to a directory that is not mounted noexec"
+                f"what {chosen} compiles in {directory} does not run",
+                "set TMPDIR to a directory that is not mounted noexec",
             )
     return fine(f"{chosen} compiles and what it makes runs")
 
@@ -179,24 +198,32 @@ def gpus() -> Finding:
 
 def broadcast() -> Finding:
     """Whether 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
-    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"])
+    return broadcast_over(
+        "nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"]
+    )
 
 
 def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
     """Run `command` twice, with backend, rank and directory as arguments."""
     variable = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
-    fix = f"set {variable} to the interface that `ip addr` shows, check that the host's name resolves, and /dev/shm"
+    fix = (
+        f"set {variable} to the interface that `ip addr` shows, check that the host's name resolves, and "
+        "/dev/shm"
+    )
     if backend == "nccl":
         fix += "; NCCL_DEBUG=WARN says more, NCCL_P2P_DISABLE=1 goes around a broken link between GPUs"
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
         processes = [
-            subprocess.Popen([*command, backend, str(rank), directory], stdout=output, stderr=output) for rank in range(2)
+            subprocess.Popen([*command, backend, str(rank), directory], stdout=output, stderr=output)
+            for rank in range(2)
         ]
         try:
             statuses = [process.wait(timeout=BROADCAST_S) for process in processes]
         except subprocess.TimeoutExpired:
-            return wrong(f"{backend}: two processes on this host did not meet within {BROADCAST_S:.0f} s", fix)
+            return wrong(
+                f"{backend}: two processes on this host did not meet within {BROADCAST_S:.0f} s", fix
+            )
         finally:
             for process in processes:
                 stop_process(process, grace_s=0.0)
@@ -205,5 +232,6 @@ def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
     if any(statuses):
         return wrong(f"{backend}: {said[-1] if said else f'exit statuses {statuses}'}", fix)
     return fine(
-        f"{backend}: 16 MiB went from one process to another, verified ({time.perf_counter() - started_s:.1f} s with both starts)"
+        f"{backend}: 16 MiB went from one process to another, verified "
+        f"({time.perf_counter() - started_s:.1f} s with both starts)"
     )

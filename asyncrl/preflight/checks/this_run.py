@@ -19,8 +19,13 @@ STORE_RETRY_S = 5.0
 
 def own_store() -> Finding:
     """Whether a store server starts, in a temporary directory, as a run would start it."""
-    with tempfile.TemporaryDirectory() as directory, StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server:
-        return store_finding(probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server,
+    ):
+        return store_finding(
+            probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check"
+        )
 
 
 def configured_store(config: Config) -> Finding:
@@ -41,12 +46,14 @@ def configured_store(config: Config) -> Finding:
 def store_finding(probe: StoreProbe, where: str) -> Finding:
     """The finding for a probe of the store."""
     text = (
-        f"{probe.version}, {where}: functions load, noeviction, a group of 1 MiB there and back in {probe.seconds * 1000:.0f} ms"
+        f"{probe.version}, {where}: functions load, noeviction, a group of 1 MiB there and back in "
+        f"{probe.seconds * 1000:.0f} ms"
     )
     if abs(probe.skew_s) > SKEW_S:
         return doubtful(
             f"{text}; its clock is {probe.skew_s:+.1f} s from ours",
-            "let a time service set both clocks (timedatectl set-ntp true): logs of the hosts cannot be compared",
+            "let a time service set both clocks (timedatectl set-ntp true): logs of the hosts cannot be "
+            "compared",
         )
     return fine(text)
 
@@ -68,7 +75,10 @@ def prompts(config: Config) -> Finding:
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     held_out = len(source.eval_prompts(config.eval.prompts))
     longest = max(len(source.prompt(ticket).token_ids) for ticket in range(1, len(source.rows) + 1))
-    return fine(f"{len(source.rows):,} prompts of at most {longest} tokens, {held_out} held-out ones for an evaluation")
+    return fine(
+        f"{len(source.rows):,} prompts of at most {longest} tokens, {held_out} held-out ones for an "
+        "evaluation"
+    )
 
 
 def rewards(config: Config) -> Finding:

@@ -48,14 +48,18 @@ def segment_attention(
         extras.append(f"sliding_window {sliding_window} on {max(lengths)} tokens")
     if extras:
         raise ConfigError(
-            f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without flash-attention lacks; "
-            "install flash-attn on a GPU, or choose a model with plain causal attention"
+            f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without "
+            "flash-attention lacks; install flash-attn on a GPU, or choose a model with plain causal "
+            "attention"
         )
     grouped = query_1HND.shape[1] != key_1HND.shape[1]
     outputs = [
-        scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         for query, key, value in zip(
-            *(torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND)), strict=True
+            *(torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND)),
+            strict=True,
         )
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
@@ -65,7 +69,8 @@ AttentionInterface.register(SEGMENTS, segment_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Flash attention's name if its varlen kernels are installed for `device` and `dtype`, else `SEGMENTS`."""
+    """Flash attention's name if its varlen kernels are installed for `device` and `dtype`, else
+    `SEGMENTS`."""
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
             return "flash_attention_3"
@@ -80,4 +85,9 @@ def attention_kwargs(attention: str, sequence_starts: Sequence[int], device: tor
         return {"sequence_starts": sequence_starts}
     offsets = torch.tensor(sequence_starts, dtype=torch.int32, device=device)
     longest = max(stop - start for start, stop in pairwise(sequence_starts))
-    return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

@@ -46,11 +46,14 @@ class Ranks:
             store = _store(rendezvous, timeout)
             _keep_to_interface(rendezvous.address)
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout
+            )
         except (OSError, RuntimeError, ValueError) as error:
             raise RunError(
-                f"learner rank {self.rank}: no meeting of {self.count} ranks at {rendezvous.address}:{rendezvous.port} within "
-                f"{rendezvous.timeout_s:g} s ({error}); check that all ranks run and that the port is free and reachable"
+                f"learner rank {self.rank}: no meeting of {self.count} ranks at "
+                f"{rendezvous.address}:{rendezvous.port} within {rendezvous.timeout_s:g} s ({error}); check "
+                "that all ranks run and that the port is free and reachable"
             ) from error
 
     def broadcast(self, value: bytes | None) -> bytes:
@@ -89,7 +92,9 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     if rendezvous.rank > 0:
         return TCPStore(*where, rendezvous.ranks, is_master=False, timeout=timeout)
     listener = socket.create_server(where).detach()  # without it torch would listen on every interface
-    return TCPStore(*where, rendezvous.ranks, is_master=True, timeout=timeout, master_listen_fd=listener, use_libuv=False)
+    return TCPStore(
+        *where, rendezvous.ranks, is_master=True, timeout=timeout, master_listen_fd=listener, use_libuv=False
+    )
 
 
 def _keep_to_interface(address: str) -> None:
@@ -104,4 +109,6 @@ def _keep_to_interface(address: str) -> None:
 
 
 def _bytes_tensor(value: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    )

@@ -44,7 +44,11 @@ class ValueModule(nn.Module):
         self.backbone = backbone
         self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
 
-    def forward(self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor) -> Tensor:
+    def forward(
+        self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor
+    ) -> Tensor:
         """values_T, float32, at the packed positions `source_T`, each before its action token."""
-        values_T: Tensor = self.head(hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)[source_T])
+        values_T: Tensor = self.head(
+            hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)[source_T]
+        )
         return values_T

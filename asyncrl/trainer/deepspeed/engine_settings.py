@@ -80,7 +80,12 @@ def warm_up(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
 
 def configure(optimizer: Optimizer, schedule: LambdaLR, config: OptimizerConfig) -> None:
     """Set a loaded optimizer and its schedule to the numbers of `config`; moments and step count are kept."""
-    numbers = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay, "initial_lr": config.lr}
+    numbers = {
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "initial_lr": config.lr,
+    }
     schedule.base_lrs = [config.lr] * len(schedule.base_lrs)
     for group, share in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
         group.update(numbers, lr=config.lr * share(schedule.last_epoch))

@@ -14,14 +14,18 @@ from asyncrl.trainer.deepspeed.critic import ValueModule
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 
 
-def load_policy(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> PolicyModule:
+def load_policy(
+    config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False
+) -> PolicyModule:
     """The model of `config` on `device`, without dropout. Raises DataError if it cannot be loaded."""
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     model = _load(config, device, gradient_checkpointing)
     return PolicyModule(model).train()
 
 
-def load_critic(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> ValueModule:
+def load_critic(
+    config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False
+) -> ValueModule:
     """The same model with a new value head in place of its output layer. Raises DataError."""
     model = _load(config, device, gradient_checkpointing)
     return ValueModule(model.base_model).train()
@@ -57,5 +61,7 @@ def _load(config: ModelConfig, device: torch.device, gradient_checkpointing: boo
 def export_model(model: Any, state: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
     """Write `state` as safetensors with the model's config and tokenizer: a Hugging Face model directory."""
     model.save_pretrained(directory, state_dict=state)
-    tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
     tokenizer.save_pretrained(directory)

@@ -66,7 +66,9 @@ def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerCon
     """
     size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
     layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
-    kept = layer + shape.layers * size * shape.hidden if learner.gradient_checkpointing else shape.layers * layer
+    kept = (
+        layer + shape.layers * size * shape.hidden if learner.gradient_checkpointing else shape.layers * layer
+    )
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
     return tokens * kept + logits
 

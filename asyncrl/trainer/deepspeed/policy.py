@@ -28,10 +28,18 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float, chunk: int, with_squares: bool
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        target_T: Tensor,
+        temperature: float,
+        chunk: int,
+        with_squares: bool,
     ) -> Tensor:
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)  # at least float32
-        columns_RT = torch.empty(3 if with_squares else 2, len(target_T), dtype=dtype, device=hidden_TD.device)
+        columns_RT = torch.empty(
+            3 if with_squares else 2, len(target_T), dtype=dtype, device=hidden_TD.device
+        )
         logsumexp_T = torch.empty_like(columns_RT[0])
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
@@ -58,7 +66,12 @@ class TokenLogprobs(torch.autograd.Function):
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p_CV = linear(hidden_TD[part], weight_VD).to(entropy_T.dtype).div_(ctx.temperature).sub_(logsumexp_T[part, None])
+            log_p_CV = (
+                linear(hidden_TD[part], weight_VD)
+                .to(entropy_T.dtype)
+                .div_(ctx.temperature)
+                .sub_(logsumexp_T[part, None])
+            )
             logit_gradient_CV = log_p_CV.exp()
             factor_CV = -gradient_T[part, None]
             if with_entropy:
@@ -83,11 +96,14 @@ class LogprobHead(nn.Module):
         super().__init__()
         if getattr(output_layer, "bias", None) is not None:
             raise ConfigError(
-                f"model: output layer {type(output_layer).__name__} has a bias, which is not supported; choose another model"
+                f"model: output layer {type(output_layer).__name__} has a bias, which is not supported; "
+                "choose another model"
             )
         self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int, with_squares: bool) -> Tensor:
+    def forward(
+        self, hidden_TD: Tensor, target_T: Tensor, temperature: float, chunk: int, with_squares: bool
+    ) -> Tensor:
         """columns_RT of `TokenLogprobs`, in nats, float32; logits are divided by `temperature`."""
         arguments = (hidden_TD, self.weight, target_T, temperature, chunk, with_squares)
         columns_RT: Tensor = TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -102,7 +118,8 @@ class PolicyModule(nn.Module):
         transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
         if transforms:
             raise ConfigError(
-                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a model without it"
+                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a "
+                "model without it"
             )
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings())
@@ -128,7 +145,9 @@ class PolicyModule(nn.Module):
         return columns_RT
 
 
-def hidden_states(backbone: Any, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int]) -> Tensor:
+def hidden_states(
+    backbone: Any, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int]
+) -> Tensor:
     """hidden_ND: the last hidden state of every packed token, from a model without output layer."""
     outputs = backbone(
         input_ids=input_ids_N[None],

@@ -18,7 +18,8 @@ FILE = "model.safetensors"
 
 
 class Reference:
-    """A second copy of the policy's model, sharded like it. Every rank calls every method in the same order."""
+    """A second copy of the policy's model, sharded like it. Every rank calls every method in the same
+    order."""
 
     def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
         """`policy` must be a separate copy of the model; it is frozen."""
@@ -45,10 +46,16 @@ class Reference:
 
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
         """Write the weights into `directory`, on rank 0; `writes` records a failure."""
-        state = {name: tensor.detach().cpu().clone() for name, tensor in whole_parameters(self._policy.model) if rank == 0}
+        state = {
+            name: tensor.detach().cpu().clone()
+            for name, tensor in whole_parameters(self._policy.model)
+            if rank == 0
+        }
         if rank == 0:
             writes.attempt(directory.mkdir)
-            writes.attempt(lambda: save_file(state, directory / FILE, metadata={"updates": str(self._updates)}))
+            writes.attempt(
+                lambda: save_file(state, directory / FILE, metadata={"updates": str(self._updates)})
+            )
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`."""
@@ -73,9 +80,9 @@ def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> N
     """mine = decay * mine + (1 - decay) * theirs, in place.
 
     With rounding to the nearest bfloat16, a share below 0.4 % would vanish in every update and the average
-    would never move. So bfloat16 is rounded up or down at random, with probabilities that make the mean exact.
-    bfloat16 is the upper half of a float32: a random number added to the lower half carries into the upper
-    half with the right probability.
+    would never move. So bfloat16 is rounded up or down at random, with probabilities that make the mean
+    exact. bfloat16 is the upper half of a float32: a random number added to the lower half carries into the
+    upper half with the right probability.
     """
     if mine.dtype != torch.bfloat16:
         mine.lerp_(theirs, 1 - decay)

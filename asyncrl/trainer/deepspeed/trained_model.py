@@ -30,7 +30,9 @@ from asyncrl.trainer.deepspeed.writes import Writes
 class TrainedModel:
     """A module under ZeRO stage 0 to 3. Every rank calls every method, in the same order."""
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks
+    ) -> None:
         self._ranks, self._stage, self._optimizer = ranks, stage, optimizer
         self.engine: Any = deepspeed.initialize(
             model=module,
@@ -72,7 +74,9 @@ class TrainedModel:
         """
         path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
-            raise CheckpointError(f"{directory / tag}: DeepSpeed finds no state here; resume from another checkpoint")
+            raise CheckpointError(
+                f"{directory / tag}: DeepSpeed finds no state here; resume from another checkpoint"
+            )
         configure(self.engine.optimizer, self.engine.lr_scheduler, self._optimizer)
 
     def close(self) -> None:
@@ -114,7 +118,9 @@ def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
     if microbatch.input_ids_N.numel() == 0:
         zero = torch.zeros(1, dtype=torch.int64, device=microbatch.input_ids_N.device)
         ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1))
-    outputs: Tensor = module(ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T, *arguments)
+    outputs: Tensor = module(
+        ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T, *arguments
+    )
     return outputs
 
 
@@ -127,5 +133,9 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple
     for name, parameter in model.named_parameters():
         sharded = hasattr(parameter, "ds_tensor")
         beat()
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None) if sharded else nullcontext():
+        with (
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None)
+            if sharded
+            else nullcontext()
+        ):
             yield name, parameter

@@ -75,7 +75,9 @@ class DeepSpeedTrainer:
         """The number of processes that train together."""
         return self._ranks.count
 
-    def measure(self, microbatches: Sequence[MicroBatch], columns: Collection[str]) -> list[dict[str, Tensor]]:
+    def measure(
+        self, microbatches: Sequence[MicroBatch], columns: Collection[str]
+    ) -> list[dict[str, Tensor]]:
         """See `Trainer`. Each model runs once per micro-batch, for any number of columns."""
         with torch.no_grad():
             return [self._measure(microbatch, columns) for microbatch in microbatches]
@@ -85,7 +87,9 @@ class DeepSpeedTrainer:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         with torch.no_grad():
-            logprobs_T, _ = self._policy.engine(ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk)
+            logprobs_T, _ = self._policy.engine(
+                ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk
+            )
         return [float(value) for value in logprobs_T]
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
@@ -138,14 +142,16 @@ class DeepSpeedTrainer:
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
-        """See `Trainer`. Unpickles DeepSpeed's files, so verify them. Raises ConfigError for another layout."""
+        """See `Trainer`. Unpickles DeepSpeed's files, so verify them. Raises ConfigError for another
+        layout."""
         found = json.loads((directory / "trainer.json").read_text())
         # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = self._layout | {"moved_reference": found.get("moved_reference")}
         if found != layout:
             raise ConfigError(
-                f"{directory}: written by {found}, but this learner is {layout}; resume with the same learner.ranks, "
-                f"learner.zero_stage, model.dtype and algorithm, or start a new run with model.path={directory / 'hf'}"
+                f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
+                "learner.ranks, learner.zero_stage, model.dtype and algorithm, or start a new run with "
+                f"model.path={directory / 'hf'}"
             )
         self._policy.load(directory, POLICY)
         if self._critic is not None:
@@ -175,7 +181,9 @@ class DeepSpeedTrainer:
         beat()
         measured: dict[str, Tensor] = {}
         if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
-            columns_RT = self._token_columns(self._policy.engine, microbatch, "sum_squared_probs_T" in columns)
+            columns_RT = self._token_columns(
+                self._policy.engine, microbatch, "sum_squared_probs_T" in columns
+            )
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
             reference = _built(self._reference, "reference")

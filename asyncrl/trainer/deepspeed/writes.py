@@ -25,5 +25,9 @@ class Writes:
             return
         try:
             write()
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the error of a full disk
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors wrap the error of a full disk
             self.failure = f"{type(error).__name__}: {error}"

@@ -1,4 +1,5 @@
-"""On PYTHONPATH, this notes in every Python process of a run who unpickles: one JSON line for each asking module."""
+"""On PYTHONPATH, this notes in every Python process of a run who unpickles: one JSON line for each asking
+module."""
 
 import json
 import os
@@ -19,7 +20,9 @@ def note(event, arguments):
         frame = frame.f_back
     if asking and asking[0] not in seen:
         seen.add(asking[0])
-        line = json.dumps({"pid": os.getpid(), "argv": sys.orig_argv, "asking": asking, "for": list(map(str, arguments))})
+        line = json.dumps(
+            {"pid": os.getpid(), "argv": sys.orig_argv, "asking": asking, "for": list(map(str, arguments))}
+        )
         with open(PATH, "a") as file:
             file.write(line + "\n")
 
