@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.args import engine_args, set_environment
 from asyncrl.engine.vllm.engine import VLLMEngine

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch, pack
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer

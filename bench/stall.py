@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.weights import gloo

@@ -25,7 +25,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer, find_server
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from bench.environment import describe
 
 RULES = BufferRules(groups=32)

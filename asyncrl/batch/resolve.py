@@ -16,7 +16,7 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import COLUMNS
 

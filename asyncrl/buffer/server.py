@@ -26,7 +26,7 @@ from redis.retry import Retry
 from asyncrl.buffer.connection import MINIMUM_VERSION, PLAIN
 from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
 from asyncrl.processes import public_environment, stop_process
 

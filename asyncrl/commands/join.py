@@ -21,8 +21,8 @@ from asyncrl.commands.up import StartedRun, generator_specs, limits_of
 from asyncrl.config.addresses import open_ways
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
-from asyncrl.config.schema import Config, StoreConfig
-from asyncrl.config.store import holds_password
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
 from asyncrl.launch.family import family

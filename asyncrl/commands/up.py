@@ -14,7 +14,8 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
 from asyncrl.config.addresses import is_loopback
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text

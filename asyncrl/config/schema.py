@@ -10,7 +10,7 @@ from pydantic import ValidationInfo, model_validator
 
 from asyncrl.algo.staleness import lag_bound
 from asyncrl.config.agreements import disagreements
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Mistakes, Part
 from asyncrl.config.sections import (
     BatchConfig,
@@ -22,7 +22,6 @@ from asyncrl.config.sections import (
     LearnerConfig,
     ModelConfig,
     RewardConfig,
-    RewardFunctionConfig,
     RunConfig,
     SamplingConfig,
     StalenessConfig,
@@ -30,29 +29,6 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.config.store import StoreConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "ControlConfig",
-    "CriticConfig",
-    "DataConfig",
-    "EvalConfig",
-    "GeneratorConfig",
-    "LearnerConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "StalenessConfig",
-    "StoreConfig",
-    "TelemetryConfig",
-    "WeightsConfig",
-]
 
 # Context of a validation that checks each section, but not whether they agree.
 SECTIONS_ONLY = "sections only"

@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen

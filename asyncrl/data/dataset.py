@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.extras import install_command
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.schema import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.config.sections import DataConfig, ModelConfig, SamplingConfig
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.sample_plan import SamplePlan

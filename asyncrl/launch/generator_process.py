@@ -17,7 +17,8 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, host_digest, wants_greedy
-from asyncrl.config.schema import Config, GeneratorConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size

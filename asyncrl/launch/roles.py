@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import (
     AsyncRLError,
     BufferFenced,

@@ -11,7 +11,8 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, shard_names
 from asyncrl.buffer.users import user_of
 from asyncrl.config.resolved import eval_digest
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.evaluation import lane_name
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import JoinKeys, RunKeys

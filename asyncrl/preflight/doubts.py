@@ -5,7 +5,8 @@ from pathlib import Path
 
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
-from asyncrl.config.schema import Config, EvalConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import EvalConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.gpus import count_gpus
 

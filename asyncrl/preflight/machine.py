@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.trainer.deepspeed.memory_use import ModelShape

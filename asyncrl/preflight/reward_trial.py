@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import Config, RewardFunctionConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import RewardFunctionConfig
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan

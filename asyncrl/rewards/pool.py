@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.algo.trainable import MOST_REWARD
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of

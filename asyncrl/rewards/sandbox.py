@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import asyncrl
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.rewards import seccomp
 from asyncrl.rewards.worker import SCRATCH
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from asyncrl.backoff import Backoff
 from asyncrl.best_effort import BestEffort
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.jsonl import JsonlTracker

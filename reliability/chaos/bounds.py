@@ -42,7 +42,7 @@ from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.decoder import IsolatedDecoder

@@ -24,7 +24,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.watch import AuditWatch
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub

@@ -38,7 +38,7 @@ from safetensors import safe_open
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import Lease, PutOutcome
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub

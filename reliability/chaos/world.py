@@ -22,7 +22,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
 from asyncrl.launch.own_store import KeptStore
 from asyncrl.progress import Attention, Board, Limits, Watch

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub

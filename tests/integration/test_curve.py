@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Refused
 from asyncrl.control.client import ControlClient
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, public_key

@@ -17,7 +17,7 @@ import yaml
 
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Finding, execute, fine

@@ -16,7 +16,8 @@ from asyncrl.buffer.server import Choice, StoreServer
 from asyncrl.cli import running
 from asyncrl.commands import down
 from asyncrl.commands.down import processes_of
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
 from asyncrl.processes import _holds_lock

@@ -17,7 +17,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import ControlConfig
+from asyncrl.config.sections import ControlConfig
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import present_keys

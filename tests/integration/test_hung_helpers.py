@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.launch import own_store
 from asyncrl.launch.own_store import KeptStore
 from asyncrl.types import Group

@@ -20,7 +20,8 @@ from asyncrl.cli.running import generator
 from asyncrl.commands import join as joining
 from asyncrl.commands.allowance import check_allowed, wishes
 from asyncrl.config.resolved import config_hash, config_json, dump_config
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC

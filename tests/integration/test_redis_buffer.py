@@ -25,7 +25,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
 from asyncrl.evaluation import lane_name
 from asyncrl.files import replace_text

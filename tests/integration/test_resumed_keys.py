@@ -26,7 +26,8 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import ledgers_of
 from asyncrl.config.load import load_config
 from asyncrl.config.resume import FREE, fixed_values, resume_findings
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.data.dataset import DataFiles
 from asyncrl.engine.fake import FakeEngine

@@ -12,7 +12,7 @@ import msgpack
 import psutil
 import pytest
 
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards import pool as pool_module
 from asyncrl.rewards.base import RewardInput
@@ -413,7 +413,7 @@ def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio\nfrom pathlib import Path\n"
-        "from asyncrl.config.schema import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
+        "from asyncrl.config.sections import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
         "from asyncrl.rewards.pool import RewardPool\n"
         f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
         "hung = RewardInput(prompt='', response='', row={'how': 'sleep'})\n"

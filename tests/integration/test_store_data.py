@@ -19,7 +19,7 @@ from asyncrl.buffer import store_data
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import StoreUser
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
 from reliability.chaos.disk import Disk
 

@@ -22,7 +22,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer, find_server
 from asyncrl.buffer.users import StoreUser, with_user
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, StoreError, StoreRefused
 from tests.support.buffer_contract import ids
 
@@ -147,7 +147,7 @@ def test_it_ends_with_its_parent_however_that_dies(choice, tmp_path):
     script = (
         "import pathlib, sys, time\n"
         "from asyncrl.buffer.server import StoreServer\n"
-        "from asyncrl.config.schema import StoreConfig\n"
+        "from asyncrl.config.store import StoreConfig\n"
         "server = StoreServer(StoreConfig(), pathlib.Path(sys.argv[1]), server=sys.argv[2])\n"
         "server.start()\n"
         "print(server.pid, flush=True)\n"

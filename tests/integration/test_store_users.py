@@ -27,7 +27,7 @@ from asyncrl.buffer.users import (
     user_of,
     with_user,
 )
-from asyncrl.config.schema import StoreConfig
+from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError, StoreRefused
 from asyncrl.lineage import INITIAL
 from tests.support.buffer_contract import FRAME, RULES, BufferContract, fill, take

@@ -18,7 +18,7 @@ import math, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.support.telemetry_records import LAGS, record
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 for step, steps in ((0, [1, 2, 3, 12]), (2, [3, 4])):  # the second process resumes after step 2

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.support.telemetry_records import LAGS, record
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 trackers = open_trackers(

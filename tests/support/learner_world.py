@@ -7,7 +7,7 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.learner import Step, run_learner
 from tests.support.fake_learner import SETTINGS, FakeTrainer, mixed_batch
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.batch.packing import TrainSample, deal, microbatch
 from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
-from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec, UpdateOrder

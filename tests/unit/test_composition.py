@@ -20,7 +20,7 @@ import torch
 from asyncrl.algo.metrics import merge
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import LOSS, StepResult
 from asyncrl.types import Group, Rollout
 from tests.support.fake_learner import SETTINGS, Batch, Meeting

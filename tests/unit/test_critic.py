@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from asyncrl.batch.packing import TrainSample, microbatch
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.critic import ValueHead, ValueModule
 from asyncrl.trainer.deepspeed.loading import load_critic, load_policy

@@ -20,7 +20,8 @@ from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.cli.app import app
 from asyncrl.commands.up import LEAVE_S, learner_spec
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.launch import gpus
 from asyncrl.launch.environment import child_environment
 from asyncrl.run.directory import RunDirectory

@@ -14,7 +14,7 @@ from asyncrl.batch.plan import Plan
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError, ShapeError
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.attention import segment_attention

@@ -14,7 +14,7 @@ from asyncrl.batch.plan import Planner
 from asyncrl.batch.resolve import columns_of
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import COLUMNS
 from tests.support.fake_learner import SETTINGS, FakeTrainer, Meeting, mixed_batch
 

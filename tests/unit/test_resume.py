@@ -15,7 +15,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.report import all_paths
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, fixed_values, on_resume
-from asyncrl.config.schema import Config, RewardFunctionConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import RewardFunctionConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.preflight.validate import validated_config

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards import sandbox, seccomp

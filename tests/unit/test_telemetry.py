@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
@@ -269,7 +269,7 @@ def test_without_wandb_it_is_not_imported(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
 trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=directory, metrics=directory / "m.jsonl",

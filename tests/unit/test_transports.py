@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from asyncrl.config.schema import WeightsConfig
+from asyncrl.config.sections import WeightsConfig
 from asyncrl.engine.vllm.plugin import _RECEIVERS
 from asyncrl.weights.base import choose_transport, receivable
 from asyncrl.weights.ipc import _CLASSES, _lower, lift_update

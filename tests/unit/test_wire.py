@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
-from asyncrl.config.schema import BatchConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.lineage import Weights

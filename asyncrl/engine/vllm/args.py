@@ -3,7 +3,7 @@
 import os
 from typing import Any, Literal
 
-from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV
 from asyncrl.weights.base import choose_transport
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from asyncrl.config.schema import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.engine.vllm.args import Device, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs

@@ -9,7 +9,8 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.schema import Config, StoreConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.store import StoreConfig
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.rewards.pool import RewardPool
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.schema import LearnerConfig
+from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
 
 # Steps between DeepSpeed's own progress lines: it prints none.

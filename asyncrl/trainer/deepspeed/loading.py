@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.deepspeed.attention import choose_attention
 from asyncrl.trainer.deepspeed.critic import ValueModule

@@ -7,7 +7,7 @@ accumulated gradients, 3 also the weights.
 
 from dataclasses import dataclass
 
-from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 
 FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import CriticConfig
-from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
