@@ -1,9 +1,7 @@
-"""Which weights are which after a learner was lost: a version says how many steps made them, a lineage who
-made those steps.
+"""Names of weights that stay unique after a crash: a version counts steps, a lineage names their learner.
 
-A learner that goes back to checkpoint 7 makes a second version 8, with other weights than the first. So every
-start of the learner is a lineage of its own, and a history says which versions of which lineages led to the
-weights of today:
+A learner that goes back to checkpoint 7 makes a second version 8, with other weights than the first. So each
+start of the learner is a new lineage. A history lists the versions that led to the current weights:
 
     lineage 5 made 1..9, its checkpoint is 7      History(lineage=5)
     a new learner, lineage 6, goes on from 7      History(lineage=6, before=(Weights(7, lineage=5),))
@@ -15,7 +13,7 @@ from typing import NamedTuple, Self
 
 
 class Weights(NamedTuple):
-    """The name of weights of the policy. In one run no two different weights have the same name."""
+    """The name of weights of the policy. Different weights of a run have different names."""
 
     version: int
     lineage: int = 0
@@ -24,8 +22,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The lineages that led to the weights being trained: a learner's own, and those of earlier learners that
-    it continues."""
+    """The lineages that led to the weights being trained: the learner's own, and those that it continues."""
 
     lineage: int = 0
     """Lineage of the versions that this learner makes."""
@@ -44,13 +41,12 @@ class History:
         )
 
     def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
-        """The history of a learner that goes on from `version`; lineages too old to be trained on are left
-        out."""
+        """The history of a learner that goes on from `version`, without lineages too old to be trained on."""
         recent = (last for last in self.before if version - longest_lag <= last.version < version)
         return History(lineage, (*recent, self.weights(version)))
 
     def __str__(self) -> str:
-        """The form in the store, in orders and in checkpoints; `parse` reads it."""
+        """The text in the store, in orders and in checkpoints."""
         return " ".join(map(str, (self.lineage, *(number for last in self.before for number in last))))
 
     @classmethod

@@ -1,12 +1,12 @@
-"""The frame: what every process of a run may send to another, and the checks before a byte of it is believed.
+"""Frames: the bytes that the processes of a run send each other, and the checks before they are used.
 
     header, 40 bytes little-endian:
             magic 8s | wire version u16 | kind u16 | meta bytes u32 | body bytes u64 | checksum 16s
     body:   the tensors, raw little-endian, one after the other, wider items first (so that all are aligned)
     meta:   one MessagePack map, with the table of tensors under "arrays"
 
-The checksum is a keyed BLAKE2b over everything else. No pickle, no object that a sender can choose the type
-of. Rules: a field is only added, with a default; a changed meaning is a new WIRE_VERSION.
+The checksum is a keyed BLAKE2b over everything else. There are no pickles, and a sender cannot choose the
+type of an object. A new field has a default. Any other change of the format needs a new WIRE_VERSION.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -25,13 +25,13 @@ from asyncrl.errors import WireError, WireVersionError
 
 WIRE_VERSION = 1
 MAGIC = b"ASYNCRL\0"
-# What may cross, by name.
+# The allowed data types, by name.
 DTYPES = {
     name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")
 }
+# A meta has at most this many times `Limits.items` entries in total, as an empty list is one byte in a frame
+# and sixty in memory.
 NESTING = 8
-
-C = TypeVar("C", list[Any], dict[Any, Any])
 
 _FIELDS = struct.Struct("<8sHHIQ")
 _CHECKSUM_BYTES = 16
@@ -46,7 +46,7 @@ class Limits:
     meta_bytes: int
     body_bytes: int
     items: int
-    """Entries of one list or map in the meta; of all of them together `NESTING` times as many."""
+    """Entries of one list or map in the meta."""
     text_bytes: int
     binary_bytes: int = 0
 
@@ -62,8 +62,7 @@ class Frame:
 def encode_frame(
     limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b""
 ) -> bytes:
-    """One frame. Raises WireError when it would break `limits`, so that no peer is sent what it must
-    refuse."""
+    """Return one frame. Raises WireError if it exceeds `limits`, because the receiver would refuse it."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     table = [[name, array.dtype.name, len(array)] for name, array in ordered]
     packed: bytes = msgpack.packb({**meta, "arrays": table})
@@ -77,7 +76,7 @@ def encode_frame(
 def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None = b"") -> Frame:
     """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release.
 
-    `key` is None where the checksum of the same bytes has been verified already.
+    `key=None` skips the checksum, for bytes that have passed it before.
     """
     body_bytes = _check_header(limits, data)
     view = memoryview(data)
@@ -93,9 +92,9 @@ def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None =
 
 
 def _check_header(limits: Limits, data: bytes | bytearray) -> int:
-    """How many bytes of tensors follow."""
+    """Return the number of bytes of tensors that follow."""
     if len(data) < HEADER_BYTES:
-        raise WireError(f"{len(data)} bytes are no frame; the header alone has {HEADER_BYTES}")
+        raise WireError(f"{len(data)} bytes are not a frame; the header alone has {HEADER_BYTES}")
     magic, version, kind, meta_bytes, body_bytes = _FIELDS.unpack_from(data)
     if magic != MAGIC:
         raise WireError(f"the bytes begin with {magic!r}, a frame begins with {MAGIC!r}")
@@ -129,21 +128,16 @@ def _checksum(key: bytes, *parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-@dataclass(slots=True)
-class _Budget:
-    """Entries that may still be unpacked: an empty list is one byte on the wire and sixty in memory."""
+def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
+    left = NESTING * limits.items
 
-    left: int
-
-    def spend(self, container: C) -> C:
-        self.left -= 1 + len(container)
-        if self.left < 0:
+    def spend(container: Any) -> Any:
+        nonlocal left
+        left -= 1 + len(container)
+        if left < 0:
             raise ValueError("too many entries in all lists and maps together")
         return container
 
-
-def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
-    budget = _Budget(NESTING * limits.items)
     try:
         meta = msgpack.unpackb(
             packed,
@@ -154,12 +148,12 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
             max_str_len=limits.text_bytes,
             max_bin_len=limits.binary_bytes,
             max_ext_len=0,
-            list_hook=budget.spend,
-            object_hook=budget.spend,
+            list_hook=spend,
+            object_hook=spend,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(
-            f"{len(packed)} bytes of meta are not what a frame may carry: {type(error).__name__}: {error}"
+            f"{len(packed)} bytes of meta cannot be unpacked: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(meta, dict):
         raise WireError(f"the meta is a {type(meta).__name__}; a map is needed")
@@ -167,31 +161,30 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
 
 
 def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
-    """Views into `body`; every count is checked before anything is made of it."""
+    """Return views into `body`. Every count is checked before it is used."""
     if not isinstance(table, list):
         raise WireError(f"the table of tensors is a {type(table).__name__}; a list is needed")
     arrays: dict[str, NDArray[Any]] = {}
     offset = 0
     for entry in table:
-        name, dtype, count = _entry(entry)
+        match entry:
+            case [str(name), str(kind), int(count)] if count >= 0 and not isinstance(count, bool):
+                dtype = _dtype(kind)
+            case _:
+                raise WireError(
+                    f"entry {reprlib.repr(entry)} of the table of tensors is not [name, dtype, count]"
+                )
         end = offset + count * dtype.itemsize
         if name in arrays or offset % dtype.itemsize or end > len(body):
             raise WireError(
-                f"tensor {name!r} ({count} x {dtype}) at byte {offset} is repeated, unaligned, or past the "
-                f"{len(body)}"
+                f"tensor {name!r} ({count} x {dtype}) at byte {offset} is repeated, unaligned, or ends "
+                f"after the {len(body)} bytes of all tensors"
             )
         arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=offset)
         offset = end
     if offset != len(body):
         raise WireError(f"the tensors fill {offset} of {len(body)} bytes")
     return arrays
-
-
-def _entry(entry: Any) -> tuple[str, np.dtype[Any], int]:
-    match entry:
-        case [str(name), str(dtype), int(count)] if count >= 0 and not isinstance(count, bool):
-            return name, _dtype(dtype), count
-    raise WireError(f"entry {reprlib.repr(entry)} of the table of tensors is not [name, dtype, count]")
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -1,12 +1,10 @@
 """Decoding of groups in a process with bounded memory (`store.isolate_decoding`).
 
-The process decodes each frame before the learner does. A frame that crashes the process, hangs it, or makes
-it ask for more memory than a group of that size can need is refused like any frame that cannot be decoded;
-the process is replaced and the learner goes on. Decoding depends on the bytes alone, so the learner survives
-what the process survived, and it does not verify the checksum a second time.
+The process decodes each frame before the learner does. If a frame crashes or hangs the process, or needs more
+memory than a group of that size can need, the frame is refused and the process is replaced. Decoding depends
+on the bytes alone, so the learner survives what the process survived, and skips the checksum.
 
-The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see
-`asyncrl.workers`):
+The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see `workers.py`):
 
     learner -> process   the key;   then frame after frame
     process -> learner   an empty message: ready;   then for each frame why it is refused, or an empty message
@@ -33,7 +31,7 @@ START_S = 30.0
 AGAIN_S = 1.0
 # Limit for one frame; the largest frames take a second.
 FRAME_S = 30.0
-# Processes that a frame must kill before it is refused for it: a process can also die for another reason.
+# A frame is refused after it has ended this many processes: a process can also die for another reason.
 ATTEMPTS = 2
 # Exit status.
 OUT_OF_MEMORY = 77
@@ -41,11 +39,10 @@ _SLACK_BYTES = 64 << 20
 
 
 class IsolatedDecoder:
-    """Decodes groups in order, in one thread. The process starts with the first frame and dies with the
-    learner."""
+    """Decodes groups in one thread. The process starts with the first frame and dies with the learner."""
 
     def __init__(self, key: bytes, *, frame_s: float = FRAME_S) -> None:
-        """`key` verifies the frames' checksums; the process may take `frame_s` for a frame."""
+        """`key` verifies the frames' checksums; a frame may take the process `frame_s` seconds."""
         self._key, self._frame_s = key, frame_s
         self._worker: Worker | None = None
         self.deaths = 0
@@ -53,12 +50,11 @@ class IsolatedDecoder:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The id of the process, if there is one."""
         return self._worker.pid if self._worker else None
 
     def decode(self, frame: bytes) -> Group:
-        """As `decode_group`. Raises WireError, also for a frame that no process survives; RunError when none
-        can be started."""
+        """See `decode_group`. Raises WireError, also if no process survives it; RunError if none starts."""
         reason = ""
         for _ in range(ATTEMPTS):
             beat()
@@ -74,13 +70,12 @@ class IsolatedDecoder:
         raise WireError(f"{len(frame)}-byte frame: {ATTEMPTS} decoder processes did not survive it: {reason}")
 
     def close(self) -> None:
-        """Stop the process."""
         if self._worker is not None:
             self._worker.end(grace_s=1.0)
             self._worker = None
 
     def _start(self) -> Worker:
-        """A process that does not answer is replaced too. Raises RunError after the last one."""
+        """Start a process; one that does not answer is replaced. Raises RunError after the last attempt."""
         problem = ""
         for _ in range(ATTEMPTS):
             worker = _new_worker()
@@ -96,14 +91,14 @@ class IsolatedDecoder:
         )
 
     def _replace(self, worker: Worker, error: BaseException, frame: bytes) -> str:
-        """End a process that did not answer; the next frame starts another. Returns the reason."""
+        """End a process that did not answer; the next frame starts another one. Returns the reason."""
         self._worker = None
         self.deaths += 1
         status = worker.end(grace_s=1.0 if isinstance(error, EOFError | ConnectionError) else 0.0)
         if isinstance(error, TimeoutError):
             reason = f"no answer within {self._frame_s:g} s"
         elif status == OUT_OF_MEMORY:
-            reason = f"decoding takes more than {memory_of(len(frame)) >> 20} MiB"
+            reason = f"decoding takes more than {_memory_of(len(frame)) >> 20} MiB"
         else:
             reason = ending(status)
         log.warning("the decoder process is replaced: %s, at a frame of %d bytes", reason, len(frame))
@@ -111,7 +106,7 @@ class IsolatedDecoder:
 
 
 def _new_worker() -> Worker:
-    """Waits up to `START_S` for a host that cannot start a process at the moment. Raises RunError."""
+    """Try for up to `START_S` to start a process. Raises RunError."""
     until_s = time.monotonic() + START_S
     while True:
         beat()
@@ -126,8 +121,8 @@ def _new_worker() -> Worker:
         time.sleep(AGAIN_S)
 
 
-def memory_of(frame_bytes: int) -> int:
-    """Bytes that decoding a frame may take: the frame itself, and at most twice its size on top."""
+def _memory_of(frame_bytes: int) -> int:
+    """The bytes that decoding may take: the frame and twice its size, and some slack."""
     return 3 * frame_bytes + _SLACK_BYTES
 
 
@@ -139,24 +134,20 @@ def _serve(channel: socket.socket) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
 
     def limit_memory(frame_bytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_of(frame_bytes), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _memory_of(frame_bytes), hard))
 
     refusal = ""
     while True:
         channel.sendall(framed(refusal.encode(errors="replace")))
-        refusal = _refusal(receive(requests, expect=limit_memory), key)
-
-
-def _refusal(data: bytes, key: bytes) -> str:
-    try:
-        decode_group(data, key)
-    except WireError as error:
-        return str(error)
-    return ""
+        try:
+            decode_group(receive(requests, expect=limit_memory), key)
+            refusal = ""
+        except WireError as error:
+            refusal = str(error)
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Serve one learner until it closes the channel."""
     die_with_parent(int(sys.argv[2]))
     refuse_pickles_from_wires()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
@@ -164,7 +155,7 @@ def main() -> None:
             _serve(channel)
         except (EOFError, ConnectionError):
             sys.exit()
-        except MemoryError:  # where it happened the state is unknown; a fresh process is cheaper than trust
+        except MemoryError:  # the state of this process is unknown now
             os._exit(OUT_OF_MEMORY)
 
 

@@ -15,17 +15,16 @@ from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
 
-# The body stays below what Redis takes as one value (512 MiB).
+# A frame must fit into one value of Redis (512 MiB).
 GROUP_LIMITS = Limits(
     kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096
 )
-# Of one group. In memory each of them is many times as large as in the frame, so their number is bounded and
-# not their size.
-MAX_ROLLOUTS, MAX_SPANS = 4096, 1 << 16
-MAX_ANSWER_BYTES = 1024
-# In `answer_bytes`: no reward function says what the answer is.
+# Bounds for one group. Rollouts and spans are bounded in number, because each is many times larger in memory
+# than in the frame.
+MAX_ROLLOUTS, MAX_SPANS, MAX_ANSWER_BYTES = 4096, 1 << 16, 1024
+# The value in `answer_bytes` if no reward function has reported the answer.
 NO_ANSWER = -1
-# A longer `dead_reason` is cut.
+# A longer `dead_reason` is cut off.
 REASON_CHARACTERS = 1000
 
 T = TypeVar("T")
@@ -47,12 +46,12 @@ _COLUMNS = {
     "answer_bytes": "int32",
     "answers": "uint8",
 }
-# The same as numpy's objects, which are compared faster than their names are made.
+# Numpy's objects, because comparing them is faster than making their names.
 _DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:
-    """One frame. Raises WireError for numbers that are not finite: nobody could train on them."""
+    """Return one frame. Raises WireError for numbers that are not finite: they cannot be trained on."""
     rollouts = group.rollouts
     finish_reasons = sorted({rollout.finish_reason for rollout in rollouts})
     parts = sorted({part for rollout in rollouts for part in rollout.reward_parts})
@@ -102,10 +101,9 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
 
 
 def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
-    """The inverse of `encode_group`; arrays are read-only views. Raises WireError for anything that is not a
-    group.
+    """The inverse of `encode_group`; arrays are read-only views. Raises WireError if it is not a group.
 
-    `key` is None where the checksum of the same bytes has been verified already.
+    `key=None` skips the checksum, for bytes that have passed it before.
     """
     frame = decode_frame(GROUP_LIMITS, data, key=key)
     _check_columns(frame.arrays)
@@ -136,11 +134,16 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
         names = {name: dtype.name for name, dtype in found.items()}
         raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}")
     _check_counts(arrays)
-    for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens"):
-        if (arrays[name] < 0).any():
+    least = {
+        "prompt_tokens": 0,
+        "response_tokens": 0,
+        "spans": 0,
+        "span_tokens": 0,
+        "answer_bytes": NO_ANSWER,
+    }
+    for name, count in least.items():
+        if (arrays[name] < count).any():
             raise WireError(f"the group has a negative count in {name}")
-    if (arrays["answer_bytes"] < NO_ANSWER).any():
-        raise WireError("the group has a negative count in answer_bytes")
     if (arrays["action_mask"] > 1).any():
         raise WireError("the group has an action mask with values other than 0 and 1")
 
@@ -183,12 +186,13 @@ def _rollouts(
     response_ids = _split(arrays["response_ids"], arrays["response_tokens"], count)
     masks = _split(arrays["action_mask"].view(np.bool_), arrays["response_tokens"], count)
     logprobs = _split(arrays["behaviour_logprobs"], arrays["response_tokens"], count)
-    span_versions = _split(arrays["span_versions"], arrays["spans"], count)
-    span_tokens = _split(arrays["span_tokens"], arrays["spans"], count)
-    span_lineages = _split(arrays["span_lineages"], arrays["spans"], count)
+    span_columns = [
+        _split(arrays[name], arrays["spans"], count)
+        for name in ("span_versions", "span_tokens", "span_lineages")
+    ]
     part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
     answers = _split(arrays["answers"], arrays["answer_bytes"].clip(min=0), count)
-    is_said = (arrays["answer_bytes"] > NO_ANSWER).tolist()
+    has_answer = (arrays["answer_bytes"] > NO_ANSWER).tolist()
     rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
     if len(finish) != count:
         raise ValueError(f"{len(finish)} finish reasons for {count} rollouts")
@@ -198,18 +202,13 @@ def _rollouts(
             response_ids=response_ids[r],
             action_mask=masks[r],
             behaviour_logprobs=logprobs[r],
-            version_spans=tuple(
-                map(
-                    VersionSpan,
-                    *(column[r].tolist() for column in (span_versions, span_tokens, span_lineages)),
-                )
-            ),
+            version_spans=tuple(map(VersionSpan, *(column[r].tolist() for column in span_columns))),
             finish_reason=finish_reasons[finish[r]],
             reward=rewards[r],
             reward_parts={
                 part: value for part, value in zip(parts, part_values[r], strict=True) if value == value
             },
-            answer=answers[r].tobytes().decode() if is_said[r] else None,
+            answer=answers[r].tobytes().decode() if has_answer[r] else None,
         )
         for r in range(count)
     )
@@ -228,7 +227,7 @@ def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDAr
 def _texts(meta: Mapping[str, Any], name: str) -> list[str]:
     texts = _value(meta, name, list)
     if not all(type(text) is str for text in texts):
-        raise WireError(f"{name} of the group holds something other than texts")
+        raise WireError(f"{name} of the group has an entry that is not a text")
     return texts
 
 

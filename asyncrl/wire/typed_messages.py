@@ -1,4 +1,4 @@
-"""Frozen dataclasses of plain values as frames: the control plane's messages, whoever defines them."""
+"""Frames that carry frozen dataclasses of plain values, such as the messages of the control plane."""
 
 import math
 import reprlib
@@ -16,16 +16,16 @@ MESSAGE_LIMITS = Limits(
 )
 _PLAIN = (bool, int, float, str, bytes, type(None))
 MAX_DEPTH = 16
-# Up to there a number is the same in Python, MessagePack, JSON and Lua.
+# Integers up to this one are the same in Python, MessagePack, JSON and Lua.
 LARGEST_INT = 2**53
 
 
 class MessageCodec:
-    """Turns the given dataclass types into frames and back; every field is checked against its annotation.
+    """Turns instances of the given dataclasses into frames and back. Every field must fit its annotation.
 
     Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or
-    dict[str, X], Any (plain values) and registered dataclasses; floats are finite. A peer of the same wire
-    version may lack a field that has a default.
+    dict[str, X], Any (plain values) and the given dataclasses; floats are finite. A message of the same wire
+    version may lack fields that have a default.
     """
 
     def __init__(self, types: tuple[type, ...]) -> None:
@@ -33,11 +33,11 @@ class MessageCodec:
         self._hints = {kind: get_type_hints(kind) for kind in types}
 
     def encode(self, message: Any, key: bytes = b"") -> bytes:
-        """One frame. Raises WireError when a field does not hold what its annotation says."""
+        """Return one frame. Raises WireError if a value does not have the type of its field."""
         return encode_frame(MESSAGE_LIMITS, {"message": self._tagged(message)}, {}, key=key)
 
     def decode(self, data: bytes, key: bytes = b"") -> Any:
-        """An instance of one of the types. Raises WireError."""
+        """Return an instance of one of the types. Raises WireError."""
         return self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
 
     def _tagged(self, message: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class MessageCodec:
                 kind = self._types[name]
             case _:
                 raise WireError(
-                    f"no message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}"
+                    f"not a message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}"
                 )
         hints = self._hints[kind]
         unknown = values.keys() - hints.keys()
@@ -82,7 +82,7 @@ class MessageCodec:
                 }
             )
         except (TypeError, ValueError) as error:
-            raise WireError(f"{name} cannot be made of what was sent: {error}") from error
+            raise WireError(f"{name} cannot be made from these fields: {error}") from error
 
     def _lift(self, value: Any, hint: Any, where: str) -> Any:
         origin, arguments = get_origin(hint), get_args(hint)
@@ -107,7 +107,7 @@ class MessageCodec:
         if hint in _PLAIN and type(value) is hint:
             if hint is int and abs(value) > LARGEST_INT:
                 raise WireError(
-                    f"{where} is {value}; an integer of at most {LARGEST_INT} either way is needed"
+                    f"{where} is {value}; an integer of at most {LARGEST_INT} in magnitude is needed"
                 )
             return value
         return self._refuse(value, hint, where)
