@@ -9,18 +9,16 @@ import math
 
 from asyncrl.telemetry.state import DashboardState
 
-WAITING = 0.3  # a share of idle time that is worth advice
+WAITING = 0.3  # an idle share that is worth advice
 PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
-MOST_TIMES = (
-    3  # never advise more than this many times the current generators: rates change with their number
-)
+MOST_TIMES = 3  # advise at most this many times the current generators: rates change with their number
 FIRST_STEPS = 3  # in the first steps start-up counts as waiting, so they give no advice
 
 
 def waiting_for(state: DashboardState) -> str | None:
-    """What the next step is waiting for, in one sentence; None when the run is over."""
+    """Return what the next step is waiting for, in one sentence; None when the run is over."""
     status = state.status
     if status is None:
         return f"no step yet: waiting for the learner{_doing(state, 'learner')}"
@@ -29,16 +27,13 @@ def waiting_for(state: DashboardState) -> str | None:
     if status.state == "evaluating":
         return "waiting for the evaluation of the last weights"
     if not state.members:
-        others = [name for name in state.doing if name not in ("learner", "supervisor")]
-        return "waiting for the first generator: " + (
-            "; ".join(f"{n}{_doing(state, n)}" for n in others) or "none has started"
-        )
+        others = (name for name in state.doing if name not in ("learner", "supervisor"))
+        starting = "; ".join(name + _doing(state, name) for name in others)
+        return f"waiting for the first generator: {starting or 'none has started'}"
     dirty = [member.generator_id for member in state.members if member.state == "dirty"]
     if len(dirty) == len(state.members):
-        return (
-            f"no generator has weights that it may sample with ({', '.join(dirty)}): each update failed, "
-            "the log says why"
-        )
+        names = ", ".join(dirty)
+        return f"no generator has complete weights ({names}): each update failed, the log says why"
     audit = status.audit
     groups = f": {audit.ready} are ready, {audit.leased} are being sampled" if audit else ""
     return f"waiting for the groups of step {state.step + 1}{groups}"
@@ -49,7 +44,7 @@ def _doing(state: DashboardState, process: str) -> str:
 
 
 def bottleneck(state: DashboardState) -> str:
-    """Advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
+    """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
     if learner is None or len(state.series("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
@@ -65,10 +60,8 @@ def bottleneck(state: DashboardState) -> str:
     if idle > WAITING:
         count = len(state.members)
         needed = _needed(count, idle, learner)
-        cure = (
-            f"{needed} of {count} would do, or add learner.ranks" if needed < count else "add learner.ranks"
-        )
-        return f"generators wait {idle:.0%} of the time: {cure}"
+        fewer = f"{needed} of {count} would do, or " if needed < count else ""
+        return f"generators wait {idle:.0%} of the time: {fewer}add learner.ranks"
     queued = state.latest("staleness/in_queue") or 0.0
     if queued >= QUEUED_STEPS and learner < BUSY:
         return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
@@ -76,7 +69,7 @@ def bottleneck(state: DashboardState) -> str:
 
 
 def _needed(count: int, idle: float, learner: float) -> int:
-    """Number of generators that would just keep the learner busy."""
+    """Return the number of generators that would just keep the learner busy."""
     return max(1, math.ceil(count * (1 - idle) / max(1 - learner, 1e-6) - 1e-9))
 
 

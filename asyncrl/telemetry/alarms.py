@@ -1,18 +1,7 @@
-"""Alarms: metrics of a step that announce a failing run. Each logs one line when it begins and one when it
-ends.
+"""Alarms: metrics of a step that announce a failing run; `docs/metrics.md` has a table of them.
 
-    entropy     the policy has stopped exploring
-    ess         the step rests on few of its tokens
-    probe       generators nearly hold other weights than the learner
-    skipped     losses or gradients keep being not finite
-    length      responses suddenly grow
-    truncated   most responses are cut off
-    no_signal   rewards within the groups do not differ, so nothing is learned
-    untrainable the learner rejected groups that cannot be trained on
-    deadly      groups were given up because processes died of them
-    audit       the buffer has lost an id, or has it twice
-
-A threshold marks where a person should look, not where training breaks: an alarm stops nothing.
+A threshold marks where a person should look, not where training breaks: an alarm does not stop the run. The
+log has one line when an alarm begins and one when it ends.
 """
 
 import logging
@@ -26,8 +15,8 @@ from asyncrl.telemetry.text import number
 log = logging.getLogger(__name__)
 
 PREFIX = "alarm/"
-# Entropy in nats per token. 0.02 means that one token in 35 is a fair coin and all others are certain: the
-# rollouts of a group are nearly the same. This bound is for runs that begin with a low entropy.
+# Nats per token, for runs that begin with a low entropy. At 0.02, one token in 35 is a fair coin and all
+# others are certain: the rollouts of a group are nearly the same.
 ENTROPY_NATS = 0.02
 # Share of the first entropy. Runs trade entropy for reward, most of it early (arXiv:2505.22617): the last
 # tenth gains little, and a run that is stopped here can continue from a checkpoint that still explores.
@@ -35,20 +24,18 @@ ENTROPY_SHARE = 0.1
 ESS = 0.5
 PROBE_SHARE = 0.5  # share of weights.probe_limit: look before generators reject the weights and stop sampling
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
-# Mean length against the mean of the window. Reasoning may lengthen responses over a whole run, but should
-# not double them within one window.
+# Mean length relative to the mean of the window. Reasoning may lengthen responses over a whole run, but
+# should not double them within one window.
 GROWTH = 2.0
 TRUNCATED = 0.5
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
-QUIET_STEPS = (
-    5  # steps in a row without cause that end an alarm: a metric at its threshold must not log every step
-)
+QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """Earlier metrics that an alarm compares with."""
+    """Earlier metrics to which an alarm compares the newest."""
 
     first: Mapping[str, float]  # first value of each metric in this process: a resume starts over
     recent: Sequence[Mapping[str, float]]  # metrics of the steps before, at most `WINDOW`
@@ -133,14 +120,13 @@ ALARMS: Mapping[str, Alarm] = {
 
 
 def causes(metrics: Mapping[str, float], past: Past) -> dict[str, bool]:
-    """Whether each alarm has cause, for alarms whose metric is present: records of evaluations and
-    checkpoints have none."""
+    """Return for each alarm whose metric is present whether it has a cause."""
     values = {name: metrics[alarm.metric] for name, alarm in ALARMS.items() if alarm.metric in metrics}
     return {name: not math.isnan(value) and ALARMS[name].rings(value, past) for name, value in values.items()}
 
 
 def ringing(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the active alarms in logged metrics."""
+    """Return the names of the active alarms in logged metrics."""
     return [name.removeprefix(PREFIX) for name, value in metrics.items() if name.startswith(PREFIX) and value]
 
 
@@ -154,25 +140,21 @@ class Alarms:
     _quiet_steps: dict[str, int] = field(default_factory=dict)  # steps without cause, for each active alarm
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """`alarm/<name>`, 1 or 0, for each alarm whose metric is present. Logs alarms that begin or end."""
-        watched = {
-            alarm.metric: metrics[alarm.metric] for alarm in ALARMS.values() if alarm.metric in metrics
-        }
-        if not watched:
+        """Return `alarm/<name>`, 1 or 0, for each alarm with a metric here; log alarms that begin or end."""
+        names = {alarm.metric for alarm in ALARMS.values()}
+        if not (watched := {name: value for name, value in metrics.items() if name in names}):
             return {}
         self._first = {name: value for name, value in watched.items() if not math.isnan(value)} | self._first
         found = causes(watched, Past(first=self._first, recent=self._recent, probe_limit=self.probe_limit))
         self._recent.append(watched)
         for name, has_cause in found.items():
             alarm, was_active = ALARMS[name], name in self._quiet_steps
-            value = number(watched[alarm.metric])
+            found_value = f"{alarm.metric} is {number(watched[alarm.metric])}"
             if has_cause and not was_active:
-                log.warning(
-                    "step %d: alarm `%s` begins: %s is %s; %s", step, name, alarm.metric, value, alarm.cure
-                )
+                log.warning("step %d: alarm `%s` begins: %s; %s", step, name, found_value, alarm.cure)
             if has_cause or was_active:
                 self._quiet_steps[name] = 0 if has_cause else self._quiet_steps[name] + 1
             if self._quiet_steps.get(name) == QUIET_STEPS:
                 del self._quiet_steps[name]
-                log.warning("step %d: alarm `%s` ends: %s is %s", step, name, alarm.metric, value)
+                log.warning("step %d: alarm `%s` ends: %s", step, name, found_value)
         return {PREFIX + name: float(name in self._quiet_steps) for name in found}

@@ -1,12 +1,9 @@
-"""The interface of trackers, and what they share: samples, distributions and tables of samples.
+"""The interface of trackers, and what they share: samples, distributions and tables of samples."""
 
-A tracker that fails never stops training: the failure is logged, and the tracker is tried again later
-(`fanout.py`).
-"""
-
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 BIN = re.compile(r"(?P<name>.+)/(?P<at>\d+)")  # `NAME/3`: the share of the distribution NAME at the value 3
@@ -19,20 +16,20 @@ SAMPLES_EVERY = 10  # steps between two tables of one kind: a table at every ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRecord:
-    """One rollout for people to read."""
+    """One rollout for people to read; a group without rollouts leaves most of it empty."""
 
-    step: int
-    ticket_id: int
-    prompt: str
-    response: str
-    reward: float
-    parts: Mapping[str, float]
+    step: int = 0
+    ticket_id: int = 0
+    prompt: str = ""
+    response: str = ""
+    reward: float = math.nan
+    parts: Mapping[str, float] = field(default_factory=dict)
     """Value of each reward function."""
-    advantage: float
-    versions: Sequence[tuple[int, int]]
+    advantage: float = math.nan
+    versions: Sequence[tuple[int, int]] = ()
     """(policy version, number of tokens) for each part of the response that one version sampled."""
-    finish_reason: str
-    generator_id: str
+    finish_reason: str = ""
+    generator_id: str = ""
     kind: str = "train"
     """train | eval | dropped"""
     reason: str = ""
@@ -42,7 +39,10 @@ class SampleRecord:
 
 
 class Tracker(Protocol):
-    """Learner metrics have a step, generator metrics have none and are logged by time."""
+    """Receives metrics and samples. Learner metrics have a step; generator metrics have a time only.
+
+    A tracker that fails does not stop training (`fanout.py`).
+    """
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None: ...
 
@@ -64,8 +64,7 @@ class Histogram:
 
 
 def split(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """(plain numbers, distributions by name). Files keep bins as numbers, trackers can draw them as
-    histograms."""
+    """Return (plain numbers, distributions by name) of metrics that have one number for each bin."""
     numbers: dict[str, float] = {}
     bins: dict[str, dict[int, float]] = {}
     for name, value in metrics.items():
@@ -86,8 +85,7 @@ class SampleTables:
         self._shown_step: dict[str, int] = {}
 
     def rows(self, records: Sequence[SampleRecord]) -> list[list[str | int | float]]:
-        """One row of `COLUMNS` per record; none within `SAMPLES_EVERY` steps after the last table of this
-        kind."""
+        """Return a row of `COLUMNS` per record; no rows within `SAMPLES_EVERY` steps after the last ones."""
         if not records:
             return []
         step, kind = records[-1].step, records[-1].kind

@@ -13,7 +13,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
-    """`height` lines of at most `width` cells: a title with the newest value, then the curve."""
+    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve."""
     return [line.copy() for line in _drawn(title, series, width, height, style)]
 
 

@@ -1,7 +1,7 @@
 """The dashboard as a pure function of a state, the most urgent lines first.
 
-Every line is a `Text` cut to the width. Sections share the height: figures always, then the curve,
-generators, samples.
+Every line is a `Text` cut to the width. The figures are always shown; curves, generators and samples share
+the height that is left.
 """
 
 from collections import Counter
@@ -18,35 +18,22 @@ from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.state import DashboardState
+from asyncrl.telemetry.status import PLACES
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
 
 SILENT_S = 10.0  # a learner or generator that is silent this long gets a warning
 NOTE_S = 60.0  # seconds for which the dashboard shows a warning from a log
 NARROWEST = 20  # columns; a narrower terminal wraps the lines
-STATE_STYLES = {
-    "sampling": "green",
-    "training": "green",
-    "finished": "cyan",
-    "dirty": "red",
-    "failed": "red",
-    "stopped": "yellow",
-}
-UNLIMITED_LINES = (
-    40  # height below the figures that is assumed where the height of the terminal does not matter
-)
-Line = Text
+# All other states are yellow.
+STATE_STYLES = {"sampling": "green", "training": "green", "finished": "cyan", "dirty": "red", "failed": "red"}
+UNLIMITED_LINES = 40  # lines below the figures where the height of the terminal does not matter
 
 
 def render(state: DashboardState, width: int, height: int | None = None) -> Group:
-    """The dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
+    """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
-    figures = [
-        _header(state, width),
-        _advice(state, width),
-        *_alarms(state, width),
-        *_figures(state, width),
-        *_ledger(state, width),
-    ]
+    figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
+    figures += [*_figures(state, width), *_ledger(state, width)]
     left = height - len(figures) if height else UNLIMITED_LINES
     curve_lines = _curves(state, width, min(10, left - 8))
     left -= len(curve_lines)
@@ -57,46 +44,38 @@ def render(state: DashboardState, width: int, height: int | None = None) -> Grou
     return Group(*(lines[:height] if height else lines))
 
 
-def _header(state: DashboardState, width: int) -> Line:
+def _header(state: DashboardState, width: int) -> Text:
     status = state.status
     name = status.state if status else "no status yet"
     total = status.total_steps if status else 0
-    head = Text.assemble(
-        (visible(state.run), "bold"),
-        "  ",
-        (name, STATE_STYLES.get(name, "yellow")),
-        f"  step {state.step}/{total}  ",
-    )
+    state_text = (name, STATE_STYLES.get(name, "yellow"))
+    head = Text.assemble((visible(state.run), "bold"), "  ", state_text, f"  step {state.step}/{total}  ")
     remaining = f", {duration(state.eta_s)} left" if state.eta_s is not None else ""
     tail = Text(f"  v{status.version if status else 0}  {duration(state.elapsed_s)}{remaining}")
     done = min(1.0, state.step / total) if total else 0.0
     room = max(0, width - head.cell_len - tail.cell_len - 5)
-    bar = Text.assemble(
-        ("━" * int(done * room), "green"), ("─" * (room - int(done * room)), "dim"), f" {done:4.0%}"
-    )
+    full = int(done * room)
+    bar = Text.assemble(("━" * full, "green"), ("─" * (room - full), "dim"), f" {done:4.0%}")
     return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
 
 
-def _advice(state: DashboardState, width: int) -> Line:
+def _advice(state: DashboardState, width: int) -> Text:
     if state.silent_s > SILENT_S:
-        return one_line(
-            Text(
-                f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl",
-                "bold red",
-            ),
-            width,
-        )
-    if state.status and state.status.message:
-        return one_line(Text(visible(state.status.message), "bold"), width)
-    if state.status and state.status.is_final:
-        return Text(f"the run has {state.status.state}"[:width], "bold")
-    if state.notes and state.now - state.notes[-1].at < NOTE_S:
-        return one_line(Text(f"! {visible(str(state.notes[-1]))}", "bold yellow"), width)
-    return one_line(Text(f"> {bottleneck(state)}", "magenta"), width)
+        silent = f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl"
+        line = Text(silent, "bold red")
+    elif state.status and state.status.message:
+        line = Text(visible(state.status.message), "bold")
+    elif state.status and state.status.is_final:
+        line = Text(f"the run has {state.status.state}", "bold")
+    elif state.notes and state.now - state.notes[-1].at < NOTE_S:
+        line = Text(f"! {visible(str(state.notes[-1]))}", "bold yellow")
+    else:
+        line = Text(f"> {bottleneck(state)}", "magenta")
+    return one_line(line, width)
 
 
-def _alarms(state: DashboardState, width: int) -> list[Line]:
-    """One red line while an alarm is active: its metric and, as far as there is room, what to do."""
+def _alarms(state: DashboardState, width: int) -> list[Text]:
+    """Return one red line while an alarm is active: its metric and, if there is room, what to do."""
     alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
     if not alarms:
         return []
@@ -105,8 +84,8 @@ def _alarms(state: DashboardState, width: int) -> list[Line]:
     return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
 
 
-def _figures(state: DashboardState, width: int) -> list[Line]:
-    """Two columns of key figures: learning on the left, machinery on the right."""
+def _figures(state: DashboardState, width: int) -> list[Text]:
+    """Return two columns of key figures: learning on the left, machinery on the right."""
 
     def of(name: str, digits: int = 3) -> str:
         return number(state.latest(name), digits)
@@ -117,24 +96,18 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
     best = max(state.series("eval/accuracy"), key=lambda point: point[1], default=None)
     record = f"  best {number(best[1])} at step {best[0]}" if best else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
-    cut = percent("completions/truncated_share")
+    cut, masked = percent("completions/truncated_share"), percent("staleness/masked_share")
     idle = f"gen {share(state.idle_generators)}  update {share(state.paused_generators)}"
+    mismatch = f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}"
     learning = [
         ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
         ("held-out", of("eval/accuracy") + record),
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
-        (
-            "mismatch",
-            f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}",
-        ),
+        ("mismatch", mismatch),
     ]
     machinery = [
-        (
-            "staleness",
-            f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked "
-            f"{percent('staleness/masked_share')}",
-        ),
+        ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {masked}"),
         ("", f"{of('staleness/in_flight', 2)} in flight + {of('staleness/in_queue', 2)} in queue"),
         ("generate", f"{state.generated_tokens_per_s:,.0f} tok/s"),
         ("learn", f"{of('perf/learner_tokens_per_s')} tok/s  {of('time/step')} s/step"),
@@ -149,40 +122,25 @@ def _figures(state: DashboardState, width: int) -> list[Line]:
     return lines
 
 
-def _ledger(state: DashboardState, width: int) -> list[Line]:
-    """Where every issued id is, which shows that nothing is lost, and what was dropped."""
-    audit = state.status.audit if state.status else None
+def _ledger(state: DashboardState, width: int) -> list[Text]:
+    """Return where every issued id is, which shows that nothing is lost, and what was dropped."""
     lines = []
-    if audit:
-        parts = [
-            f"{count:,} {name}"
-            for name in ("leased", "reissue", "ready", "taken", "done")
-            if (count := getattr(audit, name))
-        ]
+    if audit := state.status.audit if state.status else None:
+        counts = {place: getattr(audit, place) for place in PLACES}
+        parts = " + ".join(f"{count:,} {place}" for place, count in counts.items() if count) or "0"
         verdict = (f"{audit.missing:,} missing", "bold red") if audit.missing else ("0 missing", "green")
-        text = Text.assemble(
-            ("buffer   ", "dim"), f"{audit.issued:,} = {' + '.join(parts) or '0'}  ", verdict
-        )
+        text = Text.assemble(("buffer   ", "dim"), f"{audit.issued:,} = {parts}  ", verdict)
         size = f"  {data_size(audit.payload_bytes)}"
-        lines.append(one_line(text.append(size if text.cell_len + len(size) <= width else "", "dim"), width))
-    dropped = (
-        "  ".join(f"{visible(name)} {count:,}" for name, count in sorted(state.dropped.items()) if count)
-        or "nothing"
-    )
+        lines.append(text.append(size if text.cell_len + len(size) <= width else "", "dim"))
+    dropped = [f"{visible(name)} {count:,}" for name, count in sorted(state.dropped.items()) if count]
     control = state.status.counters if state.status else {}
-    joined = "  ".join(
-        f"{name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name)
-    )
-    lines.append(
-        one_line(
-            Text.assemble(("dropped  ", "dim"), dropped, (f"  {joined}" if joined else "", "yellow")), width
-        )
-    )
-    return lines
+    failed = [f"  {name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name)]
+    shown = ("  ".join(dropped) or "nothing", ("".join(failed), "yellow"))
+    return [one_line(line, width) for line in (*lines, Text.assemble(("dropped  ", "dim"), *shown))]
 
 
-def _curves(state: DashboardState, width: int, height: int) -> list[Line]:
-    """Reward and held-out accuracy side by side; reward alone until there are two evaluations."""
+def _curves(state: DashboardState, width: int, height: int) -> list[Text]:
+    """Return reward and held-out accuracy side by side; reward alone until there are two evaluations."""
     reward, accuracy = state.series("reward/mean"), state.series("eval/accuracy")
     if height < 5:
         return []
@@ -199,27 +157,20 @@ def _curves(state: DashboardState, width: int, height: int) -> list[Line]:
     return lines
 
 
-def _generators(state: DashboardState, width: int, height: int) -> list[Line]:
-    """A head line, then one line per generator; without room for all, the worst ones and a summary line."""
+def _generators(state: DashboardState, width: int, height: int) -> list[Text]:
+    """Return a head and a line per generator; without room for all, the worst ones and a summary line."""
     if not state.members:
         return [Text("no generators have joined", "yellow")]
     newest = state.status.version if state.status else max(member.version for member in state.members)
-    by_name = sorted(
-        state.members,
-        key=lambda member: (not _in_trouble(member), len(member.generator_id), member.generator_id),
-    )
+    by_name = sorted(state.members, key=lambda member: (len(member.generator_id), member.generator_id))
     fit = len(by_name) < height
-    if fit:
-        shown = by_name
-    else:  # those in trouble, then those far behind, then slow ones
-        by_name.sort(
-            key=lambda member: (
-                not _in_trouble(member),
-                member.version - newest if member.version >= 0 else 0,
-                member.metrics.get("tokens_per_s", 0.0),
-            )
-        )
-        shown = by_name[: height - 2]
+
+    def order(member: MemberStatus) -> tuple[float, ...]:
+        """Those in trouble come first; without room for all, then those far behind, then slow ones."""
+        behind = newest - member.version if member.version >= 0 else 0
+        return (not _in_trouble(member), *(() if fit else (-behind, member.metrics.get("tokens_per_s", 0.0))))
+
+    shown = sorted(by_name, key=order)[: None if fit else height - 2]
     id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
     title = "generator" if fit else "worst of all"
     head = f"{title:<{id_width}} {'state':<16} {'version':>8} {'behind':>6} {'tok/s':>8} {'running':>7}"
@@ -234,36 +185,29 @@ def _in_trouble(member: MemberStatus) -> bool:
     return member.state == "dirty" or member.silent_s > SILENT_S
 
 
-def _member(member: MemberStatus, newest: int, id_width: int) -> Line:
+def _member(member: MemberStatus, newest: int, id_width: int) -> Text:
     tokens, running = member.metrics.get("tokens_per_s"), member.metrics.get("running_requests")
     name = one_line(Text(visible(member.generator_id)), id_width)
     name.pad_right(id_width - name.cell_len)
     silent = f"  silent {duration(member.silent_s)}" if member.silent_s > SILENT_S else ""
     # A generator has no version while weights arrive: it cannot sample with half of them.
-    version, behind = (
-        (f"v{member.version}", str(newest - member.version)) if member.version >= 0 else ("-", "-")
-    )
+    known = member.version >= 0
+    version, behind = (f"v{member.version}", str(newest - member.version)) if known else ("-", "-")
     figures = f" {version:>8} {behind:>6} {number(tokens):>8} {number(running):>7}"
     state_text = (f" {member.state:<16.16}", STATE_STYLES.get(member.state, "yellow"))
     return Text.assemble(name, state_text, figures, (silent, "red"))
 
 
-def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
-    """All generators in one line; parts that do not fit are left out, the least informative first."""
+def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Text:
+    """Return all generators in one line; parts that do not fit are left out, the least informative first."""
     tokens = sum(member.metrics.get("tokens_per_s", 0.0) for member in members)
     states = Counter(member.state for member in members)
     behind = max((newest - member.version for member in members if member.version >= 0), default=0)
     silent = sum(member.silent_s > SILENT_S for member in members)
-    parts = [
-        f"{count} {name}"
-        for name, count in sorted(states.items(), key=lambda item: (item[0] != "dirty", -item[1]))
-    ]
-    parts = [
-        *([f"{silent} silent"] if silent else []),
-        *parts,
-        f"at most {behind} behind",
-        f"{tokens:,.0f} tok/s",
-    ]
+    parts = [f"{silent} silent"] if silent else []
+    dirty_first = sorted(states.items(), key=lambda item: (item[0] != "dirty", -item[1]))
+    parts += [f"{count} {name}" for name, count in dirty_first]
+    parts += [f"at most {behind} behind", f"{tokens:,.0f} tok/s"]
     text = f"all {len(members)}: {parts[0]}"
     for part in parts[1:]:
         if cell_len(f"{text}, {part}") <= width:
@@ -271,9 +215,8 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Line:
     return Text(text, "dim")
 
 
-def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
-    """The newest rollouts: a head line, the end of the prompt, and as much of the response as there is room
-    for."""
+def _samples(state: DashboardState, width: int, height: int) -> list[Text]:
+    """Return the newest rollouts: a head, the end of the prompt, and the part of the response that fits."""
     if height < 3:
         return []
     count = max(1, min(3, height // 4))
@@ -281,19 +224,15 @@ def _samples(state: DashboardState, width: int, height: int) -> list[Line]:
     return [line for sample in newest for line in sample_lines(sample, width, min(6, height // count))]
 
 
-def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Line]:
-    """A rollout in at most `height` lines (with 2, without its prompt), control characters made visible."""
+def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
+    """Return a rollout in at most `height` lines (2: without its prompt), its control characters visible."""
     width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
-    versions = [version for version, _ in sample.versions]
-    ages = (
-        f"v{min(versions)}" + (f"-{max(versions)}" if max(versions) > min(versions) else "")
-        if versions
-        else "v?"
-    )
-    head = f"{sample.kind} {sample.step}  reward {number(sample.reward)}" + (
-        f" ({parts})" if len(sample.parts) > 1 else ""
-    )
+    versions = sorted({version for version, _ in sample.versions})
+    ages = f"v{versions[0]}" if versions else "v?"
+    ages += f"-{versions[-1]}" if len(versions) > 1 else ""
+    head = f"{sample.kind} {sample.step}  reward {number(sample.reward)}"
+    head += f" ({parts})" if len(sample.parts) > 1 else ""
     head += f"  advantage {number(sample.advantage)}  {ages}  {sample.finish_reason}  {sample.generator_id}"
     style = "green" if sample.reward > 0 else "yellow"
     prompt, response = visible(sample.prompt), visible(sample.response)

@@ -1,12 +1,11 @@
-"""Finds in the output of a dead process the one line that says why, and counts deaths with the same
-reason."""
+"""Finds the error in the output of a dead process, and counts deaths with the same error."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 READ_BYTES = 1 << 20  # read at most this much of the end of a log: engines print thousands of lines
-LONGEST, LINES = 400, 40
+LONGEST, LINES = 400, 40  # characters of an error; last lines in which `last_message` looks for one
 # Colour codes, and the prefix of lines that vLLM's processes print.
 NOISE = re.compile(
     r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|"
@@ -22,26 +21,19 @@ VAGUE = re.compile(r"see (?:root cause|the) |failed core proc|TimeoutError|cance
 
 
 def last_error(text: str) -> str:
-    """The error that ended a process, with the first error where the last one is vague; without errors, the
-    last line."""
+    """Return the last error, and the first one too where the last is vague; without errors, the last line."""
     lines = [_plain(line) for line in text.splitlines()]
-    errors = [
-        found for line in lines if (found := ERROR.fullmatch(line) or ERROR.search(line.partition(": ")[2]))
-    ]
-    said = [f"{found['name']}: {found['text']}" for found in errors]
-    if not said:
+    found = [ERROR.fullmatch(line) or ERROR.search(line.partition(": ")[2]) for line in lines]
+    errors = [f"{error['name']}: {error['text']}" for error in found if error]
+    if not errors:
         return next((line for line in reversed(lines) if line), "")[:LONGEST]
-    last, first = said[-1], said[0]
-    return (
-        f"{last[:LONGEST]} (first: {first[:LONGEST]})"
-        if VAGUE.search(last) and first != last
-        else last[:LONGEST]
-    )
+    first, last = errors[0], errors[-1]
+    more = f" (first: {first[:LONGEST]})" if VAGUE.search(last) and first != last else ""
+    return last[:LONGEST] + more
 
 
 def last_message(text: str) -> str:
-    """The last error with all lines below it, since our errors may list several mistakes; without errors, the
-    last lines."""
+    """Return the last error and all lines below it, which may list more mistakes; without errors, the end."""
     lines = text.rstrip().splitlines()[-LINES:]
     for index in reversed(range(len(lines))):
         if found := ERROR.search(_plain(lines[index])):
@@ -61,7 +53,7 @@ class Deaths:
 
     path: Path  # the file with the output of all restarts
     words: str = ""  # last error of the newest death
-    in_a_row: int = 0  # newest deaths with the same last error, numbers in it aside
+    in_a_row: int = 0  # newest deaths whose last errors differ in numbers only
     _read_to: int = 0
 
     def __post_init__(self) -> None:
@@ -72,13 +64,12 @@ class Deaths:
         words = last_error(self.printed())
         # Numbers differ between restarts: ids, ports, times.
         shape, last_shape = (re.sub(r"0x[0-9a-f]+|\d+", "#", text) for text in (words, self.words))
-        same = words and shape == last_shape
-        self.in_a_row = self.in_a_row + 1 if same else 1
+        self.in_a_row = self.in_a_row + 1 if words and shape == last_shape else 1
         self.words = words
         return words
 
     def printed(self) -> str:
-        """The output since the last call."""
+        """Return the output since the last call."""
         try:
             size = self._size()
             start, self._read_to = max(min(self._read_to, size), size - READ_BYTES), size

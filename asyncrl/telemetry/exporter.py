@@ -1,18 +1,8 @@
-"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 while
-nothing moves.
+"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 in a stall.
 
-The address is written to a file in the run directory, in the format of Prometheus's file-based discovery, so
-that one scrape configuration finds every process of every run, including processes that restart or join
-later.
-
-One rule makes the Prometheus name from a name in docs/metrics.md:
-
-    asyncrl_ + the name with `_` for every other character + _ + its unit, unless the name ends with the unit
-    already
-
-`time/step` becomes `asyncrl_time_step_seconds`, `completions/truncated_share`
-`asyncrl_completions_truncated_share`, and the bin `staleness/in_queue/3`
-`asyncrl_staleness_in_queue_share{bin="3"}`. Metrics of generators begin with `asyncrl_generator_`.
+The address is written to a file in the format of Prometheus's file-based discovery, so that one scrape
+configuration finds every process of every run, including processes that restart or join later.
+`docs/metrics.md` has the rule that makes a Prometheus name from the name of a metric.
 """
 
 import contextlib
@@ -35,13 +25,12 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.telemetry.base import BIN, SampleRecord
-from asyncrl.telemetry.status import StatusSnapshot
+from asyncrl.telemetry.status import PLACES, StatusSnapshot
 
 log = logging.getLogger(__name__)
 
 PREFIX = "asyncrl_"
 GENERATOR_PREFIX = "asyncrl_generator_"
-PLACES = ("leased", "reissue", "ready", "taken", "done")
 KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes whenever a generator does something
 # (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
@@ -49,11 +38,9 @@ UNITS = (
     ("", r"(reward|hook|alarm)/.*"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
-    (
-        "share",
-        r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)|eval/(accuracy|pass@.*|maj@.*)",
-    ),
-    ("share", r"weight/(zero|truncated|rejected)(/.*)?|critic/(explained_variance|value_clipped)"),
+    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
+    ("share", r"eval/(accuracy|pass@.*|maj@.*)|critic/(explained_variance|value_clipped)"),
+    ("share", r"weight/(zero|truncated|rejected)(/.*)?"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
     ("nats", r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|abs_log_ratio/max)"),
     ("steps", r"(staleness|lag)/.*"),
@@ -67,19 +54,14 @@ class Exporter(Collector):
     def __init__(
         self, *, host: str, port: int, target: Path, run: str, process: str, prefix: str, stall_s: float
     ) -> None:
-        """Listen on `host`.
+        """Listen on `host`. Raises RunError if that is not an address of this machine.
 
         Args:
-            host: address to bind.
             port: port to bind. With 0, and with a message when the port is taken, any free port is used.
             target: file that tells Prometheus where this process listens; `close` removes it.
-            run: label of the target.
-            process: label of the target.
+            run, process: labels of the target.
             prefix: prefix of the names of all logged metrics.
             stall_s: after this long without progress `/health` answers 503.
-
-        Raises:
-            RunError: `host` is not an address of this machine.
         """
         self._prefix = prefix
         self._stall_s = stall_s
@@ -96,13 +78,11 @@ class Exporter(Collector):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_text(target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
         except OSError as error:
-            log.warning(
-                "%s cannot be written, by which Prometheus finds %s:%d: %s", target, host, self.port, error
-            )
+            message = "%s cannot be written, so Prometheus will not find %s:%d: %s"
+            log.warning(message, target, host, self.port, error)
         threading.Thread(target=self._server.serve_forever, name="asyncrl-metrics", daemon=True).start()
-        log.info(
-            "metrics are at port %d of %s, for Prometheus in %s", self.port, host or "all interfaces", target
-        )
+        where = host or "all interfaces"
+        log.info("metrics are at port %d of %s, for Prometheus in %s", self.port, where, target)
 
     @property
     def port(self) -> int:
@@ -110,8 +90,7 @@ class Exporter(Collector):
         return int(self._server.server_address[1])
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Keep the newest values. A whole step replaces the last one; without a step, `PROGRESS` shows
-        progress."""
+        """Keep the newest values. A whole step replaces the one before; a record without a step is whole."""
         if step is None:
             self.moved(*(metrics.get(name) for name in PROGRESS))
         is_whole = step is None or "time/step" in metrics
@@ -126,7 +105,7 @@ class Exporter(Collector):
         self._families = families
 
     def moved(self, *marks: object) -> None:
-        """Report values that change with progress: a difference from the last call counts as progress."""
+        """Compare values that change with progress: a difference from the last call counts as progress."""
         if marks != self._marks:
             self._marks, self._moved_at_s = marks, time.monotonic()
 
@@ -138,7 +117,7 @@ class Exporter(Collector):
         self._server.server_close()
 
     def collect(self) -> Iterable[Metric]:
-        """The families that `/metrics` serves."""
+        """Return the families that `/metrics` serves."""
         logged: dict[str, GaugeMetricFamily] = {}
         for name, value in sorted(self._values.items()):
             exported, labels = prometheus_name(name, self._prefix)
@@ -148,19 +127,15 @@ class Exporter(Collector):
         age_s = time.monotonic() - self._moved_at_s
         own = (
             *self._families,
-            gauge(
-                "asyncrl_progress_age_seconds", "since something was sampled, arrived or was trained", age_s
-            ),
+            gauge("asyncrl_progress_age_seconds", "since tokens, groups or weights last changed", age_s),
             gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
         )
         return {family.name: family for family in (*logged.values(), *own)}.values()
 
     def _health(self) -> tuple[int, dict[str, float]]:
         age_s = time.monotonic() - self._moved_at_s
-        return (200 if age_s < self._stall_s else 503), {
-            "progress_age_s": round(age_s, 3),
-            "stall_s": self._stall_s,
-        }
+        answer = {"progress_age_s": round(age_s, 3), "stall_s": self._stall_s}
+        return (200 if age_s < self._stall_s else 503), answer
 
 
 def _handler(
@@ -172,8 +147,8 @@ def _handler(
                 case "/metrics":
                     super().do_GET()
                 case "/health":
-                    status, said = health()
-                    body = json.dumps(said).encode()
+                    status, answer = health()
+                    body = json.dumps(answer).encode()
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
                     self.send_header("Content-Length", str(len(body)))
@@ -195,12 +170,12 @@ def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
                 f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this "
                 "machine (127.0.0.1 for itself only) and a port above 1023"
             ) from error
-        log.warning("port %d of %s for metrics is taken; any free one is used", port, host)
+        log.warning("port %d of %s for metrics is taken; any free port is used", port, host)
         return ThreadingHTTPServer((host, 0), handler)
 
 
 def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str]]:
-    """(Prometheus name, labels) of a logged metric."""
+    """Return (Prometheus name, labels) of a logged metric."""
     found = BIN.fullmatch(name)
     plain = prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", found["name"] if found else name)
     if found:
@@ -211,16 +186,13 @@ def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str
 
 
 def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
-    """A family with one value."""
+    """Return a family with one value."""
     return GaugeMetricFamily(name, meaning, value=value)
 
 
 def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> list[Metric]:
-    """The learner's status as metrics, with the limits to compare it with: the store's bytes and the probe's
-    nats."""
-    info = GaugeMetricFamily(
-        "asyncrl_run_info", "1, with the name and the state of the run", labels=["run", "state"]
-    )
+    """Return the learner's status as metrics, with the limits of the store's bytes and the probe's nats."""
+    info = _family("run_info", "1, with the name and the state of the run", "run", "state")
     info.add_metric([status.run, status.state], 1.0)
     return [
         info,
@@ -238,7 +210,7 @@ def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: fl
 
 
 def _buffer(audit: Audit) -> Iterable[Metric]:
-    groups = GaugeMetricFamily("asyncrl_buffer_groups", "issued ids by where they are", labels=["place"])
+    groups = _family("buffer_groups", "issued ids by where they are", "place")
     for place in PLACES:
         groups.add_metric([place], getattr(audit, place))
     events = CounterMetricFamily("asyncrl_buffer_events", "what the store counted", labels=["event"])
@@ -247,25 +219,21 @@ def _buffer(audit: Audit) -> Iterable[Metric]:
     yield groups
     yield events
     yield gauge("asyncrl_buffer_issued_groups", "ids issued so far", audit.issued)
-    yield gauge(
-        "asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: always 0", audit.missing
-    )
+    yield gauge("asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: 0", audit.missing)
     yield gauge("asyncrl_buffer_payload_bytes", "stored groups", audit.payload_bytes)
 
 
 def _members(members: Iterable[MemberStatus]) -> Iterable[Metric]:
-    version = GaugeMetricFamily(
-        "asyncrl_member_version", "policy version of a generator, -1: dirty weights", labels=["generator"]
-    )
-    silent = GaugeMetricFamily(
-        "asyncrl_member_silent_seconds", "since its last heartbeat", labels=["generator"]
-    )
-    states = GaugeMetricFamily(
-        "asyncrl_member_state", "1, with what a generator is doing", labels=["generator", "state"]
-    )
+    version = _family("member_version", "policy version of a generator, -1: dirty weights", "generator")
+    silent = _family("member_silent_seconds", "since its last heartbeat", "generator")
+    states = _family("member_state", "1, with what a generator is doing", "generator", "state")
     for member in members:
         version.add_metric([member.generator_id], member.version)
         silent.add_metric([member.generator_id], member.silent_s)
         states.add_metric([member.generator_id, member.state], 1.0)
-    yield gauge("asyncrl_members", "generators that are there", len(version.samples))
+    yield gauge("asyncrl_members", "generators that have joined", len(version.samples))
     yield from (version, silent, states)
+
+
+def _family(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, meaning, labels=labels)

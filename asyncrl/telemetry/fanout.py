@@ -1,5 +1,4 @@
-"""Sends metrics to all trackers and alarms. A tracker that fails is logged once and tried again; training
-goes on."""
+"""Sends metrics to all trackers and alarms. A tracker that fails is tried again; training continues."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +18,10 @@ BACKOFF = Backoff(1.0, 300.0)
 
 
 class Trackers:
-    """Passes every call to every tracker. A tracker that fails is skipped for a while, then opened or called
-    again."""
+    """Passes every call to every tracker. A tracker that fails is skipped for a while, then tried again."""
 
     def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
-        """Open each tracker. `alarms` watch the metrics that are logged by step."""
+        """Open each tracker. `alarms` watches the metrics that are logged by step."""
         self._alarms = alarms
         self._trackers = [_Kept(opener) for opener in openers]
         self._each("open", lambda tracker: None)
@@ -97,28 +95,24 @@ def open_trackers(
     resolved: Mapping[str, Any],
     step: int = 0,
 ) -> Trackers:
-    """The learner's trackers: JSONL always, the others if the config asks for them, importing their libraries
-    only then.
+    """Open the learner's trackers: JSONL always; others, with their libraries, if the config asks for them.
 
     Args:
-        config: the telemetry section. run: name of the run. key_id: id of the run's key. A fresh run of the
-        same name has another, so it does not overwrite old curves. directory: the run directory. metrics:
-        JSONL file for metrics. samples: JSONL file for rollouts. resolved: the whole config as plain values:
-        trackers show it, alarms take their limits from it. step: finished steps. Later steps that an earlier
-        process logged will be logged again.
+        run: name of the run.
+        key_id: id of the run's key. A fresh run of the same name has another, so it keeps the old curves.
+        directory: the run directory.
+        metrics, samples: JSONL files for metrics and for rollouts.
+        resolved: the whole config as plain values: trackers show it, alarms take their limits from it.
+        step: finished steps. Later steps that an earlier process logged will be logged again.
     """
     run_id = f"{run}-{key_id}"
 
     def open_wandb(mode: Literal["online", "offline"]) -> Tracker:
         from asyncrl.telemetry.wandb import WandbTracker
 
+        project = config.wandb_project
         return WandbTracker(
-            mode=mode,
-            project=config.wandb_project,
-            name=run,
-            run_id=run_id,
-            directory=directory,
-            config=resolved,
+            mode=mode, project=project, name=run, run_id=run_id, directory=directory, config=resolved
         )
 
     def open_tensorboard() -> Tracker:

@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]  # (place, value), ascending; a `Series` 
 
 
 def thinned(points: Points, most: int) -> Points:
-    """The points reduced to `most`: each is the mean of a run of points, at the place of the last of them."""
+    """Return at most `most` points: each is the mean of neighbouring points, at the place of the last one."""
     size = -(-len(points) // most)
     if size <= 1:
         return points
@@ -25,8 +25,7 @@ def thinned(points: Points, most: int) -> Points:
 
 
 class Tail:
-    """Reads a growing JSONL file: each call returns the complete lines that were added since the last
-    call."""
+    """Reads a growing JSONL file: each call returns the complete lines added since the last call."""
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
         """Start at the beginning, or at most `last_bytes` before the end."""
@@ -36,7 +35,7 @@ class Tail:
         self._inside_line = self._offset > 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Objects written since the last call. A file that has shrunk is read from its beginning."""
+        """Return the objects written since the last call. A file that has shrunk is read again from 0."""
         size = self._size()
         if size < self._offset:
             self._offset, self._inside_line = 0, False
@@ -66,7 +65,7 @@ class Tail:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None for anything else, such as a line that a crash cut off."""
+    """Return the JSON object in a line; None for anything else, such as a line that a crash cut off."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -75,21 +74,33 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def numbers(record: Mapping[str, Any]) -> Row:
-    """The numeric values of a record."""
-    return {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    """Return the numeric values of a record."""
+    plain = {name: value for name, value in record.items() if not isinstance(value, bool)}
+    return {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
+
+
+def growth_share(before: Row, now: Row, name: str) -> float | None:
+    """Return the growth of a counter of seconds as a share of the time between two lines of a generator.
+
+    The counters start from 0 when the generator restarts. None if the share is not known.
+    """
+    if "alive_s" not in now:
+        return None
+    since = {} if now["alive_s"] <= before.get("alive_s", 0.0) else before
+    alive_s = now["alive_s"] - since.get("alive_s", 0.0)
+    counted_s = now.get(name, 0.0) - since.get(name, 0.0)
+    return min(1.0, max(0.0, counted_s / alive_s)) if alive_s > 0 else None
 
 
 class History:
     """Metrics by step. A step that is logged again, after a resume, replaces that step and all later ones.
 
-    An evaluation may be logged steps later, and again after a resume: `eval/` metrics are added to their step
-    and replace nothing else.
+    An evaluation may be logged steps later: `eval/` metrics are added to their step and replace no other.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
-        # Steps of the rows, ascending: the dashboard asks for the newest values often.
-        self.steps: list[int] = []
+        self.steps: list[int] = []  # of the rows, ascending: the dashboard often asks for the newest values
         self.rejected: Counter[str] = Counter()  # groups rejected in all steps, by reason
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -97,11 +108,7 @@ class History:
         step = record.get("step")
         if not isinstance(step, int):
             return
-        values = {
-            name: float(value)
-            for name, value in numbers(record).items()
-            if name != "step" and not isinstance(value, bool)
-        }
+        values = numbers({name: value for name, value in record.items() if name != "step"})
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
@@ -112,20 +119,19 @@ class History:
             bisect.insort(self.steps, step)
         row = self.rows.setdefault(step, {})
         self.rejected.update(_rejected(values))
-        row.update(
-            {name: value for name, value in values.items() if name != "time" or training or "time" not in row}
-        )
+        if "time" in row and not training:
+            values.pop("time", None)
+        row.update(values)
 
     def series(self, name: str) -> Series:
-        """All values of a metric, by step."""
+        """Return all values of a metric, by step."""
         return tuple((step, row[name]) for step in self.steps if name in (row := self.rows[step]))
 
     def latest(self, name: str) -> float | None:
-        """The newest value of a metric."""
+        """Return the newest value of a metric."""
         return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
 
 
 def _rejected(row: Row) -> dict[str, int]:
-    return {
-        name.removeprefix(REJECTED): int(value) for name, value in row.items() if name.startswith(REJECTED)
-    }
+    reasons = {name: name.removeprefix(REJECTED) for name in row if name.startswith(REJECTED)}
+    return {reason: int(row[name]) for name, reason in reasons.items()}

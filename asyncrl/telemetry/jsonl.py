@@ -1,5 +1,4 @@
-"""Metrics and samples as JSON lines: always written, readable with any tool, complete up to the last line
-after a crash."""
+"""Metrics and samples as JSON lines, which any tool can read; a crash loses the last line at most."""
 
 import errno
 import json
@@ -29,8 +28,7 @@ class JsonlTracker:
     """
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
-        """Append metrics to the file `metrics`, and rollouts to the file `samples` if this process writes
-        any."""
+        """Append metrics to the file `metrics`, and rollouts to the file `samples` if there is one."""
         self._metrics = Lines(metrics)
         self._samples = Lines(samples) if samples else None
         self._nonfinite: Counter[str] = Counter()
@@ -57,13 +55,13 @@ class JsonlTracker:
 
 
 def finite(value: float) -> float | None:
-    """A plain number, also from numpy and torch; None for NaN and infinity."""
+    """Return a plain number, also from numpy and torch; None for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON can hold it: None for NaN and infinity, strings for types that JSON lacks."""
+    """Return the value as JSON can hold it: None for NaN and infinity, strings for types that JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -102,12 +100,9 @@ class Lines:
 
     def _flush(self) -> None:
         try:
-            is_replaced = self._file and not os.path.samestat(
-                os.fstat(self._file.fileno()), self._path.stat()
-            )
+            if self._file and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                self.close()
         except OSError:  # the file has been deleted
-            is_replaced = True
-        if is_replaced:
             self.close()
         try:
             self._file = self._file or _open(self._path)
@@ -119,12 +114,8 @@ class Lines:
             raise
         self._waiting.clear()
         if self._lost:
-            log.warning(
-                "%s lacks %d lines: only %d could wait until it was written again",
-                self._path,
-                self._lost,
-                WAITING,
-            )
+            message = "%s lacks %d lines: only %d could wait until it was written again"
+            log.warning(message, self._path, self._lost, WAITING)
             self._lost = 0
 
 

@@ -1,5 +1,4 @@
-"""Shows a running run: a dashboard on a terminal, otherwise one line per step, per warning, and for long
-waits."""
+"""Shows a running run: a dashboard on a terminal, otherwise one line per step, warning and long wait."""
 
 import re
 import time
@@ -17,8 +16,7 @@ from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
-# Silence before a line says what the run waits for. Once steps were made, the same wait is repeated less
-# often.
+# Silence before a line says what the run waits for; the longer one before a wait between steps is repeated.
 QUIET_S, LONG_QUIET_S = 9.0, 60.0
 REPEAT_S = 60.0  # a warning that differs only in its numbers is repeated after this long
 
@@ -53,18 +51,14 @@ class Dashboard:
 
 
 class PlainReporter:
-    """Lines for logs and pipes: one per step and per new warning, and during silence one that says what the
-    run waits for."""
+    """Lines for logs and pipes: one per step and new warning; during silence, what the run waits for."""
 
     def __init__(self, write: Callable[[str], object], *, since: float = 0.0) -> None:
         """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
-        self._write = write
-        self._since = since
+        self._write, self._since = write, since
         self._step = -1
-        # When each warning, without its numbers, was shown last.
-        self._told_at: dict[str, float] = {}
-        self._noted_at = 0.0
-        self._said_at = 0.0
+        self._shown_at: dict[str, float] = {}  # when each warning, without its numbers, was shown last
+        self._noted_at = self._said_at = 0.0
         self._waiting = ""
 
     def show(self, state: DashboardState) -> None:
@@ -81,16 +75,14 @@ class PlainReporter:
             if note.at > self._noted_at:
                 self._noted_at = note.at
                 shape = re.sub(r"\d+", "#", str(note))
-                if state.now - self._told_at.get(shape, 0.0) >= REPEAT_S:
-                    self._told_at[shape] = state.now
+                if state.now - self._shown_at.get(shape, 0.0) >= REPEAT_S:
+                    self._shown_at[shape] = state.now
                     self._say(f"! {visible(str(note))}", state.now)
         quiet_s, waiting = state.now - self._said_at, waiting_for(state)
         if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not steps else LONG_QUIET_S):
             self._waiting = waiting
-            self._say(
-                f"{duration(state.elapsed_s)}  {waiting}" if state.elapsed_s is not None else waiting,
-                state.now,
-            )
+            elapsed = f"{duration(state.elapsed_s)}  " if state.elapsed_s is not None else ""
+            self._say(elapsed + waiting, state.now)
 
     def close(self) -> None:
         """Do nothing: lines need no cleanup."""
@@ -101,17 +93,15 @@ class PlainReporter:
 
 
 def step_line(state: DashboardState, step: int) -> str:
-    """A step as one line."""
+    """Return a step as one line."""
     row = state.history.rows[step]
     at = row.get
     total = f"/{state.status.total_steps}" if state.status else ""
-    accuracy = next(
-        (value for known, value in reversed(state.series("eval/accuracy")) if known <= step), None
-    )
+    accuracy = [value for known, value in state.series("eval/accuracy") if known <= step]
     parts = [
         f"step {step}{total}",
         f"reward {number(at('reward/mean'))}",
-        f"held-out {number(accuracy)}" if accuracy is not None else "",
+        f"held-out {number(accuracy[-1])}" if accuracy else "",
         f"length {number(at('completions/length_mean'))}",
         f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
         f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",
@@ -127,15 +117,11 @@ def step_line(state: DashboardState, step: int) -> str:
 def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> DashboardState:
     """Show a run until `over()` is true or its status is final, and return the last state.
 
-    On a terminal this is the dashboard, otherwise lines. Ctrl-C raises KeyboardInterrupt after restoring the
-    terminal.
+    A terminal gets the dashboard, a pipe lines. Ctrl-C raises KeyboardInterrupt after restoring the terminal.
     """
     console = console or Console()
-    view: View = (
-        Dashboard(console)
-        if console.is_terminal
-        else PlainReporter(lambda line: console.print(line, soft_wrap=True, markup=False))
-    )
+    plain = PlainReporter(lambda line: console.print(line, soft_wrap=True, markup=False))
+    view: View = Dashboard(console) if console.is_terminal else plain
     reader = StateReader(directory)
     try:
         while True:

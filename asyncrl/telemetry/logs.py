@@ -1,11 +1,9 @@
-"""Logs: a file of JSON lines per process and readable lines on the console, with time, process and policy
-version.
+"""Logs: a file of JSON lines for each process, and readable lines on the console.
 
 Modules log with `logging.getLogger(__name__)` as usual. Values passed as `extra` become fields:
 
-    {"time": "2026-01-31T12:00:00.123456Z", "level": "warning", "process": "g0", "version": 7, "logger":
-    "asyncrl.generator",
-     "event": "ticket 12 of lane train failed: ...", "ticket_id": 12, "lane": "train"}
+    {"time": "2026-01-31T12:00:00.123456Z", "level": "warning", "process": "g0", "version": 7,
+     "logger": "asyncrl.generator", "event": "ticket 12 of lane train failed: ...", "ticket_id": 12}
 """
 
 import contextlib
@@ -84,10 +82,9 @@ class _LogFile(logging.handlers.WatchedFileHandler):
         """Called while an exception is handled."""
         self._lost += 1
         if self._lost == 1:
+            message = f"{self.baseFilename} cannot be written and is tried again: {sys.exception()}\n"
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(
-                    f"{self.baseFilename} cannot be written and is tried again: {sys.exception()}\n"
-                )
+                sys.stderr.write(message)
         if self.stream is not None:
             with contextlib.suppress(OSError):
                 self.stream.close()
@@ -104,8 +101,7 @@ class _LogFile(logging.handlers.WatchedFileHandler):
 
 
 def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
-    """Log from INFO up to `directory/<role>.jsonl`, and with `console` also as readable lines to standard
-    error.
+    """Log INFO and above to `directory/<role>.jsonl`, and with `console` as readable lines to standard error.
 
     A second call replaces the handlers of the first.
     """
@@ -119,11 +115,10 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
         handlers.append(logging.StreamHandler(sys.stderr))
         handlers[-1].setFormatter(_Redacted(logging.Formatter(FORMAT, datefmt="%Y-%m-%d %H:%M:%S"), secrets))
     root = logging.getLogger()
-    for old in [
-        handler for handler in root.handlers if any(isinstance(item, LogContext) for item in handler.filters)
-    ]:
-        root.removeHandler(old)
-        old.close()
+    for old in list(root.handlers):
+        if any(isinstance(item, LogContext) for item in old.filters):
+            root.removeHandler(old)
+            old.close()
     for handler in handlers:
         handler.addFilter(context)
         root.addHandler(handler)
@@ -134,23 +129,17 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
 
 
 def _secrets() -> re.Pattern[str]:
-    """Matches logins in URLs and the values of secret environment variables, plain and escaped as in JSON."""
-    values = [
-        value for name, value in os.environ.items() if is_secret(name) and len(value) >= SECRET_CHARACTERS
-    ]
-    found = {form for value in values for form in (value, json.dumps(value)[1:-1])}
-    longest_first = sorted(found, key=len, reverse=True)  # one may contain another
+    """Match logins in URLs and the values of secret environment variables, plain and escaped as in JSON."""
+    values = [value for name, value in os.environ.items() if is_secret(name)]
+    long = [value for value in values if len(value) >= SECRET_CHARACTERS]
+    forms = {form for value in long for form in (value, json.dumps(value)[1:-1])}
+    longest_first = sorted(forms, key=len, reverse=True)  # one may contain another
     return re.compile("|".join([URL_LOGIN, *map(re.escape, longest_first)]))
 
 
 def _json_formatter() -> logging.Formatter:
-    fields: list[Processor] = [
-        add_log_level,
-        add_logger_name,
-        ExtraAdder(),
-        TimeStamper(fmt="iso", utc=True, key="time"),
-        _named,
-    ]
+    time_field = TimeStamper(fmt="iso", utc=True, key="time")
+    fields: list[Processor] = [add_log_level, add_logger_name, ExtraAdder(), time_field, _named]
     return ProcessorFormatter(
         foreign_pre_chain=fields,
         # json.dumps writes ASCII: half an emoji from a tokenizer becomes an escape.

@@ -1,11 +1,11 @@
-"""The state that a dashboard shows, read from the files of a run directory by any process, also after the
-run."""
+"""The state that a dashboard shows, read from the files of a run directory, during the run or later."""
 
-import math
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from typing import Any
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History, Row, Series, Tail, numbers
-from asyncrl.telemetry.notes import Note, NoteReader
+from asyncrl.telemetry.history import History, Row, Series, Tail, growth_share, numbers
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
 SAMPLES = 8  # rollouts kept for showing
@@ -27,6 +26,25 @@ STUCK_S, STUCK_STEPS = 30.0, 5.0
 NOTES = 8
 # Counters of the buffer that count work given up or repeated.
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
+LOG_BYTES = 1 << 16  # read at most this much of a log that exists already
+LOUD = ("warning", "error", "critical")
+# Loggers of our modules, some of which are started with -m. Many warnings of libraries are harmless here.
+OWN = ("asyncrl", "__main__")
+BEGINS = re.compile(r"log of process \d+ begins")
+LONGEST_NOTE = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line of a log."""
+
+    at: float  # Unix seconds
+    process: str
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.process}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +57,19 @@ class DashboardState:
     history: History = field(default_factory=History)
     members: tuple[MemberStatus, ...] = ()
     samples: tuple[SampleRecord, ...] = ()
-    # Share of the last minute in which generators had nothing to sample; mean over generators.
+    # Shares of the last minute in which generators had nothing to sample, and in which they were paused for
+    # new weights; means over generators.
     idle_generators: float | None = None
-    # Share of the last minute in which they stood still for new weights.
     paused_generators: float | None = None
-    notes: tuple[Note, ...] = ()  # the newest warnings and errors of all processes, the last one last
-    doing: Mapping[str, str] = field(default_factory=dict)  # what each process said last of itself
+    notes: tuple[Note, ...] = ()  # newest warnings and errors of all processes, the newest one last
+    doing: Mapping[str, str] = field(default_factory=dict)  # newest info line of each process
 
     def series(self, name: str) -> Series:
-        """(step, value) pairs of a learner metric."""
+        """Return all (step, value) pairs of a learner metric."""
         return self.history.series(name)
 
     def latest(self, name: str) -> float | None:
-        """Newest value of a learner metric."""
+        """Return the newest value of a learner metric."""
         return self.history.latest(name)
 
     @property
@@ -61,34 +79,27 @@ class DashboardState:
 
     @property
     def alarms(self) -> list[str]:
-        """Names of the alarms that ring, by the newest trained step."""
-        newest = next(
-            (step for step in reversed(self.history.steps) if "time/step" in self.history.rows[step]), 0
-        )
-        return ringing(self.history.rows.get(newest, {}))
+        """Names of the alarms that are active in the newest trained step."""
+        newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
+        return ringing(next((row for row in newest_first if "time/step" in row), {}))
 
     @property
     def trained_steps(self) -> list[int]:
-        """Steps that have been logged, in order: not those of which only an evaluation is known."""
+        """Trained steps in order, without those of which only an evaluation is known."""
         return [step for step in self.history.steps if "time/step" in self.history.rows[step]]
 
     @property
     def idle_learner(self) -> float | None:
         """Share of the time of the last steps in which the learner had nothing to train on."""
-        known = (
-            row for step in reversed(self.history.steps) if "idle/learner" in (row := self.history.rows[step])
-        )
-        rows = list(islice(known, RECENT_STEPS))
-        seconds = [row.get("time/step", 1.0) for row in rows]
-        if not rows or sum(seconds) <= 0:
-            return None
-        return sum(row["idle/learner"] * step_s for row, step_s in zip(rows, seconds, strict=True)) / sum(
-            seconds
-        )
+        newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
+        rows = islice((row for row in newest_first if "idle/learner" in row), RECENT_STEPS)
+        shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
+        total_s = sum(step_s for _, step_s in shares)
+        return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Sum over all generators."""
+        """Speed of all generators together."""
         return sum(member.metrics.get("tokens_per_s", 0.0) for member in self.members)
 
     @property
@@ -101,46 +112,79 @@ class DashboardState:
     @property
     def silent_s(self) -> float:
         """Seconds since the learner last wrote its status; 0 once the run is over."""
-        return (
-            0.0
-            if self.status is None or self.status.is_final
-            else max(0.0, self.now - self.status.updated_at)
-        )
+        if self.status is None or self.status.is_final:
+            return 0.0
+        return max(0.0, self.now - self.status.updated_at)
 
     @property
     def eta_s(self) -> float | None:
-        """Time left at the speed of the last steps."""
+        """Seconds left at the speed of the last steps; None if that is not known, or the run is stuck."""
         rows = self.history.rows
         trained = (
-            step for step in reversed(self.history.steps) if {"time", "time/step"} <= rows[step].keys()
+            (step, rows[step]["time"])
+            for step in reversed(self.history.steps)
+            if {"time", "time/step"} <= rows[step].keys()
         )
-        recent = [(step, rows[step]["time"]) for step in islice(trained, RECENT_STEPS + 1)][::-1]
-        if self.status is None or self.status.is_final or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
+        recent = list(islice(trained, RECENT_STEPS + 1))
+        if self.status is None or self.status.is_final or len(recent) < 2:
             return None
-        seconds_per_step = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
-        if self.now - recent[-1][1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
-            return None  # the run is stuck, so that speed says nothing
+        (last, last_at), (first, first_at) = recent[0], recent[-1]
+        seconds_per_step = (last_at - first_at) / (last - first)
+        if last_at <= first_at or self.now - last_at > max(STUCK_S, STUCK_STEPS * seconds_per_step):
+            return None
         return max(0, self.status.total_steps - self.step) * seconds_per_step
 
     @property
     def dropped(self) -> dict[str, int]:
         """Number of groups that were not trained on or were sampled again, by reason."""
+        booked = self.status.audit.counters if self.status and self.status.audit else {}
         counts = Counter(self.history.rejected)
-        if self.status and self.status.audit:
-            counts.update(
-                {name: count for name, count in self.status.audit.counters.items() if name in DROPS}
-            )
+        counts.update({name: count for name, count in booked.items() if name in DROPS})
         return dict(counts)
+
+
+class NoteReader:
+    """Reads the new lines of all logs: warnings, errors, and what each process is doing."""
+
+    def __init__(self, directory: Path, *, since: float, without: str) -> None:
+        """Leave out lines from before `since` (Unix seconds) and the log of the process `without`."""
+        self._directory, self._since, self._without = directory, since, without
+        self._tails: dict[str, Tail] = {}
+        self.doing: dict[str, str] = {}  # newest info line of each process
+
+    def read(self) -> list[Note]:
+        """Return new warnings and errors, in order of time."""
+        for path in sorted(self._directory.glob("*.jsonl")):
+            if path.stem not in (self._without, *self._tails):
+                self._tails[path.stem] = Tail(path, last_bytes=LOG_BYTES)
+        found = [_note(record) for tail in self._tails.values() for record in tail.read()]
+        notes = sorted((one for one in found if one and one.at >= self._since), key=lambda note: note.at)
+        for note in notes:
+            if note.level == "info":
+                self.doing[note.process] = BEGINS.sub("starting", note.text)
+        return [note for note in notes if note.level in LOUD]
+
+
+def _note(record: Mapping[str, Any]) -> Note | None:
+    """Return the line of a log as a note; None for lines of libraries."""
+    try:
+        at = datetime.fromisoformat(str(record["time"])).timestamp()
+        logger, process, level, text = (str(record[name]) for name in ("logger", "process", "level", "event"))
+    except (KeyError, ValueError):
+        return None
+    if logger.partition(".")[0] not in OWN or record.get("rank"):  # all ranks log alike: rank 0 is enough
+        return None
+    cause = str(record.get("exception") or "").strip().rpartition("\n")[2]
+    return Note(at, process, level, (f"{text}: {cause}" if cause else text)[:LONGEST_NOTE])
 
 
 class StateReader:
     """Reads a run directory repeatedly, each time only what is new."""
 
     def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
-        """Read the run directory `directory`, which need not be complete yet.
+        """Read `directory`, which need not be complete yet. The notes of the process `without` are left out.
 
-        `since` is the start of a run that was just started: status and notes from before it are left out. The
-        notes of the process `without` are left out too.
+        `since` is the start of a run that was just started: status and notes from before it are left out.
         """
         self.directory = directory
         self._since = since or 0.0
@@ -156,7 +200,7 @@ class StateReader:
         self._recent_samples: deque[SampleRecord] = deque(maxlen=SAMPLES)
 
     def read(self) -> DashboardState:
-        """The state now. Its history is shared with later reads and grows with them."""
+        """Return the state now. Its history is shared with later reads and grows with them."""
         for record in self._learner.read():
             self._history.add(record)
         self._recent_samples.extend(sample_from(record) for record in self._samples.read())
@@ -187,54 +231,32 @@ class StateReader:
 
 
 def read_state(directory: Path) -> DashboardState:
-    """The state of a run directory now; empty as far as files are missing."""
+    """Return the state of a run directory now; empty as far as files are missing."""
     return StateReader(directory).read()
 
 
 def sample_from(record: Mapping[str, Any]) -> SampleRecord:
-    """A rollout from its JSON object. Null becomes NaN, unknown fields are left out."""
-    known = {
-        item.name: record[item.name] for item in fields(SampleRecord) if record.get(item.name) is not None
-    }
-    nothing = {
-        "step": 0,
-        "ticket_id": 0,
-        "prompt": "",
-        "response": "",
-        "reward": math.nan,
-        "parts": {},
-        "advantage": math.nan,
-    }
-    return SampleRecord(**{**nothing, "versions": (), "finish_reason": "", "generator_id": "", **known})
+    """Return the rollout of a JSON object. Null becomes the default, unknown fields are left out."""
+    names = (item.name for item in fields(SampleRecord))
+    return SampleRecord(**{name: record[name] for name in names if record.get(name) is not None})
 
 
 def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> tuple[MemberStatus, ...]:
-    """The generators in the learner's status; before it writes one, those that write metrics."""
+    """Return the generators in the learner's status; before it writes one, those that write metrics."""
+    last = {name: lines[-1] if lines else {} for name, lines in rows.items()}
     if status is not None:
         return tuple(
-            replace(member, metrics={**_last(rows.get(member.generator_id)), **member.metrics})
+            replace(member, metrics={**last.get(member.generator_id, {}), **member.metrics})
             for member in status.members
         )
     return tuple(
-        MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=_last(lines))
-        for name, lines in rows.items()
+        MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=metrics)
+        for name, metrics in last.items()
     )
 
 
-def _last(rows: deque[Row] | None) -> Row:
-    return rows[-1] if rows else {}
-
-
 def _mean_share(generators: Iterable[deque[Row]], name: str) -> float | None:
-    """Mean over generators of the growth of a counter of seconds per second alive, over the recent lines."""
-    shares = []
-    for lines in generators:
-        if not lines or "alive_s" not in lines[-1]:
-            continue
-        newest, oldest = lines[-1], lines[0]
-        restarted = newest["alive_s"] <= oldest.get("alive_s", 0.0)
-        since = {} if restarted else oldest
-        alive_s = newest["alive_s"] - since.get("alive_s", 0.0)
-        if alive_s > 0:
-            shares.append(min(1.0, max(0.0, (newest.get(name, 0.0) - since.get(name, 0.0)) / alive_s)))
+    """Return the mean over generators of `growth_share` over the recent lines."""
+    found = (growth_share(lines[0], lines[-1], name) for lines in generators if lines)
+    shares = [share for share in found if share is not None]
     return sum(shares) / len(shares) if shares else None

@@ -13,6 +13,13 @@ from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.telemetry.jsonl import to_json
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
+PLACES = (
+    "leased",
+    "reissue",
+    "ready",
+    "taken",
+    "done",
+)  # where an issued id can be, by the fields of `Audit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +53,7 @@ class StatusSnapshot:
 
 
 def status_json(snapshot: StatusSnapshot) -> dict[str, Any]:
-    """Plain values; NaN and infinity become null."""
+    """Return plain values; NaN and infinity become null."""
     values: dict[str, Any] = to_json(asdict(snapshot))
     if snapshot.audit:
         values["audit"]["missing"] = snapshot.audit.missing
@@ -59,10 +66,8 @@ def write_status(path: Path, snapshot: StatusSnapshot) -> None:
 
 
 def read_status(path: Path) -> StatusSnapshot | None:
-    """The newest status; None when there is none or it cannot be read, since the learner rewrites it every
-    second."""
-    values = read_record(path)
-    if values is None:
+    """Return the newest status; None when there is none or it cannot be read."""
+    if (values := read_record(path)) is None:
         return None
     try:
         values["counters"] = _numbers(values["counters"])
@@ -83,6 +88,6 @@ def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that `kind` has fields for: `missing` of an audit is computed, not stored."""
+    """Return the values that `kind` has fields for: `missing` of an audit is computed, not stored."""
     names = {item.name for item in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

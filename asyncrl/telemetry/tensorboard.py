@@ -49,10 +49,9 @@ class TensorBoardTracker:
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts as text, every few steps."""
         if rows := self._tables.rows(records):
-            text = "\n\n".join(
-                "\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in rows
-            )
-            self._writer.add_text(f"samples/{records[-1].kind}", _code(text), global_step=records[-1].step)
+            lines = [[f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)] for row in rows]
+            text = _code("\n\n".join(map("\n".join, lines)))
+            self._writer.add_text(f"samples/{records[-1].kind}", text, global_step=records[-1].step)
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -60,5 +59,5 @@ class TensorBoardTracker:
 
 
 def _code(text: str) -> str:
-    """Markdown that shows text of a model verbatim; half an emoji, which UTF-8 cannot encode, is escaped."""
+    """Return Markdown that shows a model's text verbatim; half an emoji, which UTF-8 lacks, is escaped."""
     return "\n".join(f"    {line}" for line in text.encode(errors="backslashreplace").decode().splitlines())

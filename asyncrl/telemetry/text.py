@@ -1,5 +1,4 @@
-"""Text and numbers for a terminal. Text of a model is never read as markup, and its control codes become
-visible."""
+"""Text and numbers for a terminal. A model's text is never read as markup; its control codes are visible."""
 
 import math
 import unicodedata
@@ -10,7 +9,7 @@ SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 
 def visible(text: str) -> str:
-    """The text with every character that could move the cursor, colour or reorder text replaced by a sign."""
+    """Replace every character that could move the cursor, colour or reorder text by a sign."""
     return "".join(_sign(character) for character in text)
 
 
@@ -38,7 +37,7 @@ def one_line(text: Text, width: int) -> Text:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number in short form: 0.512, 12.3, 1.2e-05; `-` when unknown."""
+    """Return a number in short form: 0.512, 12.3, 1.2e-05; `-` when unknown."""
     if value is None or math.isnan(value):
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -47,14 +46,14 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
-    return (
-        "-" if value is None or math.isnan(value) else f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
-    )
+    """Return a share as a percentage; `-` when unknown."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
 
 
 def duration(seconds: float | None) -> str:
-    """A time span such as 5s, 3m07s, 2h05m or 3d04h."""
+    """Return a time span such as 5s, 3m07s, 2h05m or 3d04h; `-` when unknown."""
     if seconds is None:
         return "-"
     whole = int(seconds)
@@ -66,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def data_size(size_bytes: float) -> str:
-    """A size such as 12.3 MiB."""
+    """Return a size such as 12.3 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

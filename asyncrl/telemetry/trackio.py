@@ -9,8 +9,7 @@ from asyncrl.telemetry.jsonl import to_json
 
 
 class TrackioTracker:
-    """A Trackio run with the name of ours, continued by a resume. `TRACKIO_DIR` sets the place of the
-    database."""
+    """A Trackio run with our run's name, continued by a resume. `TRACKIO_DIR` sets the database's place."""
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any]) -> None:
         """Open the run."""
@@ -19,23 +18,14 @@ class TrackioTracker:
 
         self._trackio = trackio
         self._tables = SampleTables()
-        self._run = trackio.init(
-            project=project,
-            name=name,
-            config=dict(config),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        options = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project=project, name=name, config=dict(config), **options)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log by step; without a step, in order of time."""
         numbers, histograms = split(metrics)
-        drawn = {
-            name: self._trackio.Histogram(np_histogram=(one.counts, one.edges))
-            for name, one in histograms.items()
-        }
+        draw = self._trackio.Histogram
+        drawn = {name: draw(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()}
         self._run.log(to_json(numbers) | drawn, step=step)
 
     def samples(self, records: Sequence[SampleRecord]) -> None:

@@ -1,5 +1,4 @@
-"""Weights & Biases, online or offline: metrics by step, distributions, and a table of samples every few
-steps."""
+"""Weights & Biases, online or offline: metrics by step, distributions, and tables of samples."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,15 +9,8 @@ from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import COLUMNS, SampleRecord, SampleTables, split
 
 INIT_TIMEOUT_S = 60.0
-# Shown in the run's summary with the last value: best reward, lowest entropy, whether an alarm was ever
-# active.
-BEST = {
-    "reward/mean": "max",
-    "eval/accuracy": "max",
-    "policy/entropy": "min",
-    "mismatch/ess": "min",
-    "alarm/*": "max",
-}
+# Shown in the run's summary next to the last value; the largest value of an alarm says if it was ever active.
+HIGHEST, LOWEST = ("reward/mean", "eval/accuracy", "alarm/*"), ("policy/entropy", "mismatch/ess")
 # Logged a second time under one prefix, because W&B makes one section of a workspace for each prefix.
 # `deploy/wandb_overview.py` makes a report of them.
 OVERVIEW = (
@@ -29,7 +21,7 @@ OVERVIEW = (
 
 
 class WandbTracker:
-    """A W&B run with the name of ours, continued by a resume."""
+    """A W&B run with our run's name, continued by a resume."""
 
     def __init__(
         self,
@@ -65,19 +57,17 @@ class WandbTracker:
         )
         # W&B's own step can only grow, but ours goes back when a run resumes from a checkpoint.
         self._run.define_metric("*", step_metric="step")
-        for metric, best in BEST.items():
-            self._run.define_metric(metric, step_metric="step", summary=f"last,{best}")
+        for best, names in (("max", HIGHEST), ("min", LOWEST)):
+            for metric in names:
+                self._run.define_metric(metric, step_metric="step", summary=f"last,{best}")
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log by step; without a step, by time."""
         numbers, histograms = split(metrics)
-        overview = {
-            f"overview/{name.replace('/', ' ')}": numbers[name] for name in OVERVIEW if name in numbers
-        }
-        drawn = {
-            name: self._wandb.Histogram(np_histogram=(one.counts, one.edges))
-            for name, one in histograms.items()
-        }
+        shown = [name for name in OVERVIEW if name in numbers]
+        overview = {f"overview/{name.replace('/', ' ')}": numbers[name] for name in shown}
+        draw = self._wandb.Histogram
+        drawn = {name: draw(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()}
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:

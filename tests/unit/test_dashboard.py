@@ -491,7 +491,7 @@ def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
     dirty = tuple(replace(member, state="dirty", version=-1) for member in state.members)
     stuck = replace(state, members=dirty, paused_generators=0.9)
     assert waiting_for(stuck) == bottleneck(stuck) != ""
-    assert bottleneck(stuck).startswith("no generator has weights that it may sample with (g0, g1)"), (
+    assert bottleneck(stuck).startswith("no generator has complete weights (g0, g1)"), (
         "and not: train larger batches"
     )
     assert waiting_for(replace(state, status=replace(state.status, state="finished"))) is None

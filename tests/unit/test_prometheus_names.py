@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PLACES, PREFIX, prometheus_name, status_families
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, prometheus_name, status_families
+from asyncrl.telemetry.status import PLACES
 from tests.support.metric_guide import BY_TIME, documented_units
 from tests.support.telemetry_records import snapshot
 
