@@ -26,13 +26,14 @@ from asyncrl.errors import RunError
 from asyncrl.processes import stop_processes
 from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
 from asyncrl.telemetry.deaths import Deaths, last_message
+from asyncrl.workers import ending
 
 log = logging.getLogger(__name__)
 
-USER_ERROR = 2  # exit status of a process that found a user's mistake: never restarted
-FAULT_FOUND = (
-    3  # exit status of a process that found a fault which may recur; given up after `SAME_FAULTS` in a row
-)
+# Exit status of a process that found a user's mistake: it is not restarted.
+USER_ERROR = 2
+# Exit status of a process that found a fault which may recur: given up after `SAME_FAULTS` in a row.
+FAULT_FOUND = 3
 SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
 _BACKOFF = Backoff(0.5, 15.0)
@@ -50,14 +51,10 @@ class ProcessSpec:
     env: Mapping[str, str]
     log_path: Path
     ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
-    is_extra: bool = (
-        False  # added while the run went on: if it fails too often it is removed and the run goes on
-    )
+    is_extra: bool = False  # added while the run went on: if it fails too often, the run goes on without it
     standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
     grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
-    workers: Sequence[
-        str
-    ] = ()  # names of the places 0, 1, ... of its board, if several of its processes report progress
+    workers: Sequence[str] = ()  # names of its processes that report progress; default: only itself
 
 
 @dataclass(slots=True)
@@ -67,17 +64,13 @@ class _Family:
     process: subprocess.Popen[bytes]
     watch: Watch
 
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
     def kill(self) -> None:
         """Kill the whole session, also children of a dead process: engine cores, reward workers, senders."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def bury(self) -> None:
-        """Clean up after the process has ended."""
+    def release(self) -> None:
+        """Kill what is left after the process has ended, and close the board."""
         self.kill()
         self.watch.board.close()
 
@@ -100,8 +93,9 @@ class _Child:
         self.deaths = Deaths(self.spec.log_path)
 
     @property
-    def is_running(self) -> bool:
-        return self.family is not None and self.family.is_running
+    def running(self) -> _Family | None:
+        """The family, while its first process is alive."""
+        return self.family if self.family and self.family.process.poll() is None else None
 
 
 class Supervisor:
@@ -141,7 +135,7 @@ class Supervisor:
         while self._stop_reason is None and not self.is_over:
             self._attention.look()
             for child in list(self._children.values()):
-                self._look_after(child)
+                self._supervise(child)
             on_tick()
             time.sleep(tick_s)
 
@@ -155,8 +149,8 @@ class Supervisor:
         """Ask a process to leave for good, without waiting. Its name is free again when `names` lacks it."""
         child = self._children[name]
         child.kill_at_s = time.monotonic() + child.spec.grace_s
-        if child.family is not None and child.is_running:
-            child.family.process.terminate()
+        if running := child.running:
+            running.process.terminate()
 
     @property
     def names(self) -> dict[str, bool]:
@@ -165,8 +159,7 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         """Ids of the running processes, by name."""
-        running = {name: child.family for name, child in self._children.items() if child.is_running}
-        return {name: family.process.pid for name, family in running.items() if family is not None}
+        return {name: run.process.pid for name, child in self._children.items() if (run := child.running)}
 
     def restarts(self) -> dict[str, int]:
         """How often each process died within the last ten minutes."""
@@ -175,19 +168,17 @@ class Supervisor:
     def stop(self, *, grace_s: float = 0.0) -> None:
         """End every process, after giving those that are leaving `grace_s` seconds."""
         until_s = time.monotonic() + grace_s
-        while time.monotonic() < until_s and any(child.is_running for child in self._children.values()):
+        while time.monotonic() < until_s and self.pids():
             time.sleep(0.1)
         grace_s = max((child.spec.grace_s for child in self._children.values()), default=0.0)
         families = [child.family for child in self._children.values() if child.family is not None]
         for pid in stop_processes([family.process for family in families], grace_s=grace_s):
-            log.error(
-                "process %d cannot be killed: the kernel holds it; look at its disk and its driver", pid
-            )
+            log.error("process %d cannot be killed: the kernel holds it; look at its disk and driver", pid)
         for family in families:
-            family.bury()
+            family.release()
         for child in self._children.values():
             child.family = None
-            self._dismiss(child)
+            self._end_standby(child)
         self._on_change({})
 
     @property
@@ -198,22 +189,22 @@ class Supervisor:
             child.finished for child in children
         )
 
-    @property
-    def _has_leader(self) -> bool:
-        return any(child.spec.ends_run for child in self._children.values())
-
-    def _look_after(self, child: _Child) -> None:
+    def _supervise(self, child: _Child) -> None:
+        running = child.running
         if child.kill_at_s is not None:
-            self._see_off(child, child.kill_at_s)
-        elif child.family is not None and child.is_running:
-            self._look_at(child, child.family)
-            self._tend_standby(child)
+            if running is None:
+                self._remove(child, "left as it was asked to")
+            elif time.monotonic() > child.kill_at_s:
+                running.kill()
+        elif running is not None:
+            self._check_progress(child, running)
+            self._keep_standby(child)
         elif child.family is not None:
-            self._bury(child, child.family)
+            self._handle_exit(child, child.family)
         elif not child.finished and time.monotonic() >= child.start_at_s:
             self._start(child)
 
-    def _look_at(self, child: _Child, family: _Family) -> None:
+    def _check_progress(self, child: _Child, family: _Family) -> None:
         """Kill a running process that makes no progress; after that it is handled like any dead process."""
         if child.hung is None:
             child.hung, child.hung_at_s = family.watch.look(self._attention.now_s), self._attention.now_s
@@ -228,16 +219,9 @@ class Supervisor:
                 "when it is gone",
             )
 
-    def _see_off(self, child: _Child, kill_at_s: float) -> None:
-        if child.family is not None and child.is_running:
-            if time.monotonic() > kill_at_s:
-                child.family.kill()
-            return
+    def _remove(self, child: _Child, how: str) -> None:
         if child.family is not None:
-            child.family.bury()
-        self._leave_out(child, "left as it was asked to")
-
-    def _leave_out(self, child: _Child, how: str) -> None:
+            child.family.release()
         del self._children[child.spec.name]
         log.info("%s %s", child.spec.name, how)
         self._on_change(self.pids())
@@ -247,25 +231,20 @@ class Supervisor:
         if not child.spec.is_extra:
             raise RunError(reason)
         log.error("%s", reason)
-        self._leave_out(child, "is left out, the run goes on without it")
+        self._remove(child, "is left out, the run goes on without it")
 
     def _start(self, child: _Child) -> None:
+        spec = child.spec
         try:
-            child.family = self._called(child) or self._launch(
-                child.spec, child.spec.argv, subprocess.DEVNULL
-            )
+            child.family = self._activate_standby(child) or self._launch(spec, spec.argv, subprocess.DEVNULL)
         except OSError as error:  # no memory or process id: this is temporary and does not count as a death
-            child.start_at_s = time.monotonic() + _BACKOFF.longest_s
-            log.error(
-                "%s cannot be started and is tried again in %.0f s: %s",
-                child.spec.name,
-                _BACKOFF.longest_s,
-                error,
-            )
+            wait_s = _BACKOFF.longest_s
+            child.start_at_s = time.monotonic() + wait_s
+            log.error("%s cannot be started and is tried again in %.0f s: %s", spec.name, wait_s, error)
             return
         child.hung = None
         child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
-        log.info("%s started as process %d", child.spec.name, child.family.process.pid)
+        log.info("%s started as process %d", spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
     def _launch(self, spec: ProcessSpec, argv: Sequence[str], stdin: int) -> _Family:
@@ -279,53 +258,50 @@ class Supervisor:
                 bufsize=0,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # its own session, so that a terminal's Ctrl-C reaches only us and we can kill all its
-                # children
+                # A terminal's Ctrl-C does not reach another session, and all processes in it can be killed.
                 start_new_session=True,
                 pass_fds=[board.descriptor],
             )
             undo.pop_all()
         return _Family(process, Watch(board, self._limits))
 
-    def _tend_standby(self, child: _Child) -> None:
+    def _keep_standby(self, child: _Child) -> None:
+        """Start a standby when it is time, and replace one that hangs or has died."""
+        name, argv = child.spec.name, child.spec.standby_argv
         if child.standby is not None and (hung := child.standby.watch.look(self._attention.now_s)):
-            log.warning("the standby of %s hangs and is replaced: %s", child.spec.name, hung)
-            self._dismiss(child)
-        argv = child.spec.standby_argv
+            log.warning("the standby of %s hangs and is replaced: %s", name, hung)
+            self._end_standby(child)
         if argv is None or time.monotonic() < child.standby_at_s:
             return
-        if child.standby is None or not child.standby.is_running:
-            self._dismiss(child)
+        if child.standby is None or child.standby.process.poll() is not None:
+            self._end_standby(child)
             child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
             try:
                 child.standby = self._launch(child.spec, argv, subprocess.PIPE)
             except OSError as error:
-                log.warning(
-                    "a standby of %s cannot be started and is tried again: %s", child.spec.name, error
-                )
+                log.warning("a standby of %s cannot be started and is tried again: %s", name, error)
                 return
-            log.info("a standby of %s started as process %d", child.spec.name, child.standby.process.pid)
+            log.info("a standby of %s started as process %d", name, child.standby.process.pid)
 
-    def _called(self, child: _Child) -> _Family | None:
-        """Activate the standby and return it; None if there is none that works."""
+    def _activate_standby(self, child: _Child) -> _Family | None:
+        """Let the standby take over and return it; None if there is none that works."""
         standby = child.standby
         if standby is None or standby.process.stdin is None:
             return None
         if hung := standby.watch.look(self._attention.now_s):
             log.warning("the standby of %s hangs and is not used: %s", child.spec.name, hung)
-            self._dismiss(child)
+            self._end_standby(child)
             return None
         try:
             with standby.process.stdin as pipe:
                 pipe.write(b"\n")
         except BrokenPipeError:
-            self._dismiss(child)
+            self._end_standby(child)
             return None
         child.standby = None
         return standby
 
-    def _dismiss(self, child: _Child) -> None:
-        """End the standby, if there is one."""
+    def _end_standby(self, child: _Child) -> None:
         standby, child.standby = child.standby, None
         if standby is None or standby.process.stdin is None:
             return
@@ -334,20 +310,20 @@ class Supervisor:
         stop_processes([standby.process], grace_s=0.0)
         standby.watch.board.close()
 
-    def _bury(self, child: _Child, family: _Family) -> None:
-        status, child.family = family.process.returncode, None
-        family.bury()
-        if status == 0 and (child.spec.ends_run or not self._has_leader):
+    def _handle_exit(self, child: _Child, family: _Family) -> None:
+        """Clean up after a process that has ended, and decide whether it is started again."""
+        spec, status, child.family = child.spec, family.process.returncode, None
+        family.release()
+        run_has_end = any(other.spec.ends_run for other in self._children.values())
+        if status == 0 and (spec.ends_run or not run_has_end):
             child.finished = True
-            log.info("%s finished", child.spec.name)
-        elif status == 0:  # it was dismissed, perhaps by a learner that is restarted itself
+            log.info("%s finished", spec.name)
+        elif status == 0:  # the learner dismissed it, and may be restarting itself
             child.start_at_s = time.monotonic() + _LEFT_S
-            log.info(
-                "%s left; it is started again in %.0f s unless the run is over", child.spec.name, _LEFT_S
-            )
+            log.info("%s left; it is started again in %.0f s unless the run is over", spec.name, _LEFT_S)
         elif status == USER_ERROR:
-            said = last_message(child.deaths.printed())
-            self._give_up(child, said or f"{child.spec.name} refused to start; see {child.spec.log_path}")
+            message = last_message(child.deaths.printed())
+            self._give_up(child, message or f"{spec.name} refused to start; see {spec.log_path}")
         else:
             self._schedule_restart(child, status)
         self._on_change(self.pids())
@@ -357,40 +333,37 @@ class Supervisor:
         child.deaths_s.append(now_s)
         while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
             child.deaths_s.popleft()
-        name, deaths, said = child.spec.name, len(child.deaths_s), child.deaths.note()
-        cause = child.hung or (f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}")
+        name, path, deaths, last = (
+            child.spec.name,
+            child.spec.log_path,
+            len(child.deaths_s),
+            child.deaths.note(),
+        )
+        cause = child.hung or ending(status)
         if status == FAULT_FOUND and min(child.deaths.in_a_row, deaths) >= SAME_FAULTS:
             self._give_up(
                 child,
                 f"{name} died {child.deaths.in_a_row} times in a row of the same fault, and would again: "
-                f"{said}; correct that, then the same command resumes the run. {child.spec.log_path} has "
-                "the rest",
+                f"{last}; correct that, then the same command resumes the run. {path} has the rest",
             )
-            return
-        if deaths > self._max_restarts:
+        elif deaths > self._max_restarts:
             self._give_up(
                 child,
-                f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts "
-                f"allows {self._max_restarts}. Its last lines in "
-                f"{child.spec.log_path}:\n{last_words(child.spec.log_path)}",
+                f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts allows "
+                f"{self._max_restarts}. Its last lines in {path}:\n{_last_lines(path)}",
             )
-            return
-        delay_s = _BACKOFF.pause_s(deaths)
-        child.start_at_s = now_s + delay_s
-        last = f"; it last said: {said}" if said else ""
-        log.warning(
-            "%s died (%s)%s; restart %d of %d in %.1f s",
-            name,
-            cause,
-            last,
-            deaths,
-            self._max_restarts,
-            delay_s,
-        )
+        else:
+            delay_s = _BACKOFF.pause_s(deaths)
+            child.start_at_s = now_s + delay_s
+            said = f"; its last message: {last}" if last else ""
+            log.warning(
+                "%s died (%s)%s; restart %d of %d in %.1f s",
+                *(name, cause, said, deaths, self._max_restarts, delay_s),
+            )
 
 
-def last_words(path: Path, lines: int = 15) -> str:
-    """The end of a log file, for messages."""
+def _last_lines(path: Path, lines: int = 15) -> str:
+    """The end of a log file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -404,5 +377,5 @@ def _output(path: Path) -> IO[bytes]:
     try:
         return path.open("ab")
     except OSError as error:
-        log.warning("%s cannot be written (%s); what would stand there goes to standard error", path, error)
+        log.warning("%s cannot be written (%s); the output goes to standard error", path, error)
         return os.fdopen(os.dup(2), "wb")

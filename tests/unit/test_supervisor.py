@@ -263,7 +263,7 @@ def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tm
     deaths = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]
     assert len(deaths) == SAME_FAULTS - 1, "a number that differs each time is the same fault"
     assert re.search(
-        r"learner died \(status 3\); it last said: CheckpointError: step 7 holds .*; restart 1 of 50 in",
+        r"learner died \(exit status 3\); its last message: CheckpointError: step 7 holds .*; restart 1 of 50 in",
         deaths[0],
     )
 

@@ -180,7 +180,7 @@ def test_a_standby_that_hangs_is_not_used(tmp_path, monkeypatch):
     with Supervisor([one], max_restarts=5, limits=limits(600.0)) as supervisor:
         run_until(supervisor, lambda: len(pids_in(standbys)) == 1 and working(supervisor, "learner"))
         standby = supervisor._children["learner"].standby.watch
-        monkeypatch.setattr(supervisor, "_tend_standby", lambda child: None)
+        monkeypatch.setattr(supervisor, "_keep_standby", lambda child: None)
         monkeypatch.setattr(Watch, "look", lambda self, now_s: "it hangs" if self is standby else None)
         learner = supervisor.pids()["learner"]
         os.kill(learner, signal.SIGKILL)
