@@ -1,5 +1,4 @@
-"""Asynchronous reinforcement learning for language models: generators and learner never wait for each
-other."""
+"""Asynchronous reinforcement learning of language models: sampling and training never wait for each other."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.status import StatusSnapshot
     from asyncrl.types import Group, Rollout, VersionSpan
 
-# The public names and their modules: runs and their results, errors, and the types that a user's own
-# functions see.
+# The public names by module: runs and their results, errors, and the types that a user's own functions see.
 _PLACES = {
     "asyncrl.api": "Result Run open start train",
     "asyncrl.config.schema": "Config",
@@ -92,8 +90,7 @@ hide_foreign_builds()  # here, because every process imports this before it impo
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that commands which need none start without their
-    libraries."""
+    """Import a public name when it is first used, so that commands start without needless libraries."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

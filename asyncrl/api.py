@@ -1,4 +1,4 @@
-"""Runs from Python: start one, watch it, read what it left. The commands do the same in a shell.
+"""Python interface: start a run, watch it, read its results. The commands do the same in a shell.
 
     import asyncrl
 
@@ -6,11 +6,9 @@
     run.wait()
     print(run.metrics()[200]["reward/mean"])
 
-A run lives in processes of its own. It goes on when the Python process ends, and `asyncrl.open` finds it
-again.
+A run has its own processes. It goes on when the Python process ends, and `asyncrl.open` finds it again.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -36,8 +34,7 @@ from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
-# A YAML file, its content as a dictionary, or a checked config. In a dictionary a reward may be the function
-# itself.
+# A YAML file, its content as a dictionary (where a reward may be a function), or a checked config.
 ConfigSource = Path | str | Mapping[str, Any] | Config
 _OUTPUT_CHARACTERS = 2000  # characters of a failed run's output that its error quotes
 _POLL_S = 0.2
@@ -55,10 +52,10 @@ class Result:
 
 
 class Run:
-    """A run, which may be up or over. `start` and `open` return one."""
+    """A run that is up or over. `start` and `open` return one."""
 
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
-        """A run in `directory`. `process` is its supervisor, if this Python process started it."""
+        """Use the run in `directory`. `process` is its supervisor, if this Python process started it."""
         self._directory, self._process = directory, process
 
     @property
@@ -72,10 +69,9 @@ class Run:
         return self._process.is_alive if self._process else is_up(self._directory)
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Wait until the run is over.
+        """Wait until the run is over. Raises RunError, with the end of its output, if it has failed.
 
-        Raises TimeoutError after `timeout_s`, while the run goes on. Raises RunError, with the end of its
-        output, if the run has failed.
+        Raises TimeoutError after `timeout_s`; the run goes on.
         """
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while self.is_up:
@@ -91,19 +87,18 @@ class Run:
         return Result(directory=self.directory, is_finished=finished, step=status.step if status else 0)
 
     def stop(self) -> Result:
-        """Save, stop all processes of the run, and wait until none is left."""
+        """Save, stop all processes of the run, and wait until they have ended."""
         if self._process:
             self._process.terminate()  # `end_run` cannot find a supervisor that has just been started
         end_run(self._directory)
         return self.wait()
 
     def status(self) -> StatusSnapshot | None:
-        """The learner's status, at most a second old while the run is up; None before the first one."""
+        """Return the learner's status, at most a second old while the run is up; None before the first."""
         return read_status(self._directory.status)
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """All learner metrics by step. `pandas.DataFrame.from_dict(run.metrics(), orient="index")` makes a
-        table of them."""
+        """Return all learner metrics by step, for `pandas.DataFrame.from_dict(..., orient="index")`."""
         return dict(read_history(self._directory)[0].rows)
 
     def samples(
@@ -114,26 +109,24 @@ class Run:
         kind: Literal["train", "eval", "dropped"] | None = None,
         order: Literal["newest", "best", "worst"] = "newest",
     ) -> list[SampleRecord]:
-        """Recorded rollouts, with rewards, advantages and policy versions."""
-        return Wanted(count=count, step=step, kind=kind, order=order).choose(
-            read_samples(self._directory.samples)
-        )
+        """Return recorded rollouts, with rewards, advantages and policy versions."""
+        wanted = Wanted(count=count, step=step, kind=kind, order=order)
+        return wanted.choose(read_samples(self._directory.samples))
 
     def evaluate(self, *overrides: str) -> dict[str, float]:
-        """Held-out metrics of the newest checkpoint. Starts an engine in its own process. Raises RunError."""
+        """Start an engine and return held-out metrics of the newest checkpoint. Raises RunError."""
         from asyncrl.results.evaluate import evaluate_model  # imports torch and transformers
 
         return evaluate_model(str(self.directory), None, overrides)
 
     def export(self, to: Path | str) -> Path:
-        """Copy the newest checkpoint to `to` as a Hugging Face model directory with a model card. Raises
-        RunError."""
+        """Copy the newest checkpoint as a Hugging Face model directory with a model card. Raises RunError."""
         export_model(self._directory, Path(to))
         return Path(to)
 
 
 def train(config: ConfigSource, *overrides: str, fresh: bool = False) -> Result:
-    """Start a run and wait until it is over; Ctrl-C saves and stops it. See `start` and `Run.wait`."""
+    """Call `start` and `Run.wait`; Ctrl-C saves and stops the run."""
     run = start(config, *overrides, fresh=fresh)
     try:
         return run.wait()
@@ -148,7 +141,7 @@ def start(config: ConfigSource, *overrides: str, fresh: bool = False) -> Run:
     Args:
         config: a YAML file, or its content as a dictionary or `Config`.
         overrides: `key=value`, such as `learner.steps=200`. Of two values for a key, the later one counts.
-        fresh: delete what an earlier run of this name left.
+        fresh: delete the files of an earlier run of this name.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them.
@@ -156,14 +149,13 @@ def start(config: ConfigSource, *overrides: str, fresh: bool = False) -> Run:
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as scratch:
         path = _as_file(config, Path(scratch))
         checked = validated_config(path, overrides, resumes=not fresh)
-        # The process gets its own copy of the config, so that no file has to outlive this call.
+        # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     return Run(RunDirectory(checked.run.directory), process)
 
 
 def open(run: Path | str | None = None) -> Run:
-    """An existing run, by its directory or name; by default the newest one. Raises RunError if there is
-    none."""
+    """Return an existing run, by its directory or name; by default the newest one. Raises RunError."""
     return Run(find_run(Path(run) if run is not None else None))
 
 
@@ -177,12 +169,7 @@ class _Process:
         with self._output.open("wb") as output:
             command = [sys.executable, "-m", "asyncrl.cli.main", "up", str(path), "--plain", *options]
             self._popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=os.environ,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
@@ -193,14 +180,14 @@ class _Process:
         self._popen.terminate()
 
     def failure(self) -> str:
-        """The end of its output if it has failed; empty if it finished or was stopped."""
+        """Return the end of its output if it has failed; empty if it finished or was stopped."""
         if self._popen.returncode in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
             return ""
         return self._output.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
 
 
 def _as_file(config: ConfigSource, scratch: Path) -> Path:
-    """A YAML file with the content of `config`."""
+    """Return a YAML file with the content of `config`."""
     if isinstance(config, str | Path):
         return Path(config)
     path = scratch / "config.yml"
@@ -216,7 +203,7 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """A value that YAML can hold: functions and classes by name, paths as text."""
+    """Return a value that YAML can hold: functions and classes by name, paths as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -227,13 +214,13 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """The name by which other processes find a function. Raises ConfigError if only this process has it."""
+    """Return the name by which other processes find a function. Raises ConfigError if they cannot."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if not name or "<" in name or "." in name or module is None or file is None:
         raise ConfigError(
-            f"{function!r} is known in this Python process only, and a run lives in others; write it into "
-            'a file and name it "path.py:function", or import it from a module'
+            f"{function!r} is known in this Python process only, and a run has others; write it into a file "
+            'and name it "path.py:function", or import it from a module'
         )
     return f"{Path(file).absolute()}:{name}" if module.__name__ == "__main__" else f"{module.__name__}:{name}"

@@ -1,5 +1,4 @@
-"""Calls that may fail without ending a run, such as output for people on a full disk, or work that is soon
-repeated."""
+"""Calls that may fail without ending a run: output for people on a full disk, work that is soon repeated."""
 
 import logging
 from collections import Counter
@@ -20,8 +19,7 @@ class Attempt:
 
 
 class BestEffort:
-    """Catches failures. Each kind of failure is logged once, all are counted, and the next call tries
-    again."""
+    """Catches failures. All are counted, and a call that fails in the same way again is logged once."""
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()  # number of failures by the name of the call
@@ -29,21 +27,18 @@ class BestEffort:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[Attempt]:
-        """Run the body and log what it raises: `with may_fail("the view"): ...`. `what` names the call in the
-        log."""
+        """Run the body and log what it raises. The log names it `what`: `with may_fail("the view"): ...`."""
         attempt = Attempt()
         try:
             yield attempt
-        except Exception as error:
-            # No error of this call may end the run.
+        except Exception as error:  # no error of this call may end the run
             self.failures[what] += 1
             kind = (type(error), getattr(error, "errno", None))
             if self._failing.get(what) != kind:
                 self._failing[what] = kind
                 trace = None if isinstance(error, (OSError, AsyncRLError)) else error
-                log.error(
-                    "%s failed and will be tried again; the run goes on: %s", what, error, exc_info=trace
-                )
+                said = "%s failed and will be tried again; the run goes on: %s"
+                log.error(said, what, error, exc_info=trace)
             return
         attempt.succeeded = True
         if self._failing.pop(what, None):

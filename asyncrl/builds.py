@@ -1,12 +1,11 @@
 """Hides torchvision, torchaudio and torchcodec if they are CUDA builds and torch is a CPU build.
 
 vLLM's CPU package requires all three and does not name a build, and PyPI has the builds for CUDA. With a CPU
-build of torch, `import torchvision` fails with "operator torchvision::nms does not exist". transformers
-imports torchvision wherever it is installed, so transformers fails too. asyncrl needs none of the three, but
-a package cannot declare that another package must be absent.
+build of torch, `import torchvision` fails with "operator torchvision::nms does not exist", and so does
+transformers, which imports torchvision if it is installed. asyncrl needs none of the three, but a package
+cannot declare that another package must be absent. So this module makes them look absent.
 
-So this module makes them look absent. `import asyncrl` calls it. vLLM's own processes call it when they
-start, because it is one of their platform plugins (pyproject.toml, entry points).
+`import asyncrl` calls it, and vLLM's own processes, as one of their platform plugins (see pyproject.toml).
 """
 
 import re
@@ -33,8 +32,7 @@ def foreign_builds() -> list[str]:
 
 
 def build_of(package: str) -> str:
-    """`cpu`, `cu130` and so on, from the package's version.py; empty if it is not installed or names no
-    build."""
+    """Return `cpu`, `cu130` and so on from the package's version.py; empty if it or the build is missing."""
     spec = PathFinder.find_spec(package)
     files = (Path(directory, "version.py") for directory in (spec and spec.submodule_search_locations) or ())
     text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())

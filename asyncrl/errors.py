@@ -1,5 +1,4 @@
-"""All exceptions that asyncrl raises. Their messages say where, what was found, what is allowed, and what to
-do."""
+"""All exceptions that asyncrl raises. Messages say where, what was found, what is allowed, and what to do."""
 
 
 class AsyncRLError(Exception):
@@ -35,8 +34,7 @@ class StoreError(AsyncRLError):
 
 
 class StoreRefused(StoreError):
-    """The store refuses to serve this run: wrong password, too old, or not a store. Retrying does not
-    help."""
+    """The store refuses to serve this run: wrong password, too old, or not a store. A retry does not help."""
 
 
 class ForeignRunError(StoreError):
@@ -60,8 +58,7 @@ class ControlRefused(ControlError):
 
 
 class UpdatesRefused(ControlError):
-    """Weights arrive at the generators, but no generator may sample with them. Sending them again does not
-    help."""
+    """Weights arrive, but no generator may sample with them. Sending them again does not help."""
 
 
 class TransferError(AsyncRLError):

@@ -1,10 +1,10 @@
 """Held-out evaluation during training: the generators answer, through a second lane of the buffer.
 
 Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its
-ids are r N + 1 .. (r + 1) N, taken in strict order, so nothing is lost or counted twice. The meaning of an id
-depends on `every`, N, `steps`, the prompts, and how they are answered and scored. So each combination has its
-own lane (`lane_name`). A run that is resumed with another combination begins with the next round that its
-version has not passed (`resume_ledger`).
+ids are r N + 1 .. (r + 1) N, taken in strict order, so none is lost or counted twice. The meaning of an id
+depends on N, `every`, `steps`, the prompts, and how answers are sampled and scored. So each combination of
+these rules has its own lane (`lane_name`). A run that is resumed with other rules begins with the next round
+that its version has not passed (`resume_ledger`).
 """
 
 import logging
@@ -27,31 +27,28 @@ from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
-MOST_VOTES = 64  # the largest k of maj@k besides the number of all rollouts: the cost grows faster than k
+MOST_VOTES = 64  # largest k of maj@k, except for the number of all rollouts: the cost grows faster than k
 
 
 def round_version(index: int, *, every: int, steps: int) -> int:
-    """Policy version that round `index` (from 0) evaluates."""
+    """Return the policy version that round `index` (from 0) evaluates."""
     return min(index * every, steps)
 
 
 def rounds_due(version: int, *, every: int, steps: int) -> int:
-    """Number of rounds that are open once the learner has reached `version`."""
+    """Return the number of rounds that are open once the learner has reached `version`."""
     return version // every + 1 + (version == steps and steps % every != 0)
 
 
 def lane_name(*, prompts: int, every: int, steps: int, asked: str) -> str:
-    """The lane for rounds with these rules; learner and generators must use the same.
-
-    `asked` identifies the prompts and how answers are sampled and scored.
-    """
+    """Name the lane for these rules. `asked` identifies prompts, sampling and scoring."""
     return f"eval-{prompts}-{every}-{steps}-{asked}"
 
 
 def resume_ledger(
     state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str
 ) -> Ledger:
-    """The ledger with which evaluation continues from `Evaluation.state`; an empty state is the beginning.
+    """Return the ledger with which evaluation continues from `Evaluation.state`; `{}` is the beginning.
 
     If the rules have changed, the ledger is new, and all rounds that `version` has passed are over in it.
     """
@@ -77,8 +74,7 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Mean reward, share of solved samples (reward >= 1), pass@k, best@k, maj@k, and the newest version that
-    answered."""
+    """Return the metrics of a round; a sample counts as solved if its reward is 1 or more."""
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
@@ -95,17 +91,14 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
                 if k == samples or k.bit_count() == 1
             },
             **_majorities(scored),
-            "eval/length_mean": float(
-                np.mean([len(r.response_ids) for group in scored for r in group.rollouts])
-            ),
+            "eval/length_mean": float(np.mean([len(r.response_ids) for one in scored for r in one.rollouts])),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
     return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
 
 
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
-    """(answers, whether each is solved: reward >= 1) of each group; empty if no reward function extracts an
-    answer."""
+    """Return (answers, whether each is solved) by group; empty if no reward function extracts answers."""
     votes = [
         ([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts])
         for group in groups
@@ -114,8 +107,7 @@ def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]
 
 
 def _majorities(groups: Sequence[Group]) -> dict[str, float]:
-    """maj@k, if reward functions extract an answer. k begins at 3, because a majority of two votes is a coin
-    toss."""
+    """Return maj@k if reward functions extract answers. k is 3 or more: a majority of two is a coin toss."""
     if not (votes := votes_of(groups)):
         return {}
     samples = len(votes[0][0])
@@ -136,13 +128,12 @@ class Evaluation:
     buffer: LearnerBuffer
     ledger: Ledger
     gate: Gate
-    prompts: int  # N; 0 without held-out data: then no round is ever due
+    prompts: int  # N; 0 without held-out data, and then no round is due
     every: int
     steps: int
     asked: str  # as in `lane_name`
     history: History = INITIAL  # history of the weights that may answer
-    # Number of rounds that may be answered, from the run's first one on.
-    _opened: int = field(default=0, init=False)
+    _opened: int = field(default=0, init=False)  # number of rounds that may be answered, since the first
     # Groups of the current round that were taken already: fewer than N after a frame was refused.
     _round: list[Group] = field(default_factory=list, init=False)
     # The ledger after the last whole round: after a crash, the groups of an incomplete round are taken again.
@@ -152,13 +143,13 @@ class Evaluation:
         self._finished = self.ledger.to_dict()
 
     def state(self) -> dict[str, Any]:
-        """Plain values for the checkpoint; see `resume_ledger`."""
+        """Return plain values for the checkpoint; see `resume_ledger`."""
         rules = {"prompts": self.prompts, "every": self.every, "steps": self.steps, "asked": self.asked}
         return {"rules": rules, "ledger": self._finished}
 
     @property
     def _done(self) -> int:
-        """Number of rounds that are over, which is the index of the current one."""
+        """Number of rounds that are over: the index of the current round."""
         return self.ledger.consumed // self.prompts if self.prompts else 0
 
     @property
@@ -177,8 +168,7 @@ class Evaluation:
 
     @contextmanager
     def _healing(self) -> Iterator[None]:
-        """Bring a store that was wiped or rolled back up to date from the ledger; the caller tries again
-        later."""
+        """If the store was wiped or rolled back, repair it from the ledger; the caller tries again later."""
         try:
             yield
         except BufferGap as gap:
@@ -197,7 +187,7 @@ class Evaluation:
         return rounds_due(version, every=self.every, steps=self.steps) if self.prompts else 0
 
     def poll(self) -> list[EvalResult]:
-        """The rounds that have become complete, oldest first."""
+        """Return the rounds that have become complete, oldest first."""
         results: list[EvalResult] = []
         with self._healing():
             while self._done < self._opened and self._take():
@@ -209,8 +199,7 @@ class Evaluation:
         return results
 
     def _take(self) -> bool:
-        """Take the missing groups of the current round; after a frame was refused, a round needs several
-        takes."""
+        """Take the missing groups of the current round: several times if the gate refuses a frame."""
         take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:

@@ -8,16 +8,14 @@ from asyncrl.errors import MissingLibrary
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
-    """Import a library of `asyncrl[extra]` within this context. Raises MissingLibrary with the install
-    command."""
+    """Import a library of `asyncrl[extra]` in the body. Raises MissingLibrary with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingLibrary(
-            f"the package {error.name} is not installed; run: {install_command(extra)}"
-        ) from error
+        message = f"the package {error.name} is not installed; run: {install_command(extra)}"
+        raise MissingLibrary(message) from error
 
 
 def install_command(*extras: str) -> str:
-    """The command that installs the libraries of `extras`."""
+    """Return the command that installs the libraries of `extras`."""
     return f"pip install 'asyncrl[{','.join(extras)}]'"

@@ -11,30 +11,29 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+_RUN = "(for a run: run.root=DIRECTORY)"
+_ANOTHER_PLACE = f"give another place {_RUN}"
 # Advice for errors of the operating system, by their number.
 CURES: Mapping[int, str] = {
-    errno.ENOSPC: "free some space there, or give a place on another disk (for a run: run.root=DIRECTORY)",
-    errno.EDQUOT: "your quota is used up: free space, or use another disk (for a run: run.root=DIRECTORY)",
-    errno.EROFS: "give a place that can be written (for a run: run.root=DIRECTORY)",
-    errno.EACCES: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.EPERM: "ask for the right to use it, or give another place (for a run: run.root=DIRECTORY)",
-    errno.ENOTDIR: "a file stands where a directory is needed: move it, or give another place (for a run: "
-    "run.root=DIRECTORY)",
-    errno.EEXIST: "that name is taken: move it, or give another place (for a run: run.root=DIRECTORY)",
+    errno.ENOSPC: f"free some space there, or give a place on another disk {_RUN}",
+    errno.EDQUOT: f"your quota is used up: free space, or use another disk {_RUN}",
+    errno.EROFS: f"give a place that can be written {_RUN}",
+    errno.EACCES: f"ask for the right to use it, or {_ANOTHER_PLACE}",
+    errno.EPERM: f"ask for the right to use it, or {_ANOTHER_PLACE}",
+    errno.ENOTDIR: f"a file stands where a directory is needed: move it, or {_ANOTHER_PLACE}",
+    errno.EEXIST: f"that name is taken: move it, or {_ANOTHER_PLACE}",
     errno.EISDIR: "a directory stands where a file is needed: move it, or give a file",
-    errno.ENOENT: "give a path that exists or can be made (for a run: run.root=DIRECTORY)",
+    errno.ENOENT: f"give a path that exists or can be made {_RUN}",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "allow more open files: ulimit -n 65536",
     errno.EIO: "look at the disk: dmesg says more",
 }
-
-_reported: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()  # paths and reasons that were logged
 
 
 def with_cure(error: OSError, place: object) -> str:
-    """The error as a message: where, what was found, what to do. `place` is used if the error names no
-    file."""
-    cure = CURES.get(error.errno or 0, "give another place (for a run: run.root=DIRECTORY)")
+    """Return a message: where, what was found, what to do. `place` is used if the error names no file."""
+    cure = CURES.get(error.errno or 0, _ANOTHER_PLACE)
     return f"{error.filename or place}: {error.strerror or error}; {cure}"
 
 
@@ -62,8 +61,7 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
 
 
 def make_directory(path: Path, *, private: bool = False) -> None:
-    """Make a directory and its parents durably: without that, a loss of power could remove synced files in
-    it."""
+    """Make a directory and its parents durably: otherwise a loss of power could remove synced files in it."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()] or [path]
     path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     for directory in made:
@@ -87,8 +85,7 @@ def sync_below(directory: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that a run rewrites often; None if it is missing or cannot be read, which is
-    logged once."""
+    """Return the JSON object in a file; None if it is missing, or cannot be read, which is logged once."""
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -103,7 +100,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def tell_unreadable(path: Path, reason: object) -> None:
-    """Log once for each reason that a file is ignored."""
-    if (str(path), str(reason)) not in _reported:
-        _reported.add((str(path), str(reason)))
-        log.warning("%s cannot be read and counts as not there: %s", path, reason)
+    """Log that a file is ignored, once for each reason."""
+    if (found := (str(path), str(reason))) not in _reported:
+        _reported.add(found)
+        log.warning("%s cannot be read and counts as missing: %s", path, reason)

@@ -1,5 +1,4 @@
-"""Loading what a user wrote: `path.py:name` or `package.module:name`, in every place of a config that takes
-one."""
+"""Loads functions and classes that a config names as `path.py:name` or `package.module:name`."""
 
 import importlib
 import importlib.util
@@ -14,13 +13,10 @@ from typing import Any
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function or class that `target` names.
+    """Return the function or class that `target` names. Raises ImportError, which says what failed and where.
 
-    A file is run once per process, however many of its functions are named and whether others import it by
-    its name. Its directory joins the import path, so that it finds its neighbours, as with `python path.py`.
-
-    Raises:
-        ImportError: it cannot be found or raised something itself. The text says what, and where.
+    A file is run once per process, however many of its functions are named, and also if another module
+    imports it. Its directory joins the import path, as with `python path.py`.
     """
     place, _, name = target.rpartition(":")
     is_file = place.endswith(".py")
@@ -30,19 +26,25 @@ def load(target: str) -> Callable[..., Any]:
         module = _from_file(Path(os.path.abspath(place))) if is_file else importlib.import_module(place)
         found = getattr(module, name, None)
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{error}; it must be installed or lie under the working directory {Path.cwd()}"
-        ) from error
+        cure = f"it must be installed or lie under the working directory {Path.cwd()}"
+        raise ImportError(f"{error}; {cure}") from error
     except Exception as error:
         raise ImportError(f"raised {described(error)}") from error
     if not callable(found):
         what = f", only a value of type {type(found).__name__}" if name in vars(module) else ""
-        raise ImportError(f"{place} has no function `{name}`{what}; it has {_public(module)}")
+        functions = [
+            known
+            for known, value in vars(module).items()
+            if not known.startswith("_")
+            and (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
+        ]
+        raise ImportError(f"{place} has no function `{name}`{what}; it has {functions}")
     return found  # type: ignore[no-any-return]
 
 
 def described(error: BaseException) -> str:
-    """What user code raised, with the line; the text of a SyntaxError has it already."""
+    """Return an error of user code with its line; the text of a SyntaxError has the line already."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     line = "" if isinstance(error, SyntaxError) else f" ({where.filename}:{where.lineno})"
     return f"{type(error).__name__}: {error}{line}"
@@ -50,7 +52,7 @@ def described(error: BaseException) -> str:
 
 def _from_file(path: Path) -> ModuleType:
     same_name = sys.modules.get(path.stem)
-    # A file that is named like a module which is already loaded must not take its place.
+    # A file must not replace a loaded module of the same name.
     name = path.stem if same_name is None or getattr(same_name, "__file__", None) == str(path) else str(path)
     if name in sys.modules:
         return sys.modules[name]
@@ -65,13 +67,3 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _public(module: ModuleType) -> list[str]:
-    """Its own functions and classes."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return [
-        name
-        for name, value in own.items()
-        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
-    ]

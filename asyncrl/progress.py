@@ -5,7 +5,7 @@ makes progress. Shared memory, unlike a file or a message, can never block the p
 full pipe or a stopped supervisor.
 
     supervisor   board = Board(["rank 0", "rank 1"])
-                 Popen(..., env | board.variable(0), pass_fds=[board.descriptor])
+                 Popen(..., env | variable(board.descriptor, 0), pass_fds=[board.descriptor])
                  Watch(board, limits).look(now_s)        why a process counts as hung, or None
     process      attach(), then begin("train"), beat(), beat(), begin("checkpoint", Pace.SLOW), ...
 """
@@ -21,7 +21,6 @@ from enum import IntEnum
 VARIABLE = "ASYNCRL_PROGRESS"  # its value is "descriptor:place"
 _SIGN = struct.Struct("<QB55s")
 _QUICK_S = 30.0
-_LONGEST_LOOK_S = 1.0
 
 
 class Pace(IntEnum):
@@ -40,10 +39,13 @@ class Limits:
     slow_s: float
 
     def of(self, pace: Pace) -> float:
-        """The limit for one pace."""
-        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: min(_QUICK_S, self.hang_s)}[
-            pace
-        ]
+        """Return the limit for one pace."""
+        match pace:
+            case Pace.SLOW:
+                return self.slow_s
+            case Pace.QUICK:
+                return min(_QUICK_S, self.hang_s)
+        return self.hang_s
 
 
 UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))
@@ -67,19 +69,13 @@ class Board:
         os.ftruncate(self.descriptor, _SIGN.size * len(names))
         self._memory = mmap.mmap(self.descriptor, _SIGN.size * len(names))
 
-    def variable(self, place: int) -> dict[str, str]:
-        """The environment variable for the process that gets this place."""
-        return variable(self.descriptor, place)
-
     def signs(self) -> dict[str, Sign]:
-        """The last sign of each process, by name. A process without a report counts as starting."""
+        """Return the last sign of each process, by name. A process without a report counts as starting."""
         found = {}
-        for place, name in enumerate(self.names):
-            count, pace, doing = _SIGN.unpack_from(self._memory, place * _SIGN.size)
+        for name, (count, pace, doing) in zip(self.names, _SIGN.iter_unpack(self._memory), strict=True):
             text = doing.rstrip(b"\0").decode(errors="replace")
-            found[name] = (
-                Sign(count, Pace(min(pace, max(Pace))), text) if count else Sign(0, Pace.SLOW, "start")
-            )
+            sign = Sign(count, Pace(min(pace, max(Pace))), text)
+            found[name] = sign if count else Sign(0, Pace.SLOW, "start")
         return found
 
     def close(self) -> None:
@@ -89,8 +85,7 @@ class Board:
 
 
 def variable(descriptor: int, place: int) -> dict[str, str]:
-    """The environment variable for a place of the board `descriptor`, for a process that passes its own board
-    on."""
+    """Return the environment variable that gives a process its place on the board `descriptor`."""
     return {VARIABLE: f"{descriptor}:{place}"}
 
 
@@ -104,8 +99,7 @@ class Watch:
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def look(self, now_s: float) -> str | None:
-        """Why a process counts as hung, or None. While one process is in a slow part, the others may be
-        waiting for it."""
+        """Say why a process counts as hung, or None. While one is in a slow part, others may wait for it."""
         signs = self.board.signs()
         someone_is_slow = any(sign.pace is Pace.SLOW for sign in signs.values())
         for name, sign in signs.items():
@@ -118,17 +112,15 @@ class Watch:
         if max(shares.values()) <= 1.0:
             return None
         # Processes that wait for the hung one fall silent at the same time, so the message names all of them.
-        first, *others = sorted(
-            (name for name in signs if shares[name] > 0.5), key=lambda name: -silent_s[name]
-        )
+        silent = [name for name in signs if shares[name] > 0.5]
+        first, *others = sorted(silent, key=lambda name: -silent_s[name])
         also = "".join(f"; {name}: {silent_s[name]:.0f} s in `{signs[name].doing}`" for name in others)
         return f"{first} made no progress for {silent_s[first]:.0f} s in `{signs[first].doing}`{also}"
 
 
 @dataclass(slots=True)
 class Attention:
-    """A clock that stops while its owner is stopped: processes are not blamed for silence during that
-    time."""
+    """A clock that stops while its owner is stopped: silence during that time does not count."""
 
     clock: Callable[[], float] = time.monotonic
     now_s: float = 0.0
@@ -138,9 +130,9 @@ class Attention:
         self._looked_at_s = self.clock()
 
     def look(self) -> float:
-        """The time, advanced by the time since the last look, at most by a second."""
+        """Return the time, which advances at most by a second between two looks."""
         before_s, self._looked_at_s = self._looked_at_s, self.clock()
-        self.now_s += min(self._looked_at_s - before_s, _LONGEST_LOOK_S)
+        self.now_s += min(self._looked_at_s - before_s, 1.0)
         return self.now_s
 
 
@@ -160,7 +152,7 @@ _own = _Place()
 
 
 def attach() -> None:
-    """Take the place that the environment names, if it names one, and report that the process starts."""
+    """Take the place that the environment names, if any, and report that the process starts."""
     descriptor = inherited()
     if descriptor is None:
         return
@@ -170,7 +162,7 @@ def attach() -> None:
 
 
 def inherited() -> int | None:
-    """The descriptor of the board with this process's place, to pass on."""
+    """Return the descriptor of the board on which this process has a place, to pass on; None without one."""
     value = os.environ.get(VARIABLE)
     return None if value is None else int(value.partition(":")[0])
 

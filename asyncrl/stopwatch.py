@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each part is timed, and announced to the supervisor as it begins."""
+"""Times the parts of a step and reports each to the supervisor as it begins."""
 
 import time
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds by name, and when they passed."""
+    """Seconds by name, and the spans in which they passed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
     def time(self, name: str, pace: Pace = Pace.NORMAL) -> Iterator[None]:
-        """Add the block's duration to `name`, and say that it begins."""
+        """Report that `name` begins, and add the duration of the body to it."""
         begin(name, pace)
         started_at, started_s = time_of_day(), time.perf_counter()
         try:

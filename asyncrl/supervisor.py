@@ -24,7 +24,7 @@ from typing import IO
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
 from asyncrl.processes import stop_processes
-from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch
+from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch, variable
 from asyncrl.telemetry.deaths import Deaths, last_message
 from asyncrl.workers import ending
 
@@ -253,7 +253,7 @@ class Supervisor:
             undo.callback(board.close)
             process = subprocess.Popen(
                 list(argv),
-                env=dict(spec.env) | board.variable(0),
+                env=dict(spec.env) | variable(board.descriptor, 0),
                 stdin=stdin,
                 bufsize=0,
                 stdout=output,

@@ -1,7 +1,7 @@
-"""No pickle comes from a wire, and this process sees to it: who can make it unpickle can make it do anything.
+"""Refuses to unpickle what arrives on a wire: a sender whose pickle is loaded can run any code here.
 
-Checkpoints are pickles too, and are loaded after their manifest has been verified; libraries unpickle what
-their own children tell them. So what is refused is told by where the unpickling happens.
+Checkpoints are pickles too, which are loaded after their manifest has been verified, and libraries unpickle
+messages of their own children. So the module that asks for the unpickling decides whether it is refused.
 """
 
 import sys
@@ -19,12 +19,12 @@ WIRES = (
     "torch.distributed.rpc",
     "vllm.distributed.utils",
 )
-"""Modules that read what other hosts and other processes send."""
+"""Modules that read messages of other hosts and processes."""
 _MACHINERY = ("pickle", "_compat_pickle", "copyreg")
 
 
 def refuse_pickles_from_wires() -> None:
-    """For as long as this process lives; an unpickling on a wire raises WireError."""
+    """From now on, raise WireError in this process when a module in `WIRES` unpickles."""
     sys.addaudithook(_audit)
 
 
@@ -33,14 +33,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     origin = _origin(sys._getframe(1))
     if any(origin == wire or origin.startswith(f"{wire}.") for wire in WIRES):
-        raise WireError(
-            f"{origin} met a pickle that asks for {'.'.join(map(str, arguments))}; nothing on a wire may be "
-            "one"
-        )
+        asked = ".".join(map(str, arguments))
+        raise WireError(f"{origin} met a pickle that asks for {asked}; a wire must not carry pickles")
 
 
 def _origin(frame: FrameType | None) -> str:
-    """The module that asked for the unpickling."""
+    """Return the name of the module that asked for the unpickling."""
     while frame is not None and frame.f_globals.get("__name__") in _MACHINERY:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__")) if frame else ""

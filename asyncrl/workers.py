@@ -1,8 +1,7 @@
-"""Programs that run in a process of their own: how they are started, spoken to and ended.
+"""Starts and ends programs in processes of their own, and exchanges messages with them.
 
 A message is its length (4 bytes, little-endian) and then its bytes, which are MessagePack unless said
-otherwise. The other side of a channel is never trusted to answer: every wait has a deadline, and a program
-that misses it is killed.
+otherwise. Every wait for the other side has a deadline, and a program that misses it is killed.
 """
 
 import os
@@ -23,19 +22,17 @@ LENGTH = struct.Struct("<I")
 
 
 def framed(data: bytes) -> bytes:
-    """One message as it crosses a channel."""
+    """Put the length in front of a message."""
     return LENGTH.pack(len(data)) + data
 
 
 def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
-    """One MessagePack message; `default` converts values that MessagePack does not know. Raises ValueError,
-    TypeError."""
+    """Return a MessagePack message. `default` converts other values. Raises ValueError, TypeError."""
     return framed(msgpack.packb(message, default=default))
 
 
 def receive(stream: BinaryIO, *, expect: Callable[[int], None] = lambda length: None) -> bytes:
-    """The next message. `expect` is called with its length before it is read. Raises EOFError when the other
-    side is gone."""
+    """Read the next message, and call `expect` with its length first. Raises EOFError."""
     header = stream.read(LENGTH.size)
     if len(header) == LENGTH.size:
         (length,) = LENGTH.unpack(header)
@@ -46,7 +43,7 @@ def receive(stream: BinaryIO, *, expect: Callable[[int], None] = lambda length: 
 
 
 def take_message(arrived: bytearray) -> dict[str, Any] | None:
-    """Remove the first MessagePack message from what has arrived; None while it is not whole."""
+    """Remove and return the first MessagePack message in `arrived`; None while it is not whole."""
     if len(arrived) < LENGTH.size:
         return None
     end = LENGTH.size + LENGTH.unpack_from(arrived)[0]
@@ -58,16 +55,15 @@ def take_message(arrived: bytearray) -> dict[str, Any] | None:
 
 
 def ending(status: int) -> str:
-    """How a process with this exit status ended."""
+    """Describe how a process with this exit status ended."""
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 class Worker:
-    """`python -m module <socket fd> <our pid>`, which gets one thread and no secrets and ends when `channel`
-    is closed."""
+    """Runs `python -m module <socket fd> <our pid>` with one thread and no secrets until `channel` closes."""
 
     def __init__(self, module: str) -> None:
-        """Raises OSError where this host cannot start it."""
+        """Start the program. Raises OSError."""
         self.channel, theirs = socket.socketpair()
         self._replies = self.channel.makefile("rb")
         with theirs:
@@ -77,7 +73,7 @@ class Worker:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=public_environment() | {"OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # a Ctrl-C in the terminal is the learner's business
+                    start_new_session=True,  # only the learner handles a Ctrl-C in the terminal
                 )
             except OSError:
                 self._close()
@@ -85,11 +81,11 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def ask(self, data: bytes, wait_s: float) -> bytes:
-        """The answer to a message. Raises OSError (TimeoutError after `wait_s`) and EOFError."""
+        """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError."""
         until_s = time.monotonic() + wait_s
         self.channel.settimeout(wait_s)
         self.channel.sendall(framed(data))
@@ -97,8 +93,7 @@ class Worker:
         return receive(self._replies)
 
     def end(self, *, grace_s: float = 0.0) -> int:
-        """Close the channel, wait `grace_s`, then kill. Returns the exit status, -SIGKILL for one that the
-        kernel holds on to."""
+        """Close the channel, wait, kill. Returns the exit status, -SIGKILL if the kernel holds it."""
         self._close()
         try:
             return self._process.wait(timeout=grace_s)

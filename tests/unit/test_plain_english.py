@@ -36,9 +36,7 @@ CEILINGS: dict[str, int] = {
     "batch": 12,
     "buffer": 12,
     "learner": 2,
-    "processes": 2,
     "rewards": 9,
-    "unpickling": 2,
     "weights": 5,
     "wire": 9,
 }

@@ -146,7 +146,7 @@ def test_a_process_speaks_to_its_own_place(board):
         [sys.executable, "-c", SPEAKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=dict(os.environ) | board.variable(1),
+        env=dict(os.environ) | progress.variable(board.descriptor, 1),
         pass_fds=[board.descriptor],
     ) as speaker:
         assert speaker.stdin is not None and speaker.stdout is not None

@@ -334,7 +334,7 @@ def test_a_status_that_is_not_ours_is_none_and_said_once(
     (tmp_path / "status.json").write_text(content)
     assert read_status(tmp_path / "status.json") is None
     assert read_status(tmp_path / "status.json") is None
-    assert caplog.text.count("status.json cannot be read and counts as not there") == 1
+    assert caplog.text.count("status.json cannot be read and counts as missing") == 1
 
 
 def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
