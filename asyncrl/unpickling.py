@@ -24,7 +24,7 @@ _MACHINERY = ("pickle", "_compat_pickle", "copyreg")
 
 
 def refuse_pickles_from_wires() -> None:
-    """From now on, raise WireError in this process when a module in `WIRES` unpickles."""
+    """Raise WireError in this process whenever a module in `WIRES` unpickles from now on."""
     sys.addaudithook(_audit)
 
 

@@ -17,8 +17,7 @@ def evaluate(
     words: MaybeWords = None,
     config: ConfigOption = None,
 ) -> None:
-    """Evaluate a checkpoint or model on the held-out prompts of a config, which a run has and a model
-    directory has not."""
+    """Evaluate a checkpoint or model on held-out prompts: of the given config, or of the run's own."""
     from asyncrl.results.evaluate import evaluate_model
 
     typer.echo(json.dumps(evaluate_model(model, *config_and_overrides(words, config)), indent=1))
@@ -27,11 +26,9 @@ def evaluate(
 @app.command()
 def report(
     run: RunArgument = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="HTML file; default: report.html in the run directory.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="HTML file; default: RUN/report.html.")] = None,
 ) -> None:
-    """Write one HTML page with all there is to see of a run; it opens without a network."""
+    """Write one HTML page with all metrics, samples and settings of a run; it opens without a network."""
     from asyncrl.results.run_page import write_report
 
     path = write_report(run, to)
@@ -61,9 +58,7 @@ def analyze(
         list[str] | None,
         typer.Argument(help="Metrics or globs; default: list what there is.", show_default=False),
     ] = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", help=".html with curves or .csv with all values.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help=".html (curves) or .csv (all values).")] = None,
 ) -> None:
     """Statistics, values and curves of any metrics of a run."""
     from asyncrl.cli.screens import show_metrics, show_names

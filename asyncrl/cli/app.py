@@ -45,7 +45,7 @@ def version() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what a command line says; the exit status that the command chose. Raises what goes wrong."""
+    """Run a command and return the exit status that it chose. Raises the command's errors."""
     command = typer.main.get_command(app)
     try:
         with command.make_context("asyncrl", plain_overrides(arguments)) as context:

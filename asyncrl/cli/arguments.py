@@ -14,7 +14,7 @@ import typer
 
 from asyncrl.errors import ConfigError
 
-# An override in the form of other trainers: a dotted key behind a prefix. None of our own options has a dot.
+# An override in the form of other trainers: a dotted key after a prefix. None of our own options has a dot.
 PREFIXED = re.compile(r"(--|\+{1,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
 RunArgument = Annotated[
     Path | None, typer.Argument(help="Run directory or name; default: the newest run.", show_default=False)
@@ -23,28 +23,21 @@ StoreOption = Annotated[str | None, typer.Option(help="Store of a run: redis://,
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="The YAML file, for those who prefer an option."),
+    typer.Option("--config", "-c", metavar="FILE", help="The YAML file, given as an option."),
 ]
+_FILE_AND_CHANGES = "The YAML file of a run, and the keys to change in it."
 Words = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="FILE [KEY=VALUE]...",
-        help="The YAML file of the run, and what to change in it.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="FILE [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
 ]
 MaybeWords = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[FILE] [KEY=VALUE]...",
-        help="The YAML file of a run, and what to change in it.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
 ]
 
 
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line with every override as KEY=VALUE."""
+    """Return the command line with every override as KEY=VALUE."""
     rest, plain = list(arguments), []
     while rest:
         word = rest.pop(0)
@@ -53,13 +46,8 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
             plain.append(word)
             continue
         prefix, key, value = found.groups()
-        if (
-            value is None
-            and prefix == "--"
-            and rest
-            and not re.match(r"-(?![\d.])", rest[0])
-            and "=" not in rest[0]
-        ):
+        follows = bool(rest) and "=" not in rest[0] and not re.match(r"-(?![\d.])", rest[0])
+        if value is None and prefix == "--" and follows:
             value = rest.pop(0)
         if value is None:
             raise ConfigError(f"override `{word}`  found no value; write for example `{key}=VALUE`")
@@ -68,7 +56,7 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tuple[Path | None, list[str]]:
-    """(the config file, the overrides). Raises ConfigError for two files."""
+    """Return the config file and the overrides. Raises ConfigError for two files."""
     given = list(words or ())
     files = [word for word in given if "=" not in word or Path(word).is_file()]
     overrides = [word for word in given if word not in files]
@@ -76,19 +64,19 @@ def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tu
         config = Path(files.pop(0))
     if files:
         raise ConfigError(
-            f"found `{files[0]}` in addition to the config {config}; allowed are one YAML file and "
-            f"overrides KEY=VALUE, such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
+            f"found `{files[0]}` in addition to the config {config}; allowed are one YAML file and overrides "
+            f"KEY=VALUE, such as `learner.steps=200`; leave it out, or write `{files[0]}=VALUE`"
         )
     return config, overrides
 
 
 def required_config(words: Sequence[str] | None, config: Path | None) -> tuple[Path, list[str]]:
-    """`config_and_overrides` for a command that needs a file. Raises ConfigError without one."""
+    """Call `config_and_overrides` for a command that needs a file. Raises ConfigError without one."""
     file, overrides = config_and_overrides(words, config)
     if file is None:
         here = sorted(str(path) for path in [*Path().glob("*.y*ml"), *Path("configs").glob("*.yaml")])[:5]
         hint = f"here are {', '.join(here)}" if here else "docs/own-task.md shows how to write one"
         raise ConfigError(
-            f"found no config; needed is the YAML file of a run, before or after its overrides; {hint}"
+            f"found no config; give the YAML file of a run, before or after its overrides; {hint}"
         )
     return file, overrides

@@ -1,4 +1,4 @@
-"""Commands for the time before a run. They start no run."""
+"""Commands that prepare a run."""
 
 import json
 from dataclasses import asdict
@@ -28,8 +28,7 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
 
 @app.command()
 def doctor(words: MaybeWords = None, config: ConfigOption = None, as_json: Json = False) -> None:
-    """Try out this machine, and what a run needs of it: every failure comes with its fix. Exit status 1 when
-    a check failed."""
+    """Check this machine, and what a run needs of it; failures come with their fix and exit status 1."""
     from rich.console import Console
     from rich.text import Text
 
@@ -51,18 +50,14 @@ def doctor(words: MaybeWords = None, config: ConfigOption = None, as_json: Json 
 
 @app.command()
 def plan(words: Words = None, config: ConfigOption = None, as_json: Json = False) -> None:
-    """Say what a config asks of this machine: batches, staleness, store, memory; each number with how it is
-    formed."""
+    """Show what a config asks of this machine (batches, staleness, store, memory), with all formulas."""
     from asyncrl.cli.screens import show_plan
     from asyncrl.preflight.forecast import plan_of
 
     found = plan_of(*required_config(words, config))
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"lines": [asdict(line) for line in found.lines], "warnings": found.warnings}, indent=1
-            )
-        )
+        values = {"lines": [asdict(line) for line in found.lines], "warnings": found.warnings}
+        typer.echo(json.dumps(values, indent=1))
     else:
         show_plan(found)
 
@@ -74,13 +69,10 @@ def reward_test(
     count: Annotated[int, typer.Option("--n", min=1, help="Prompts of the data, or samples.")] = 8,
     samples: Annotated[
         Path | None,
-        typer.Option(
-            help="Run directory, or JSONL with `response` and a row's columns; default: wrong answers."
-        ),
+        typer.Option(help="Run directory, or JSONL with `response` and columns; default: wrong answers."),
     ] = None,
 ) -> None:
-    """Score reference and wrong answers, or samples, as a run would: parts, times, failures. Exit status 1
-    when any failed."""
+    """Score reference and wrong answers, or samples, as a run would. The exit status is 1 if one failed."""
     from asyncrl.cli.screens import show_trial
     from asyncrl.preflight.reward_trial import try_rewards
 
@@ -92,7 +84,7 @@ def reward_test(
 
 @app.command()
 def warmup(directory: Path, seed: int = 0) -> None:
-    """Build the quick-start model: tiny, and barely able to add two numbers."""
+    """Make the quick-start model, which is tiny and adds two numbers badly."""
     from asyncrl.quickstart.warmup import WarmupSettings, build
 
     build(directory, WarmupSettings(seed=seed), typer.echo)

@@ -1,5 +1,4 @@
-"""Runs that a command holds in the foreground: their screen, the signals that stop them, and the result at
-the end."""
+"""Runs in the foreground of a command: their screen, the signals that stop them, the result at the end."""
 
 import signal
 import time
@@ -27,10 +26,9 @@ from asyncrl.telemetry.state import StateReader, read_state
 def run_here(
     config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
 ) -> int:
-    """Run until the training is over or somebody stops it, and return the exit status. Raises RunError.
+    """Run until the training is over or stopped, and return the exit status. Raises RunError.
 
-    `plain` shows lines instead of the dashboard, `join_key` is a second file for the key of generators
-    elsewhere.
+    `plain` shows lines instead of the dashboard. For `generators` and `join_key` see `commands.up`.
     """
     directory = RunDirectory(config.run.directory)
     may_fail, lines = BestEffort(), plain or not Console().is_terminal
@@ -57,15 +55,12 @@ def run_here(
 class Stopped:
     """Whether a signal has stopped a supervisor."""
 
-    status: int = (
-        0  # the exit status of a command that a signal ended, as in shells: 128 plus the signal's number
-    )
+    status: int = 0  # exit status, as in shells: 128 plus the signal's number; 0 without a signal
 
 
 @contextmanager
 def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
-    """Stop the run in good order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal. A second
-    one is ignored."""
+    """Stop the run in order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal; once."""
     stopped = Stopped()
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -84,10 +79,10 @@ def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
 
 @contextmanager
 def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], None]]:
-    """A function to call often, which shows what is new from now on, as lines or as the dashboard."""
+    """Yield a function that shows news as lines or as the dashboard. It may be called at any rate."""
     now = time.time()
     view: View = PlainReporter(typer.echo, since=now) if lines else Dashboard(Console())
-    # Beside lines the supervisor, which is this process, logs to the console itself.
+    # With lines, the supervisor, which is this process, logs to the console itself.
     reader = StateReader(directory.path, since=now, without="supervisor" if lines else "")
     shown_at_s = 0.0
 
@@ -106,7 +101,7 @@ def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], Non
 
 
 def show_result(directory: RunDirectory, *, finished: bool) -> None:
-    """Print results before and after training, a few samples, the run directory, and what to do next."""
+    """Print results before and after training, a few samples, the run directory, and the next commands."""
     state, path = read_state(directory.path), directory.path
     console = Console(highlight=False)
     console.print()

@@ -1,5 +1,4 @@
-"""The entry point: runs a command and ends with an exit status and a message. docs/troubleshooting.md has the
-table.
+"""The entry point: runs a command and ends with a message and an exit status (see docs/troubleshooting.md).
 
 Nothing heavy is imported before the handler of Ctrl-C is set.
 """
@@ -19,8 +18,7 @@ _interrupted = False
 
 def main() -> None:
     """Run the command line and exit. A user's mistake prints a message, never a traceback."""
-    # Looking for plugins, pydantic reads the metadata of every installed package: a third of the time of
-    # `validate`.
+    # To find plugins, pydantic reads the metadata of all packages: a third of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     sys.unraisablehook = _unraisable
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore Ctrl-C
@@ -31,7 +29,7 @@ def main() -> None:
     except KeyboardInterrupt:  # may be raised anywhere, also within an import
         pass
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted but the exit
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the exit is left to interrupt
         _give_up_output_that_fails()
     sys.exit(status)
 
@@ -62,7 +60,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _output() -> tuple[int, int] | None:
-    """The identity of the file or pipe that standard output is."""
+    """Return the identity of the file or pipe of standard output."""
     try:
         found = os.fstat(1)
     except OSError:  # closed
@@ -74,7 +72,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C: raise KeyboardInterrupt wherever the program is, also in an event loop that is stuck.
 
     Exit immediately on the second Ctrl-C, and within an import: C++ libraries abort or raise another error
-    when an import inside them fails. Processes that we started end with us.
+    when an import inside them fails. Child processes end with this process.
     """
     global _interrupted
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -94,16 +92,14 @@ def _unraisable(found: "sys.UnraisableHookArgs") -> None:
 
 
 def _reader_left() -> bool:
-    """Whether the broken pipe is our own output, as in `asyncrl samples | head`: then there is nothing to
-    report."""
+    """Whether the broken pipe is our own output, as in `asyncrl samples | head`, which is no error."""
     pipes = select.poll()
     pipes.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & select.POLLERR for _, event in pipes.poll(0))
 
 
 def _give_up_output_that_fails() -> None:
-    """Redirect output that cannot be written to /dev/null: Python would try again at exit and print an
-    error."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit and report it."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

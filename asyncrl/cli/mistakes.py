@@ -1,5 +1,4 @@
-"""Turns the error of a command into a message and an exit status: a mistake of the user, or a fault of
-ours."""
+"""Turns the error of a command, a user's mistake or our fault, into a message and an exit status."""
 
 import difflib
 import re
@@ -14,8 +13,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
-# The error of typer for a wrong command line: click's class, or the one of the click that newer releases
-# contain.
+# typer's error for a wrong command line: a class of click, which newer releases of typer contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
@@ -42,31 +40,22 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def usage_text(error: Any, arguments: Sequence[str]) -> str:
-    """A wrong command line: what was found, what is allowed, what to do."""
+    """Describe a wrong command line: what was found, what is allowed, what to do."""
     context, found = error.ctx, str(error.format_message()).rstrip(".")
-    command = context.command_path if context else " ".join(["asyncrl", *arguments[:1]])
-    allowed = (
-        f"`{' '.join(context.get_usage().removeprefix('Usage: ').split())}`"
-        if context
-        else "what its help shows"
-    )
+    if not context:
+        command, allowed = " ".join(["asyncrl", *arguments[:1]]), "what its help shows"
+        return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
+    command = context.command_path
+    allowed = f"`{' '.join(context.get_usage().removeprefix('Usage: ').split())}`"
     name = getattr(error, "option_name", None)
-    known = (
-        [option for one in context.command.params for option in one.opts if option[0] == "-"]
-        if context
-        else []
-    )
-    if context and name and name not in known:
-        found, allowed = (
-            f"found no option `{name}`",
-            f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}",
-        )
-    elif context and (unknown := re.search(r"No such command '([^']*)'", found)):
+    known = [option for one in context.command.params for option in one.opts if option[0] == "-"]
+    if name and name not in known:
+        found = f"found no option `{name}`"
+        allowed = f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}"
+    elif unknown := re.search(r"No such command '([^']*)'", found):
         commands = list(context.command.commands)
-        found, allowed = (
-            f"found no command `{unknown[1]}`",
-            f"{', '.join(commands)}{_meant(unknown[1], commands)}",
-        )
+        found = f"found no command `{unknown[1]}`"
+        allowed = f"{', '.join(commands)}{_meant(unknown[1], commands)}"
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
 
 
@@ -76,7 +65,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def _key(option: str) -> str:
-    """A hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
+    """Return a hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
     from asyncrl.config.report import meant_keys
 
     keys = meant_keys(option.lstrip("-"))

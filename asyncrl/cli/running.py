@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 app = typer.Typer()
-Fresh = Annotated[bool, typer.Option(help="Throw away what an earlier run of this name left.")]
+Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
 Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 
 
 def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Config":
-    """The config, checked for this machine. Prints doubts about it."""
+    """Return the config, checked for this machine, and print doubts about it."""
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.validate import validated_config
 
@@ -32,7 +32,7 @@ def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Confi
 
 @app.command()
 def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False) -> None:
-    """Train on this box: store, learner, generators, dashboard. Called again, it resumes."""
+    """Train on this machine: store, learner, generators, dashboard. The same command resumes a run."""
     from asyncrl.cli.foreground import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
@@ -48,8 +48,7 @@ def quickstart(
     fresh: Fresh = False,
     plain: Plain = False,
 ) -> None:
-    """Make a tiny model that can hardly add, and train it with the whole system. It needs no GPU and no
-    download.
+    """Make a tiny model that can hardly add, and train it with the whole system, without GPU or download.
 
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
@@ -58,11 +57,9 @@ def quickstart(
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
-    made = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"], check=False
-    )
-    if made.returncode != 0:
-        raise typer.Exit(made.returncode)
+    command = [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"]
+    if status := subprocess.run(command, check=False).returncode:
+        raise typer.Exit(status)
     up(words, config, fresh=fresh, plain=plain)
 
 
@@ -73,12 +70,10 @@ def learner(
     fresh: Fresh = False,
     join_key: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the generators' key there too, for those who must not see RUN."
-        ),
+        typer.Option(metavar="FILE", help="Write the generators' key to this file too, outside of RUN."),
     ] = None,
 ) -> None:
-    """Run the learner alone, and a store if none is configured; generators join by `asyncrl generator`."""
+    """Run the learner, and a store if none is configured; generators join by `asyncrl generator`."""
     from asyncrl.cli.foreground import run_here
 
     checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
@@ -96,13 +91,13 @@ def generator(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="What the run's own config may run or read on this host: a reward's FILE.py or module, "
-            "model:PATH for the code that comes with a model, variable:NAME. Once for each.",
+            help="Code or variable that the run's own config may use on this host: a reward's FILE.py or "
+            "module, model:PATH for the code that comes with a model, variable:NAME. May be repeated.",
             metavar="WHAT",
         ),
     ] = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for a run that is not there yet.", metavar="SECONDS")
+        float, typer.Option(min=0, help="Seconds to wait for a run that is not up yet.", metavar="SECONDS")
     ] = 0.0,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
@@ -123,7 +118,7 @@ def status(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
 ) -> None:
-    """Show how a run is doing."""
+    """Show the progress and health of a run."""
     from rich.console import Console
 
     from asyncrl.commands.inspect import is_up, status_values
@@ -148,29 +143,22 @@ def samples(
     count: Annotated[int, typer.Option(min=1)] = 5,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
     kind: Annotated[str | None, typer.Option(help="train, eval or dropped.")] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="Those with the highest reward, instead of the newest.")
-    ] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward.")] = False,
-    dropped: Annotated[
-        bool, typer.Option("--dropped", help="Of groups that were not trained, with the reason.")
-    ] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new ones until the run is over.")
-    ] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards instead of the newest.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards instead of the newest.")] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="Only untrained ones, with the reason.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new ones until the run ends.")] = False,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
     from asyncrl.cli.screens import show_samples
     from asyncrl.results.samples import samples_of, wanted
 
-    show_samples(
-        samples_of(run, wanted(count, step, kind, best=best, worst=worst, dropped=dropped), follow=follow)
-    )
+    chosen = wanted(count, step, kind, best=best, worst=worst, dropped=dropped)
+    show_samples(samples_of(run, chosen, follow=follow))
 
 
 @app.command()
 def audit(run: RunArgument = None, store: StoreOption = None) -> None:
-    """Prove that no group was lost or trained twice: where is every issued id?"""
+    """Show where each issued id is, which proves that no group was lost or trained twice."""
     from asyncrl.commands.inspect import audit_run, require_whole
     from asyncrl.telemetry.jsonl import to_json
 
@@ -190,21 +178,19 @@ def scale(
     from asyncrl.commands.scale import scale_run
 
     done = scale_run(change, run)
-    said = f"generators: {done.before} -> {done.wanted}"
-    said += f"; started: {', '.join(done.started)} (the model is loaded first)" if done.started else ""
-    said += f"; left: {', '.join(done.left)} (their tickets are given back)" if done.left else ""
-    typer.echo(said)
+    started = f"; started: {', '.join(done.started)} (the model is loaded first)" if done.started else ""
+    left = f"; left: {', '.join(done.left)} (their tickets are given back)" if done.left else ""
+    typer.echo(f"generators: {done.before} -> {done.wanted}{started}{left}")
 
 
 @app.command()
 def down(run: RunArgument = None) -> None:
-    """Stop a run and check that nothing of it is left."""
+    """Stop a run and check that none of its processes is left."""
     from asyncrl.commands.down import end_run
     from asyncrl.run.directory import find_run
 
     directory = find_run(run)
     ended = end_run(directory)
+    result = "stopped" if ended.was_up else "was not up"
     by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
-    typer.echo(
-        f"{directory.path}: {'stopped' if ended.was_up else 'was not up'}, no process is left{by_force}"
-    )
+    typer.echo(f"{directory.path}: {result}, no process is left{by_force}")

@@ -1,5 +1,4 @@
-"""What commands print on a terminal: tables, curves, samples, checks and plans. A model's text is never read
-as markup."""
+"""Prints tables, curves, samples, checks and plans on a terminal. Text of models is never read as markup."""
 
 import math
 import statistics
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # a command imports only what it shows
     from asyncrl.preflight.reward_trial import Trial, Tried
     from asyncrl.results import analyze, page
 
-CURVE_LINES = 12
 VERDICT_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 RESPONSE_KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
 
@@ -32,13 +30,8 @@ def show_tables(tables: "Iterable[page.Table]") -> None:
     """Print tables of text."""
     console = Console(highlight=False)
     for table in tables:
-        shown = Table(
-            title=table.title or None,
-            title_justify="left",
-            title_style="bold",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-        )
+        shown = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        shown.title = table.title or None
         for index, name in enumerate(table.head):
             shown.add_column(Text(visible(name)), overflow="fold", no_wrap=index == 0)
         for row in table.rows:
@@ -62,7 +55,7 @@ def show_metrics(metrics: "Mapping[str, analyze.Metric]") -> None:
     console = Console(highlight=False)
     for name, metric in metrics.items():
         title = f"{visible(name)} by {metric.axis}"
-        for line in curve(title, metric.series, width=console.width, height=CURVE_LINES, style="cyan"):
+        for line in curve(title, metric.series, width=console.width, height=12, style="cyan"):
             console.print(line)
 
 
@@ -75,14 +68,12 @@ def show_samples(samples: Iterable[SampleRecord]) -> None:
 
 
 def full_lines(sample: SampleRecord) -> list[Text]:
-    """Head, prompt and response. A bar before a model's lines keeps them from looking like ours."""
+    """Return head, prompt and response. A bar keeps a model's lines from looking like ours."""
     head, details = sample_head(sample)
     style = "yellow" if math.isnan(sample.reward) or sample.reward <= 0 else "green"
     lines = [Text.assemble((visible(head), style), ("  " + visible(details), "dim"))]
-    lines += [
-        Text(f"  ? {line}", "dim") for line in visible_lines(sample.prompt).split("\n") if sample.prompt
-    ]
-    lines += [Text(f"  | {line}") for line in visible_lines(sample.response).split("\n") if sample.response]
+    for text, mark, look in ((sample.prompt, "?", "dim"), (sample.response, "|", "")):
+        lines += [Text(f"  {mark} {line}", look) for line in visible_lines(text).split("\n") if text]
     return lines
 
 
@@ -106,7 +97,7 @@ def show_plan(plan: "Forecast") -> None:
 
 
 def plan_table(plan: "Forecast") -> Table:
-    """The numbers of a plan, by section, each with its formula."""
+    """Return the numbers of a plan, by section, each with its formula."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column()
     made.add_column(justify="right", no_wrap=True)
@@ -152,9 +143,8 @@ def _answers(part: "Tried") -> Iterator[Text]:
     if any(answer is not None for answer in part.answers):
         shown = ", ".join(f"`{visible(answer)}`" for answer in list(dict.fromkeys(found))[:3])
         like = f", like {shown}" if shown else ""
-        yield Text(
-            f"{part.function.part} finds an answer in {len(found)} of {len(part.answers)} responses{like}"
-        )
+        share = f"{len(found)} of {len(part.answers)} responses"
+        yield Text(f"{part.function.part} finds an answer in {share}{like}")
 
 
 def _failures(part: "Tried") -> Iterator[Text]:
@@ -163,31 +153,27 @@ def _failures(part: "Tried") -> Iterator[Text]:
     for message, amount in part.failures.most_common():
         yield Text(f"{amount} x on {visible(message)}", "red")
     if part.untried:
-        yield Text(
-            f"{part.function.part}: {part.untried} more responses were not tried after {TIMEOUTS} time-outs",
-            "red",
-        )
+        skipped = f"{part.untried} more responses were not tried after {TIMEOUTS} time-outs"
+        yield Text(f"{part.function.part}: {skipped}", "red")
 
 
 def _doubts(part: "Tried") -> Iterator[Text]:
-    """A warning where scores do not tell good responses from bad ones, and what the function printed."""
+    """Yield warnings about scores that do not separate good responses from bad, and the function's output."""
     from asyncrl.preflight.reward_trial import REFERENCES
 
     name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
     scores = [score for values in part.scores.values() for score in values]
     if len(scores) > 1 and min(scores) == max(scores):
-        unknown = (
-            "" if right else f" None of the columns {', '.join(REFERENCES)} is there for a reference answer."
-        )
+        missing = "" if right else f" The data has no reference answer in {', '.join(REFERENCES)}."
         yield Text(
-            f"{name} gives every response {number(scores[0])}, whatever it is: from equal rewards nothing "
-            f"is learned; it should tell good answers from bad ones.{unknown}",
+            f"{name} gives every response {number(scores[0])}: from equal rewards nothing is learned; it "
+            f"should give good answers more than bad ones.{missing}",
             "yellow",
         )
     elif right and wrong and statistics.fmean(right) <= statistics.fmean(wrong):
         yield Text(
-            f"{name} gives the reference answers no more than wrong ones: fine for a part about form; else "
-            "it may expect another format than that of the data",
+            f"{name} gives the reference answers no more than wrong ones: fine for a part about form; "
+            "otherwise it may expect another format than that of the data",
             "yellow",
         )
     if part.printed:

@@ -1,5 +1,4 @@
-"""Checks that the operator of this host has allowed the code and the variables that a run's config wants
-here.
+"""Checks that the operator of this host has allowed the code and the variables that a run's config uses here.
 
 A generator that joins with only an address takes its config from the store. The signature of the record
 proves that the run's learner wrote it, but the learner's user need not own this host. So each piece of code
@@ -15,20 +14,19 @@ from asyncrl.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Something that a config would run or read on this host."""
+    """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config
     text: str  # the argument of `--allow`: a Python file, a module, `model:PATH` or `variable:NAME`
 
 
 def wishes(config: Config) -> Iterator[Wish]:
-    """Code outside this package that a generator would load, and variables that its processes would
-    inherit."""
+    """Yield code outside this package that a generator would load, and variables that it would inherit."""
     for index, function in enumerate(config.reward.functions):
         if ":" in function.function:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
     advantage = config.algorithm.advantage.name
-    if ":" in advantage:  # generators load it too: it says whether a greedy response is needed
+    if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])
     if config.model.trust_remote_code:
         yield Wish("model.trust_remote_code", f"model:{config.model.path}")
@@ -37,14 +35,13 @@ def wishes(config: Config) -> Iterator[Wish]:
 
 
 def check_allowed(config: Config, allowed: Collection[str]) -> None:
-    """Raise RunError if something is not allowed, with what is missing and how to allow it."""
+    """Raise RunError if something is not allowed; the message says what is missing and how to allow it."""
     missing = [wish for wish in wishes(config) if wish.text not in allowed]
     if not missing:
         return
-    lines = [f"  {wish.key} wants {wish.text}" for wish in missing]
+    lines = "".join(f"  {wish.key} wants {wish.text}\n" for wish in missing)
     options = " ".join(f"--allow '{text}'" for text in dict.fromkeys(wish.text for wish in missing))
     raise RunError(
         f"run {config.run.name} would run code or read variables on this host that you have not allowed:\n"
-        + "\n".join(lines)
-        + f"\nlook at them, then add {options}, or give your own copy of the run's config with --config"
+        f"{lines}look at them, then add {options}, or give your own copy of the run's config with --config"
     )

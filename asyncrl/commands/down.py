@@ -24,8 +24,7 @@ class Ended(NamedTuple):
 
 
 def end_run(directory: RunDirectory) -> Ended:
-    """Ask the supervisor to stop, wait, and kill the remaining processes. Raises RunError if a process
-    survives."""
+    """Ask the supervisor to stop, wait, and kill what is left. Raises RunError if a process survives."""
     was_up, supervisor = False, directory.supervisor()
     while True:
         members = processes_of(directory.path)
@@ -45,15 +44,13 @@ def end_run(directory: RunDirectory) -> Ended:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
-        raise RunError(
-            f"{directory.path}: processes {[process.pid for process in left]} cannot be ended; look at them "
-            "with ps"
-        )
+        pids = [process.pid for process in left]
+        raise RunError(f"{directory.path}: processes {pids} cannot be ended; look at them with ps")
     return Ended(was_up or bool(alive), len(alive))
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """Every process whose environment names the run directory."""
+    """Return all processes whose environment names the run directory."""
     mark = str(directory.resolve())
     found = []
     for process in psutil.process_iter():
@@ -66,7 +63,7 @@ def processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """The processes that are still alive after `timeout_s`."""
+    """Return the processes that are still alive after `timeout_s`."""
     until_s = time.monotonic() + timeout_s
     while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < until_s:
         time.sleep(0.1)

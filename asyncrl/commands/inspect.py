@@ -24,8 +24,7 @@ from asyncrl.telemetry.status import read_status, status_json
 
 
 def is_up(directory: RunDirectory) -> bool:
-    """Whether the supervisor is alive, or for a run without one here, whether the learner wrote its status
-    recently."""
+    """Whether the supervisor is alive. Without one on this host: whether the learner's status is recent."""
     if directory.supervisor_lock.exists():
         return is_locked(directory.supervisor_lock)
     status = read_status(directory.status)
@@ -33,16 +32,10 @@ def is_up(directory: RunDirectory) -> bool:
 
 
 def status_values(directory: RunDirectory) -> dict[str, Any]:
-    """The learner's status (`state` is None before the first) with values derived from metrics and
-    processes."""
-    state = read_state(directory.path)
-    status = (
-        status_json(state.status)
-        if state.status
-        else {"run": directory.path.name, "state": None, "members": []}
-    )
-    up = is_up(directory)
-    derived = {
+    """Return the learner's status (`state` is None before the first) and values that follow from it."""
+    state, up = read_state(directory.path), is_up(directory)
+    none_yet: dict[str, Any] = {"run": directory.path.name, "state": None, "members": []}
+    values = (status_json(state.status) if state.status else none_yet) | {
         "directory": str(directory.path),
         "up": up,
         "processes": directory.children() if up else {},
@@ -59,12 +52,12 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
         "advice": bottleneck(state),
         "metrics": state.history.rows[state.trained_steps[-1]] if state.trained_steps else {},
     }
-    values: dict[str, Any] = to_json({**status, **derived})
-    return values
+    plain: dict[str, Any] = to_json(values)
+    return plain
 
 
 def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
-    """Where every issued id of a run is, see `audit_store`. `require_whole` checks it."""
+    """Call `audit_store` for a run that is up or over. `require_whole` checks the result."""
     directory = find_run(run)
     config = load_config(directory.config)
     try:
@@ -72,9 +65,8 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
     except StoreError:
         if store_url or config.store.url:
             raise  # a new empty store would prove nothing
-        with own_store(
-            config, directory, needs_data=True
-        ) as server:  # the run is over, but its data is still there
+        # The run is over, but its data is still there.
+        with own_store(config, directory, needs_data=True) as server:
             return audit_store(config, directory, server.url)
 
 
@@ -83,14 +75,12 @@ def require_whole(audit: dict[str, Any]) -> None:
     for lane, found in (("training", audit), ("evaluation", audit["evaluation"])):
         if found and (missing := int(found.get("missing", 0))):
             where = "nowhere" if missing > 0 else "in two places"
-            raise RunError(
-                f"{lane}: {abs(missing)} issued ids are {where}; please report this with the run directory"
-            )
+            problem = f"{abs(missing)} issued ids are {where}"
+            raise RunError(f"{lane}: {problem}; please report this with the run directory")
 
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
-    """Counts of the training lane's ids by place, and under `evaluation` those of held-out data, if the run
-    has any."""
+    """Return counts of the training lane's ids by place, and under `evaluation` those of held-out prompts."""
     from asyncrl.buffer.connection import StoreConnection
     from asyncrl.launch.wiring import eval_lane, store_password, train_lane
 

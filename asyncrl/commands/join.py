@@ -17,7 +17,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
-from asyncrl.commands.up import StartedRun, generator_specs, limits_of
+from asyncrl.commands.up import StartedRun, generator_maker, limits_of
 from asyncrl.config.addresses import open_ways
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
@@ -32,8 +32,6 @@ from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
 STORE_VARIABLE = "ASYNCRL_STORE_URL"
-_ASK_EVERY_S = 1.0
-_STORE_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,8 @@ def joined(
 ) -> Iterator[StartedRun]:
     """Start `count` generators that leave when the run is over. Raises RunError.
 
-    Waits at most `wait_s` seconds for a run that is not up yet, and passes the reason for waiting to
-    `report`. `allowed` is checked by `commands.allowance`.
+    `report` gets the reason for waiting while the run is not up, at most `wait_s`. For `allowed` see
+    `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
     own_keys = is_given(os.environ)
@@ -79,9 +77,9 @@ def joined(
     _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
-    here = config.model_copy(update={"generator": config.generator.model_copy(update={"count": count})})
     prefix = f"{socket.gethostname()}.{os.getpid()}."
-    specs = generator_specs(here, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
+    make = generator_maker(config, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
+    specs = [make(index, count) for index in range(count)]
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
@@ -97,7 +95,7 @@ def joined(
 
 def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[str], object]) -> _Found:
     """Try until the run is found. Errors that waiting cannot cure are raised immediately."""
-    until_s, told = time.monotonic() + wait_s, ""
+    until_s, reported = time.monotonic() + wait_s, ""
     while True:
         try:
             return find()
@@ -107,10 +105,10 @@ def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[s
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise
-            if str(error) != told:
-                told = str(error)
-                report(f"waiting for the run, {left_s:.0f} s more at most: {told}")
-            time.sleep(min(_ASK_EVERY_S, left_s))
+            if str(error) != reported:
+                reported = str(error)
+                report(f"waiting for the run, {left_s:.0f} s more at most: {reported}")
+            time.sleep(min(1.0, left_s))
 
 
 def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Found:
@@ -131,21 +129,17 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
         raise RunError(f"--store is {url}: {'; '.join(ways)}")
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
-        raise RunError(
-            f"the store's URL holds a password, which process lists would show; put it into {variable} "
-            "instead"
-        )
+        raise RunError(f"the store's URL holds a password, which process lists show; put it into {variable}")
     learners = _run_here(url, own)
     keys = join_keys(os.environ) if learners is None or own_keys else learners.keys().join
     learners = learners or _run_of(keys)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
-    with contextlib.closing(StoreConnection(url, password=password, retry_s=_STORE_RETRY_S)) as connection:
+    with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
         return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:
-    """The learner's run directory if it is on this machine: it holds the secret, so nothing else is
-    needed."""
+    """Return the learner's run directory, which holds the secret, if it is on this machine."""
     candidates = [path.parent for path in Path("runs").glob("*/store.url")]
     if config is not None:
         candidates.append(config.run.directory)
@@ -157,7 +151,7 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
 
 
 def _run_of(keys: JoinKeys) -> RunDirectory | None:
-    """The learner's run directory if this host shares its file system."""
+    """Return the learner's run directory if this host shares its file system."""
     text = keys.text()
     for config in Path("runs").glob("*/config.yaml"):
         with contextlib.suppress(OSError):
@@ -170,8 +164,7 @@ def _check_membership(record: StoredRun, config: Config) -> None:
     """Raise RunError for a release or config that the learner would refuse, before a model is loaded."""
     if record.release != __version__:
         raise RunError(
-            f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same "
-            "release"
+            f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same release"
         )
     if record.config_hash != config_hash(config):
         raise RunError(

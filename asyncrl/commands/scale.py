@@ -1,5 +1,4 @@
-"""`asyncrl scale`: changes the number of generators of a run. The command writes a number, the supervisor
-follows it."""
+"""`asyncrl scale`: changes the number of generators. The command writes it, and the supervisor follows."""
 
 import contextlib
 import json
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from asyncrl.errors import RunError
@@ -28,10 +26,8 @@ class Scaled:
     """The generators of one supervisor. `asyncrl scale` works while this context manager is open."""
 
     def __init__(self, supervisor: Supervisor, make: Callable[[int, int], ProcessSpec], path: Path) -> None:
-        """`make` takes an index and the number of generators and returns the generator's process."""
-        self._supervisor = supervisor
-        self._make = make
-        self._path = path
+        """Start generators by `make(index, number of generators)`, as many as the file at `path` says."""
+        self._supervisor, self._make, self._path = supervisor, make, path
         self._wanted = 0
         self._started: set[str] = set()
 
@@ -63,9 +59,7 @@ class Scaled:
         self._forget()  # a run that was killed may have left the file
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -92,15 +86,12 @@ class Scaling(NamedTuple):
 
 
 def scale_run(change: str, run: Path | None) -> Scaling:
-    """Write the wanted number of generators and wait until the supervisor has followed it. Raises
-    RunError."""
+    """Write the wanted number of generators and wait until that many run. Raises RunError."""
     directory = find_run(run)
     found = re.fullmatch(r"generators=([+-]?)(\d+)", change)
     if found is None:
-        raise RunError(
-            f"found `{change}`; allowed is generators=+2 (more), generators=-1 (fewer) or generators=4 "
-            "(that many)"
-        )
+        allowed = "generators=+2 (more), generators=-1 (fewer) or generators=4 (that many)"
+        raise RunError(f"found `{change}`; allowed is {allowed}")
     now = read_wanted(directory.scale)
     if now is None or directory.supervisor() is None:
         raise RunError(
@@ -109,18 +100,14 @@ def scale_run(change: str, run: Path | None) -> Scaling:
         )
     wanted = {"": 0, "+": now, "-": now}[found[1]] + int(found[2]) * (-1 if found[1] == "-" else 1)
     if not 1 <= wanted <= MOST:
-        raise RunError(
-            f"generators={found[1]}{found[2]} would make {wanted} of {now}; allowed is 1 to {MOST}"
-        )
+        raise RunError(f"{change} would make {wanted} of {now}; allowed is 1 to {MOST}")
     before = _running(directory)
     write_wanted(directory.scale, wanted)
     until_s = time.monotonic() + FOLLOW_S
     while len(after := _running(directory)) != wanted:
         if time.monotonic() > until_s:
-            raise RunError(
-                f"{wanted} generators were asked for, and after {FOLLOW_S:.0f} s {len(after)} are there; see "
-                f"{directory.logs / 'supervisor.jsonl'}"
-            )
+            found_now = f"{len(after)} generators run after {FOLLOW_S:.0f} s instead of {wanted}"
+            raise RunError(f"{found_now}; see {directory.logs / 'supervisor.jsonl'}")
         time.sleep(0.1)
     return Scaling(now, wanted, sorted(after - before, key=_index), sorted(before - after, key=_index))
 
@@ -134,7 +121,7 @@ def _index(name: str) -> int:
 
 
 def read_wanted(path: Path) -> int | None:
-    """The wanted number of generators; None if the file is missing or has no valid number."""
+    """Return the wanted number of generators; None if the file is missing or has no valid number."""
     wanted = (read_record(path) or {}).get("generators")
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 

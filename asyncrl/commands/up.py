@@ -1,4 +1,4 @@
-"""A run on this machine: the store, the learner, the generators, and the supervisor that restarts them."""
+"""`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
 import os
 import sys
@@ -43,12 +43,11 @@ class StartedRun:
     """A run whose processes this process supervises."""
 
     supervisor: Supervisor
-    how_to_join: Sequence[str]  # lines for people who start generators elsewhere
+    how_to_join: Sequence[str]  # instructions for generators elsewhere, by line
     _tend: Callable[[], None]
 
     def wait(self, on_tick: Callable[[], None]) -> None:
-        """Restart processes that die until the training is over or the supervisor is asked to stop; then stop
-        all."""
+        """Supervise until the training is over or a stop is requested; then stop all processes."""
 
         def tick() -> None:
             self._tend()
@@ -70,8 +69,8 @@ def started(
 ) -> Iterator[StartedRun]:
     """Start a run, or resume it from the checkpoint `saved`. Raises RunError.
 
-    With `console` the supervisor logs to standard error too. `join_key` is a second file for the key of
-    generators elsewhere.
+    With `console` the supervisor also logs to standard error. The key for generators elsewhere is also
+    written to `join_key`.
     """
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     with ExitStack() as stack:
@@ -80,10 +79,9 @@ def started(
         setup_logging("supervisor", directory.logs, console=console)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
         url, tend_store = _store(config, directory, stack)
-        learner_url, generator_url = (
-            (url, url) if config.store.url else (with_user(url, LEARNER), with_user(url, GENERATOR))
-        )
-        specs = [learner_spec(config, directory, learner_url)]
+        is_own = config.store.url is None
+        generator_url = with_user(url, GENERATOR) if is_own else url
+        learner = learner_spec(config, directory, with_user(url, LEARNER) if is_own else url)
         with needing(directory.path):
             directory.write_store_url(generator_url)
             if not generators or config.control.bind is not None:
@@ -99,9 +97,8 @@ def started(
             is_recorded = attempt.succeeded
 
         limits, max_restarts = limits_of(config), config.control.max_restarts
-        supervisor = stack.enter_context(
-            Supervisor(specs, max_restarts=max_restarts, limits=limits, on_change=record)
-        )
+        supervisor = Supervisor([learner], max_restarts=max_restarts, limits=limits, on_change=record)
+        stack.enter_context(supervisor)
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(config.generator.count if generators else 0)
@@ -121,14 +118,12 @@ def started(
 def _claimed(
     config: Config, directory: RunDirectory, may_fail: BestEffort, saved: Saved | None, *, fresh: bool
 ) -> Iterator[RunKeys]:
-    """Lock the run directory for this process until the run ends. If it raises RunError, nothing in it has
-    changed."""
+    """Lock the run directory until the run ends. After a RunError, no file in it has changed."""
     with needing(directory.path):
         if directory.was_up and (supervisor := directory.supervisor()) is not None:
             raise RunError(
-                f"run {directory.path} is running already (process {supervisor.pid}); watch it with "
-                f"`asyncrl status --watch`, stop it with `asyncrl down {directory.path}`, or choose another "
-                "run.name"
+                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl "
+                f"status --watch`, stop it with `asyncrl down {directory.path}`, or choose another run.name"
             )
         if fresh:
             directory.require_run()
@@ -146,7 +141,7 @@ def _claimed(
 
 
 def limits_of(config: Config) -> Limits:
-    """How long a process may be silent before it counts as hung."""
+    """Return how long a process may be silent before it counts as hung."""
     return Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
 
 
@@ -172,15 +167,14 @@ def require_password(store: StoreConfig) -> None:
     if where.scheme == "unix" or is_loopback(where.hostname or ""):
         return
     raise RunError(
-        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody "
-        "who reaches that store could delete the run's groups; give it the users of docs/security.md and "
-        f"put the learner's password into {store.password_env}, or accept it with store.insecure: true in a "
-        "private network"
+        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who "
+        "reaches that store could delete the run's groups; give it the users of docs/security.md and put the "
+        f"learner's password into {store.password_env}, or set store.insecure: true in a private network"
     )
 
 
 def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[str, Callable[[], None]]:
-    """(URL of the store, a function that restarts the store if it has died)."""
+    """Return the store's URL and a function that restarts the store if it has died."""
     if config.store.url is not None:
         require_password(config.store)
         # Report mistakes before anything starts.
@@ -194,50 +188,28 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
 
 
 def share_of_cores(busy: int) -> int:
-    """Threads per process if `busy` processes share this machine."""
+    """Return the number of threads per process if `busy` processes share this machine."""
     return max(1, len(os.sched_getaffinity(0)) // busy)
 
 
 def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
-    """The learner's process, or with several ranks the process that starts them."""
+    """Describe the learner's process, or with several ranks the process that starts them."""
     threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
     gpus = learner_gpus(count_gpus(), config.learner.ranks)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
-    argv = [
-        sys.executable,
-        "-m",
-        f"asyncrl.launch.{module}",
-        "--config",
-        str(directory.config),
-        "--store",
-        store_url,
-    ]
+    argv = [sys.executable, "-m", f"asyncrl.launch.{module}"]
+    argv += ["--config", str(directory.config), "--store", store_url]
+    env = child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
     return ProcessSpec(
         name="learner",
         argv=argv,
         standby_argv=[*argv, STANDBY],
-        env=child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
-        | {SECRET_VARIABLE: directory.secret()},
+        env=env | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
         grace_s=30.0,  # to finish its step and save
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
-
-
-def generator_specs(
-    config: Config,
-    directory: RunDirectory,
-    store_url: str,
-    keys: JoinKeys,
-    *,
-    learner_ranks: int,
-    prefix: str = "g",
-) -> list[ProcessSpec]:
-    """`generator.count` generators, which share this machine's cores and GPUs with `learner_ranks` learner
-    ranks."""
-    make = generator_maker(config, directory, store_url, keys, learner_ranks=learner_ranks, prefix=prefix)
-    return [make(index, config.generator.count) for index in range(config.generator.count)]
 
 
 def generator_maker(
@@ -249,8 +221,10 @@ def generator_maker(
     learner_ranks: int | None = None,
     prefix: str = "g",
 ) -> Callable[[int, int], ProcessSpec]:
-    """A function (index, number of generators) -> one generator of this machine, shared with `learner_ranks`
-    (default: all)."""
+    """Return a function (index, number of generators) -> a generator's process.
+
+    The generators share this machine with `learner_ranks` learner ranks; by default with all of them.
+    """
     ranks = config.learner.ranks if learner_ranks is None else learner_ranks
     width, gpus = config.generator.tensor_parallel, count_gpus()
 
@@ -259,11 +233,11 @@ def generator_maker(
         visible = generator_gpus(gpus, index, ranks=ranks, width=width)
         name = f"{prefix}{index}"
         argv = [sys.executable, "-m", "asyncrl.launch.generator_process", "--id", name]
+        env = child_environment(config, directory.path, threads=threads, gpus=visible)
         return ProcessSpec(
             name=name,
             argv=[*argv, "--config", str(directory.config), "--store", store_url],
-            env=child_environment(config, directory.path, threads=threads, gpus=visible)
-            | {SECRET_VARIABLE: keys.text()},
+            env=env | {SECRET_VARIABLE: keys.text()},
             log_path=directory.logs / f"{name}.out",
         )
 

@@ -66,9 +66,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "up task.yaml --plain=yes": ("asyncrl up", "'--plain' does not take a value", HELP),
     "generator --store localhost:6379": ("localhost:6379", "redis://"),
     # arguments that are missing, or too many
-    "up": ("found no config", "needed is the YAML file", "here are task.yaml"),
-    "learner learner.steps=5": ("found no config", "needed is the YAML file", "here are task.yaml"),
-    "validate": ("found no config", "needed is the YAML file", "here are task.yaml"),
+    "up": ("found no config", "give the YAML file", "here are task.yaml"),
+    "learner learner.steps=5": ("found no config", "give the YAML file", "here are task.yaml"),
+    "validate": ("found no config", "give the YAML file", "here are task.yaml"),
     "plan": ("found no config", "here are task.yaml"),
     "reward test": ("found no config", "here are task.yaml"),
     "compare": ("asyncrl compare", "Missing argument", HELP),
