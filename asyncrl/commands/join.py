@@ -164,7 +164,8 @@ def _check_membership(record: StoredRun, config: Config) -> None:
     """Raise RunError for a release or config that the learner would refuse, before a model is loaded."""
     if record.release != __version__:
         raise RunError(
-            f"run {record.name} is of asyncrl {record.release}, this is {__version__}; install the same release"
+            f"run {record.name} is of asyncrl {record.release}, this is {__version__}; "
+            "install the same release"
         )
     if record.config_hash != config_hash(config):
         raise RunError(
