@@ -9,6 +9,7 @@
 A run has its own processes. It goes on when the Python process ends, and `asyncrl.open` finds it again.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -169,7 +170,12 @@ class _Process:
         with self._output.open("wb") as output:
             command = [sys.executable, "-m", "asyncrl.cli.main", "up", str(path), "--plain", *options]
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     @property
