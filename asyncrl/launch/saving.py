@@ -124,12 +124,19 @@ class LeadSaving(Saving):
         return now.to_dict()
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
-        held = LearnerState.from_dict(self.checkpoints.state(oldest))
         seconds = time.perf_counter() - started_s
         with self._reporting.guard("the mark that something was saved"):
             self._mark_saved()
         self._reporting.checkpoint(version, seconds)
-        self._taking.commit(held.ledger, version)
+        # The save is over on every rank. An error here would be rank 0's alone, and make it save again alone.
+        try:
+            ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
+        except CheckpointError as error:
+            log.error(
+                "step %d is saved, but the store keeps its groups until the next save: %s", version, error
+            )
+        else:
+            self._taking.commit(ledger, version)
 
     def _failed(self, version: int, failures: int) -> None:
         self._reporting.log({"checkpoint/failed": failures}, step=version)

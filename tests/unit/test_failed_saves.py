@@ -77,6 +77,20 @@ def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(
     assert CheckpointStore(tmp_path, KEY, 2).latest() == tmp_path / "step-000007"
 
 
+def test_a_state_that_only_rank_0_reads_cannot_make_it_save_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, around = run_on(tmp_path, FileOps())
+    run.checkpoint(2, last=False)
+    (tmp_path / "step-000002" / "state.json").write_text("{}")
+    run.checkpoint(4, last=False)
+    assert around.events == [("commit", 1)] and "keeps its groups until the next save" in caplog.text
+    run.checkpoint(5, last=False)
+    assert not (tmp_path / "step-000005").exists()
+    run.checkpoint(6, last=True)
+    assert around.events == [("commit", 1), ("commit", 2)]
+
+
 def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     disk = SickDisk()
     store = CheckpointStore(tmp_path, KEY, 2, disk)
