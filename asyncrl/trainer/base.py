@@ -46,15 +46,13 @@ class LossSums:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable. The micro-batch is never
-# empty.
+# (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable; never an empty one.
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], LossSums]
 
-# (micro-batch, values_T) -> sums; values_T float32, differentiable. The micro-batch is never empty.
+# (micro-batch, values_T) -> sums; values_T float32, differentiable; never an empty micro-batch.
 CriticLossFunction = Callable[[MicroBatch, Tensor], LossSums]
 
-# Columns of `Trainer.measure`: of the policy, its sum of squared probabilities, of the reference, of the
-# critic.
+# Columns of `Trainer.measure`: two of the policy, one of the reference, one of the critic.
 COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T", "values_T"})
 
 
@@ -84,18 +82,16 @@ class Trainer(Protocol):
     ) -> list[dict[str, Tensor]]:
         """The requested `COLUMNS` of each micro-batch under the current weights: float32 [T], no gradient.
 
-        `values_T[t]` is the critic's estimate of the return from token t onward, given only the tokens before
-        t. Every rank passes the same number of micro-batches. Raises RuntimeError if this trainer lacks the
-        model of a column.
+        `values_T[t]` is the critic's estimate of the return from token t on, given the tokens before t.
+        Every rank passes the same number of micro-batches. Raises RuntimeError for a column without a model.
         """
         ...
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step on the gradient summed over micro-batches and ranks.
 
-        Every rank passes the same number of micro-batches; the loss of an empty one is 0. A step without
-        micro-batches, or with a non-finite loss or gradient, changes nothing on any rank and has the metric
-        `skipped_steps` 1.
+        Every rank passes the same number of micro-batches; an empty one has loss 0. Without micro-batches, or
+        with a non-finite loss or gradient, nothing changes on any rank and the metric `skipped_steps` is 1.
         """
         ...
 
@@ -126,8 +122,8 @@ class Trainer(Protocol):
     def save(self, directory: Path) -> None:
         """Write models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export in `hf/`.
 
-        `directory` must exist. Returns when the files of every rank are written; the caller makes them
-        durable. Raises CheckpointError on every rank if one of them could not write.
+        `directory` must exist. Every rank's files are written on return; the caller makes them durable.
+        Raises CheckpointError on every rank if one of them could not write.
         """
         ...
 

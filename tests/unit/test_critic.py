@@ -13,7 +13,7 @@ from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.critic import ValueHead, ValueModule
-from asyncrl.trainer.deepspeed.loading import load_critic, load_policy
+from asyncrl.trainer.deepspeed.loading import load_model
 from asyncrl.trainer.deepspeed.trained_model import run
 from tests.support.models import tiny_qwen2
 
@@ -27,9 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def critic_of(model: Path, *, dtype: str = "float32", gradient_checkpointing: bool = False) -> ValueModule:
     """With a head so large that values differ visibly."""
-    critic = load_critic(
-        ModelConfig(path=str(model), dtype=dtype), CPU, gradient_checkpointing=gradient_checkpointing
-    )
+    config = ModelConfig(path=str(model), dtype=dtype)
+    critic = ValueModule(load_model(config, CPU, gradient_checkpointing=gradient_checkpointing).base_model)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
     torch.nn.init.constant_(critic.head.bias, 0.3)
     return critic
@@ -106,10 +105,10 @@ def test_the_critic_starts_as_the_policys_backbone_with_small_values_that_every_
 ) -> None:
     config = ModelConfig(path=str(model), dtype="float32")
     torch.manual_seed(1)
-    critic = load_critic(config, CPU)
+    critic = ValueModule(load_model(config, CPU).base_model)
     torch.manual_seed(2)
-    again = load_critic(config, CPU)
-    backbone = dict(load_policy(config, CPU).model.base_model.named_parameters())
+    again = ValueModule(load_model(config, CPU).base_model)
+    backbone = dict(load_model(config, CPU).base_model.named_parameters())
     assert backbone.keys() == dict(critic.backbone.named_parameters()).keys()
     assert all(
         torch.equal(parameter, backbone[name]) for name, parameter in critic.backbone.named_parameters()

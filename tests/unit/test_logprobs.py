@@ -14,7 +14,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.attention import segment_attention
-from asyncrl.trainer.deepspeed.loading import load_policy
+from asyncrl.trainer.deepspeed.loading import load_model
 from asyncrl.trainer.deepspeed.policy import PolicyModule, TokenLogprobs
 from asyncrl.trainer.deepspeed.trained_model import run
 from tests.support.models import tiny_qwen2
@@ -87,7 +87,7 @@ def test_packed_equals_padded_in_logprobs_and_entropy(
     model_path: Path, dtype: torch.dtype, atol: float
 ) -> None:
     sequences = random_sequences(np.random.default_rng(1), 40, SHAPES)
-    policy = load_policy(ModelConfig(path=str(model_path), dtype="float32"), CPU).to(dtype)
+    policy = PolicyModule(load_model(ModelConfig(path=str(model_path), dtype="float32"), CPU)).to(dtype)
     logprobs_T, entropy_T = packed(policy, microbatch(sequences, CPU))
     _, expected_T, expected_entropy_T = padded(model_path, sequences, dtype)
     torch.testing.assert_close(logprobs_T, expected_T, atol=atol, rtol=0)
@@ -105,7 +105,7 @@ def test_packed_equals_padded_in_gradients(
     sequences = random_sequences(np.random.default_rng(1), 40, SHAPES)
     batch = microbatch(sequences, CPU)
     weights_T = batch.tokens.advantages_T.to(dtype)
-    policy = load_policy(ModelConfig(path=str(model_path), dtype="float32"), CPU).to(dtype)
+    policy = PolicyModule(load_model(ModelConfig(path=str(model_path), dtype="float32"), CPU)).to(dtype)
     logprobs_T, entropy_T = packed(policy, batch)
     model, expected_T, expected_entropy_T = padded(model_path, sequences, dtype)
     (logprobs_T @ weights_T - 0.3 * entropy_T.sum()).backward()
@@ -127,7 +127,7 @@ def test_packed_equals_padded_in_gradients(
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_neighbours_chunks_and_checkpointing_change_nothing(tmp_path: Path, checkpointing: bool) -> None:
     config = ModelConfig(path=str(tiny_qwen2(tmp_path / "model")), dtype="float32")
-    policy = load_policy(config, CPU, gradient_checkpointing=checkpointing)
+    policy = PolicyModule(load_model(config, CPU, gradient_checkpointing=checkpointing))
     sequences = random_sequences(np.random.default_rng(2), 40, [(3, 7), (5, 9), (1, 12)])
     whole_T, _ = packed(policy, microbatch(sequences, CPU), chunk=1000)
     alone_T = torch.cat([packed(policy, microbatch([one], CPU), chunk=2)[0] for one in sequences])
@@ -202,7 +202,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_neither_full_logits_nor_an_attention_mask_over_all_tokens_ever_exist(tmp_path: Path) -> None:
     config = ModelConfig(path=str(tiny_qwen2(tmp_path / "model")), dtype="float32")
-    policy = load_policy(config, CPU)
+    policy = PolicyModule(load_model(config, CPU))
     vocabulary = policy.head.weight.shape[0]
     batch = microbatch(random_sequences(np.random.default_rng(3), vocabulary, [(20, 30)] * 24), CPU)
     assert batch.target_T.numel() > 400
@@ -233,4 +233,4 @@ def test_architectures_that_do_more_than_plain_attention_are_refused() -> None:
 
 def test_a_directory_that_is_no_model_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.path"):
-        load_policy(ModelConfig(path=str(tmp_path)), CPU)
+        load_model(ModelConfig(path=str(tmp_path)), CPU)

@@ -1,8 +1,7 @@
 """Attention over packed sequences that never builds an N x N mask.
 
-Transformers looks up a function that makes the mask by the attention's name, and makes none for a name that
-it does not know. So the function registered here gets all sequences end to end, without a mask, and the
-offset of each sequence as an argument that the model's forward passes on.
+Transformers makes no mask for an attention whose name it does not know. So the function registered here gets
+all sequences end to end, without a mask; the model's forward passes on the offset of each sequence.
 
 Axes in names:  H heads, N packed tokens, D head size.
 """
@@ -38,10 +37,7 @@ def segment_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, N, H, D]: causal attention within each sequence, by one fused kernel call per sequence.
-
-    Raises ConfigError for architectures whose attention is more than that.
-    """
+    """[1, N, H, D]: causal attention within each sequence, by one fused kernel each. Raises ConfigError."""
     extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     lengths = [stop - start for start, stop in pairwise(sequence_starts)]
     if sliding_window is not None and max(lengths) > sliding_window:
@@ -53,14 +49,12 @@ def segment_attention(
             "attention"
         )
     grouped = query_1HND.shape[1] != key_1HND.shape[1]
+    columns = (torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND))
     outputs = [
         scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-        for query, key, value in zip(
-            *(torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND)),
-            strict=True,
-        )
+        for query, key, value in zip(*columns, strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
@@ -69,8 +63,7 @@ AttentionInterface.register(SEGMENTS, segment_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Flash attention's name if its varlen kernels are installed for `device` and `dtype`, else
-    `SEGMENTS`."""
+    """Name flash attention if it is installed and runs on `device` with `dtype`, else `SEGMENTS`."""
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
             return "flash_attention_3"

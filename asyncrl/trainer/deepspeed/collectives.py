@@ -109,6 +109,6 @@ def _keep_to_interface(address: str) -> None:
 
 
 def _bytes_tensor(value: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-    )
+    if not value:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)

@@ -17,10 +17,9 @@ class ValueHead(nn.Linear):
     """A linear layer from the hidden state to one number.
 
     Its weights are normal with standard deviation 1 / (D + 1), its bias is 0. A norm layer gives the hidden
-    state a length near sqrt(D), so the first values are of the order 1 / sqrt(D). They are far smaller than
-    rewards, which therefore determine the first advantages, but not zero, with which the backbone would get
-    no gradient. Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143), which has the same
-    standard deviation.
+    state a length near sqrt(D), so the first values are of the order 1 / sqrt(D): far smaller than rewards,
+    which therefore determine the first advantages, but not 0, with which the backbone would get no gradient.
+    Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143).
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -48,7 +47,6 @@ class ValueModule(nn.Module):
         self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor
     ) -> Tensor:
         """values_T, float32, at the packed positions `source_T`, each before its action token."""
-        values_T: Tensor = self.head(
-            hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)[source_T]
-        )
+        hidden_ND = hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)
+        values_T: Tensor = self.head(hidden_ND[source_T])
         return values_T

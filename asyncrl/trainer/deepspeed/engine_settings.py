@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed and of its optimizers."""
+"""The device of a rank, and DeepSpeed's configuration."""
 
 import os
 from typing import Any
@@ -6,10 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
 
@@ -43,26 +40,8 @@ def join_deepspeed(local_rank: int) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def engine_settings(optimizer: OptimizerConfig, *, dtype: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of one trained model. Gradients are always accumulated in float32."""
-    return inference_settings(dtype=dtype, stage=stage) | {
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": optimizer.max_grad_norm,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "torch_adam": True,  # needs no compiled op
-                "lr": optimizer.lr,
-                "betas": list(optimizer.betas),
-                "eps": optimizer.eps,
-                "weight_decay": optimizer.weight_decay,
-            },
-        },
-    }
-
-
-def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of a model that is sharded but not trained."""
+def engine_settings(*, dtype: str, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of a sharded model, without an optimizer."""
     return {
         # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
         "train_micro_batch_size_per_gpu": 1,
@@ -71,21 +50,3 @@ def inference_settings(*, dtype: str, stage: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == "bfloat16"},
     }
-
-
-def warm_up(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
-    """A learning rate that rises linearly over `warmup_steps` and then stays constant."""
-    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
-
-
-def configure(optimizer: Optimizer, schedule: LambdaLR, config: OptimizerConfig) -> None:
-    """Set a loaded optimizer and its schedule to the numbers of `config`; moments and step count are kept."""
-    numbers = {
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "initial_lr": config.lr,
-    }
-    schedule.base_lrs = [config.lr] * len(schedule.base_lrs)
-    for group, share in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
-        group.update(numbers, lr=config.lr * share(schedule.last_epoch))

@@ -29,9 +29,9 @@ class ModelShape:
     vocabulary: int
 
 
-def zero_stage(model: ModelConfig, learner: LearnerConfig) -> int:
+def zero_stage(wanted: int, dtype: str) -> int:
     """The ZeRO stage, but 1 instead of 0 in bfloat16: only ZeRO keeps AdamW's float32 master weights."""
-    return 1 if learner.zero_stage == 0 and model.dtype == "bfloat16" else learner.zero_stage
+    return 1 if wanted == 0 and dtype == "bfloat16" else wanted
 
 
 def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
@@ -41,7 +41,7 @@ def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
 
 def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of one trained model, on one rank."""
-    parameters, stage = shape.parameters, zero_stage(model, learner)
+    parameters, stage = shape.parameters, zero_stage(learner.zero_stage, model.dtype)
 
     def share(size_bytes: int, from_stage: int) -> int:
         return -(-size_bytes // learner.ranks) if stage >= from_stage else size_bytes
@@ -58,17 +58,15 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes of one packed micro-batch at its full token budget, with the logits of one chunk.
+    """Estimate, within a factor of two, the bytes of one full packed micro-batch and the logits of a chunk.
 
-    An estimate within a factor of two. A layer keeps about 4 hidden states (both norms in and out), queries,
-    keys, values and the attention's output, and 4 states of the gated MLP. With checkpointing it keeps its
-    input, and one layer is recomputed at a time.
+    A layer keeps about 4 hidden states (both norms in and out), queries, keys, values and the attention's
+    output, and 4 states of the gated MLP. With checkpointing it keeps its input, and one layer is recomputed.
     """
     size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
     layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
-    kept = (
-        layer + shape.layers * size * shape.hidden if learner.gradient_checkpointing else shape.layers * layer
-    )
+    inputs = shape.layers * size * shape.hidden
+    kept = layer + inputs if learner.gradient_checkpointing else shape.layers * layer
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
     return tokens * kept + logits
 

@@ -37,9 +37,8 @@ class TokenLogprobs(torch.autograd.Function):
         with_squares: bool,
     ) -> Tensor:
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)  # at least float32
-        columns_RT = torch.empty(
-            3 if with_squares else 2, len(target_T), dtype=dtype, device=hidden_TD.device
-        )
+        rows = 3 if with_squares else 2
+        columns_RT = torch.empty(rows, len(target_T), dtype=dtype, device=hidden_TD.device)
         logsumexp_T = torch.empty_like(columns_RT[0])
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
@@ -66,12 +65,8 @@ class TokenLogprobs(torch.autograd.Function):
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p_CV = (
-                linear(hidden_TD[part], weight_VD)
-                .to(entropy_T.dtype)
-                .div_(ctx.temperature)
-                .sub_(logsumexp_T[part, None])
-            )
+            logits_CV = linear(hidden_TD[part], weight_VD).to(entropy_T.dtype).div_(ctx.temperature)
+            log_p_CV = logits_CV.sub_(logsumexp_T[part, None])
             logit_gradient_CV = log_p_CV.exp()
             factor_CV = -gradient_T[part, None]
             if with_entropy:
@@ -86,19 +81,16 @@ class TokenLogprobs(torch.autograd.Function):
 class LogprobHead(nn.Module):
     """An output layer that returns log-probabilities of given tokens instead of logits.
 
-    It shares the weight of the model's own output layer (and of the embedding, if tied). It runs once per
-    micro-batch, for any number of chunks, and returns one tensor. The reason is ZeRO 3: ranks gather sharded
-    weights when a module runs and when a gradient reaches one of its outputs, and all ranks must do so in the
-    same order.
+    It shares the weight of the model's own output layer, and of the embedding if tied. With ZeRO 3, ranks
+    gather sharded weights when a module runs and when a gradient reaches one of its outputs, all in the same
+    order. So it runs once per micro-batch, for any number of chunks, and returns one tensor.
     """
 
     def __init__(self, output_layer: nn.Module) -> None:
         super().__init__()
         if getattr(output_layer, "bias", None) is not None:
-            raise ConfigError(
-                f"model: output layer {type(output_layer).__name__} has a bias, which is not supported; "
-                "choose another model"
-            )
+            found = f"model: output layer {type(output_layer).__name__} has a bias"
+            raise ConfigError(f"{found}, which is not supported; choose another model")
         self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
 
     def forward(
@@ -117,10 +109,8 @@ class PolicyModule(nn.Module):
         super().__init__()
         transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
         if transforms:
-            raise ConfigError(
-                f"model: config sets {', '.join(transforms)}, which the learner would ignore; choose a "
-                "model without it"
-            )
+            found = f"model: config sets {', '.join(transforms)}"
+            raise ConfigError(f"{found}, which the learner would ignore; choose a model without it")
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings())
 
@@ -135,11 +125,7 @@ class PolicyModule(nn.Module):
         chunk: int,
         with_squares: bool = False,
     ) -> Tensor:
-        """columns_RT, float32, predicted at the packed positions `source_T`.
-
-        The rows are the log-probability of `target_T`, the entropy, and, with `with_squares`, the sum of all
-        squared probabilities.
-        """
+        """columns_RT of `TokenLogprobs`, float32, predicted at the packed positions `source_T`."""
         hidden_ND = hidden_states(self.model.base_model, input_ids_N, position_ids_N, sequence_starts)
         columns_RT: Tensor = self.head(hidden_ND[source_T], target_T, temperature, chunk, with_squares)
         return columns_RT

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.trainer.deepspeed.engine_settings import inference_settings
+from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
@@ -18,14 +18,13 @@ FILE = "model.safetensors"
 
 
 class Reference:
-    """A second copy of the policy's model, sharded like it. Every rank calls every method in the same
-    order."""
+    """A copy of the policy's model, sharded like it. Every rank calls every method, in the same order."""
 
     def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
         """`policy` must be a separate copy of the model; it is frozen."""
         self._policy = policy.requires_grad_(False)
         # Below stage 3 every rank has all weights, and no engine is needed.
-        settings = inference_settings(dtype=dtype, stage=stage)
+        settings = engine_settings(dtype=dtype, stage=stage)
         self.module: Any = deepspeed.initialize(model=policy, config=settings)[0] if stage == 3 else policy
         self._updates = 0
 
@@ -46,16 +45,12 @@ class Reference:
 
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
         """Write the weights into `directory`, on rank 0; `writes` records a failure."""
-        state = {
-            name: tensor.detach().cpu().clone()
-            for name, tensor in whole_parameters(self._policy.model)
-            if rank == 0
-        }
+        whole = whole_parameters(self._policy.model)
+        state = {name: tensor.detach().cpu().clone() for name, tensor in whole if rank == 0}
         if rank == 0:
             writes.attempt(directory.mkdir)
-            writes.attempt(
-                lambda: save_file(state, directory / FILE, metadata={"updates": str(self._updates)})
-            )
+            metadata = {"updates": str(self._updates)}
+            writes.attempt(lambda: save_file(state, directory / FILE, metadata=metadata))
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`."""
@@ -71,7 +66,7 @@ class Reference:
 
 
 def _shard(parameter: Any) -> Tensor:
-    """This rank's part of the parameter, flat if it is sharded."""
+    """Return this rank's part of the parameter; flat if it is sharded."""
     shard: Tensor = getattr(parameter, "ds_tensor", parameter).data
     return shard
 
@@ -79,10 +74,9 @@ def _shard(parameter: Any) -> Tensor:
 def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> None:
     """mine = decay * mine + (1 - decay) * theirs, in place.
 
-    With rounding to the nearest bfloat16, a share below 0.4 % would vanish in every update and the average
-    would never move. So bfloat16 is rounded up or down at random, with probabilities that make the mean
-    exact. bfloat16 is the upper half of a float32: a random number added to the lower half carries into the
-    upper half with the right probability.
+    Rounded to the nearest bfloat16, a change below 0.4 % would vanish in every update. So bfloat16 is rounded
+    up or down at random, and the mean is exact. bfloat16 is the upper half of a float32: a random number
+    added to the lower half carries into the upper half with the right probability.
     """
     if mine.dtype != torch.bfloat16:
         mine.lerp_(theirs, 1 - decay)

@@ -13,9 +13,8 @@ def save_rng(path: Path) -> None:
     """Write the state of this process's generators to `path`, a safetensors file."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    assert (version, numpy_state["bit_generator"]) == (3, "MT19937"), (
-        "the layout of CPython's and numpy's global generators"
-    )
+    # The layout of CPython's and numpy's global generators.
+    assert (version, numpy_state["bit_generator"]) == (3, "MT19937")
     keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
     state = {
         "torch": torch.get_rng_state(),
@@ -34,9 +33,8 @@ def load_rng(path: Path) -> None:
     """The inverse of `save_rng`."""
     state = load_file(path)
     torch.set_rng_state(state["torch"])
-    random.setstate(
-        (3, tuple(state["python_words"].tolist()), next(iter(state["python_gauss"].tolist()), None))
-    )
+    gauss = next(iter(state["python_gauss"].tolist()), None)
+    random.setstate((3, tuple(state["python_words"].tolist()), gauss))
     position, has_gauss = state["numpy_position"].tolist()
     keys = state["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"][0])))

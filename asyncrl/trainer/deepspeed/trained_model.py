@@ -1,14 +1,13 @@
 """One model with its DeepSpeed engine: forward passes, and optimizer steps on a sum of gradients.
 
-The gradient of a step is the plain sum over micro-batches and ranks. DeepSpeed's mean over ranks is undone
-and its division by accumulation steps switched off, so that the gradient does not depend on how a batch was
-cut.
+The gradient of a step is the plain sum over micro-batches and ranks, so it does not depend on how a batch was
+cut. DeepSpeed's mean over ranks is undone, and its division by accumulation steps is switched off.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.algo.metrics import merge
 from asyncrl.config.algorithm import OptimizerConfig
@@ -23,7 +23,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Ranks
-from asyncrl.trainer.deepspeed.engine_settings import configure, engine_settings, warm_up
+from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.writes import Writes
 
 
@@ -33,11 +33,19 @@ class TrainedModel:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks
     ) -> None:
-        self._ranks, self._stage, self._optimizer = ranks, stage, optimizer
+        self._ranks, self._stage = ranks, stage
+        self._numbers: dict[str, Any] = optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+        settings = engine_settings(dtype=dtype, stage=stage) | {
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "gradient_clipping": optimizer.max_grad_norm,
+            # "torch_adam" needs no compiled op.
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **self._numbers}},
+        }
+        rising_steps = max(1, optimizer.warmup_steps)
         self.engine: Any = deepspeed.initialize(
             model=module,
-            config=engine_settings(optimizer, dtype=dtype, stage=stage),
-            lr_scheduler=lambda adamw: warm_up(adamw, optimizer.warmup_steps),
+            config=settings,
+            lr_scheduler=lambda adamw: LambdaLR(adamw, lambda step: min(1.0, (step + 1) / rising_steps)),
         )[0]
 
     def step(
@@ -68,16 +76,15 @@ class TrainedModel:
         self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
     def load(self, directory: Path, tag: str) -> None:
-        """The inverse of `save`, except that learning rate, betas and so on are those of the config.
-
-        Raises CheckpointError if DeepSpeed finds nothing to load.
-        """
+        """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError."""
         path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
-            raise CheckpointError(
-                f"{directory / tag}: DeepSpeed finds no state here; resume from another checkpoint"
-            )
-        configure(self.engine.optimizer, self.engine.lr_scheduler, self._optimizer)
+            found = f"{directory / tag}: DeepSpeed finds no state here"
+            raise CheckpointError(f"{found}; resume from another checkpoint")
+        schedule, lr = self.engine.lr_scheduler, self._numbers["lr"]
+        schedule.base_lrs = [lr] * len(schedule.base_lrs)
+        for group, share in zip(self.engine.optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group.update(self._numbers, initial_lr=lr, lr=lr * share(schedule.last_epoch))
 
     def close(self) -> None:
         """Free the engine."""
@@ -89,8 +96,7 @@ class TrainedModel:
         # Without action tokens the sum is empty, and every parameter gets a zero gradient.
         empty = microbatch.target_T.numel() == 0
         sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)
-        # A non-finite loss may have a finite gradient. Made NaN, it reaches the norm, which is the same on
-        # all ranks.
+        # A non-finite loss may have a finite gradient. As NaN it reaches the norm, which all ranks share.
         poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
         self.engine.backward(sums.loss * (self._ranks.count * poison), scale_wrt_gas=False)
         return sums.metrics
@@ -118,24 +124,20 @@ def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
     if microbatch.input_ids_N.numel() == 0:
         zero = torch.zeros(1, dtype=torch.int64, device=microbatch.input_ids_N.device)
         ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1))
-    outputs: Tensor = module(
-        ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T, *arguments
-    )
+    packed = (ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T)
+    outputs: Tensor = module(*packed, *arguments)
     return outputs
 
 
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter of a model, gathered if it is sharded, and valid until the next one is requested.
 
-    Every rank must exhaust the iterator. With `write`, rank 0's changes of a gathered parameter go back to
-    all shards.
+    Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards.
     """
     for name, parameter in model.named_parameters():
-        sharded = hasattr(parameter, "ds_tensor")
         beat()
-        with (
-            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None)
-            if sharded
-            else nullcontext()
-        ):
+        gathered: AbstractContextManager[None] = nullcontext()
+        if hasattr(parameter, "ds_tensor"):
+            gathered = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None)
+        with gathered:
             yield name, parameter

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,18 +16,18 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
+from asyncrl.trainer.deepspeed.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
-from asyncrl.trainer.deepspeed.loading import export_model, load_critic, load_policy
+from asyncrl.trainer.deepspeed.loading import export_model, load_model
 from asyncrl.trainer.deepspeed.memory_use import zero_stage
+from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.reference import Reference
 from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
 
-# Directories of DeepSpeed's own files inside a checkpoint.
-POLICY, CRITIC = "engine", "critic"
-# Directory of a reference that has moved; a frozen one is loaded again from its source.
-REFERENCE = "reference"
+# Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
+POLICY, CRITIC, REFERENCE = "engine", "critic", "reference"
 
 M = TypeVar("M", TrainedModel, Reference)
 
@@ -45,25 +46,32 @@ class DeepSpeedTrainer:
         reference: bool = False,
         critic: CriticConfig | None = None,
     ) -> None:
-        """Load the policy, and the same model again as reference and as critic if they are needed.
+        """Load the policy, and the same model again for a reference and a critic. Raises DataError, RunError.
 
-        `device` is what `choose_device` returned. Raises DataError, RunError.
+        `device` is what `choose_device` returned.
         """
         rendezvous = rendezvous or Rendezvous()
-        self._model_config, self._temperature, self._chunk = model, temperature, learner.logprob_chunk_tokens
-        self.device = device
+        self.device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
         self._ranks = Ranks(rendezvous, device)
         join_deepspeed(rendezvous.local_rank)
-        self._stage = zero_stage(model, learner)
-        checkpointing = learner.gradient_checkpointing
-        policy = load_policy(model, self.device, gradient_checkpointing=checkpointing)
-        shared: dict[str, Any] = {"dtype": model.dtype, "stage": self._stage}
-        self._policy = TrainedModel(policy, learner.optimizer, ranks=self._ranks, **shared)
-        self._reference = Reference(load_policy(model, self.device), **shared) if reference else None
+        load = partial(load_model, model, device)
+        trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
+        shared: dict[str, Any] = {"dtype": model.dtype, "stage": zero_stage(learner.zero_stage, model.dtype)}
+        self._policy = TrainedModel(PolicyModule(trained()), learner.optimizer, ranks=self._ranks, **shared)
+        self._reference = Reference(PolicyModule(load()), **shared) if reference else None
         self._critic: TrainedModel | None = None
         if critic is not None:
-            module = load_critic(model, self.device, gradient_checkpointing=checkpointing)
-            self._critic = TrainedModel(module, critic.optimizer, ranks=self._ranks, **shared)
+            # A value head takes the place of the output layer.
+            values = ValueModule(trained().base_model)
+            self._critic = TrainedModel(values, critic.optimizer, ranks=self._ranks, **shared)
+        self._export = partial(export_model, self._policy.engine.module.model, model)
+        # A learner with another layout cannot load the checkpoints of this one.
+        self._layout: dict[str, Any] = {
+            "ranks": self.ranks,
+            "zero_stage": shared["stage"],
+            "dtype": model.dtype,
+            "critic": critic is not None,
+        }
 
     @property
     def rank(self) -> int:
@@ -133,17 +141,15 @@ class DeepSpeedTrainer:
         writes.attempt(lambda: save_rng(directory / f"rng-{self.rank:04}.safetensors"))
         state = {name: tensor.cpu().clone() for name, tensor in self.parameters() if self.rank == 0}
         if self.rank == 0:
-            model = self._policy.engine.module.model
-            writes.attempt(lambda: export_model(model, state, self._model_config, directory / "hf"))
-            writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(self._layout)))
-        failures = [failure.decode() for failure in self.gather(writes.failure.encode())]
-        if any(failures):
-            found = "; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+            writes.attempt(lambda: self._export(state, directory / "hf"))
+            layout = self._layout | {"moved_reference": self._reference is not None and self._reference.moved}
+            writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(layout)))
+        failures = enumerate(self.gather(writes.failure.encode()))
+        if found := "; ".join(f"rank {rank}: {failure.decode()}" for rank, failure in failures if failure):
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
-        """See `Trainer`. Unpickles DeepSpeed's files, so verify them. Raises ConfigError for another
-        layout."""
+        """See `Trainer`. Unpickles DeepSpeed's files. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
         # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = self._layout | {"moved_reference": found.get("moved_reference")}
@@ -167,23 +173,12 @@ class DeepSpeedTrainer:
                 model.close()
         deepspeed.comm.destroy_process_group()
 
-    @property
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "ranks": self.ranks,
-            "zero_stage": self._stage,
-            "dtype": self._model_config.dtype,
-            "critic": self._critic is not None,
-            "moved_reference": self._reference is not None and self._reference.moved,
-        }
-
     def _measure(self, microbatch: MicroBatch, columns: Collection[str]) -> dict[str, Tensor]:
         beat()
         measured: dict[str, Tensor] = {}
         if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
-            columns_RT = self._token_columns(
-                self._policy.engine, microbatch, "sum_squared_probs_T" in columns
-            )
+            squares = "sum_squared_probs_T" in columns
+            columns_RT = self._token_columns(self._policy.engine, microbatch, squares)
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
             reference = _built(self._reference, "reference")

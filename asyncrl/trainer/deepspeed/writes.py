@@ -10,7 +10,7 @@ from asyncrl.progress import beat
 
 @dataclass(slots=True)
 class Writes:
-    """The writes of one rank during a save: after the first failure the others are skipped.
+    """After the first failure the other writes are skipped.
 
     A rank must not end the save early: the others would wait for it in the next collective.
     """
@@ -25,9 +25,6 @@ class Writes:
             return
         try:
             write()
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors wrap the error of a full disk
+        # torch and safetensors wrap the error of a full disk.
+        except (OSError, RuntimeError, SafetensorError) as error:
             self.failure = f"{type(error).__name__}: {error}"
