@@ -1,8 +1,7 @@
-"""All descendants of a supervisor, also those that leave their session and clear their environment.
+"""All descendants of a supervisor, including those that leave their session and clear their environment.
 
 The kernel gives an orphan to the nearest ancestor that asked for orphans (a "subreaper"); no process can
-refuse this. So every descendant of a supervisor stays its descendant as long as the supervisor lives, and the
-supervisor ends them all before it exits.
+refuse. So every descendant stays one while the supervisor lives, and the supervisor ends all before it exits.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from asyncrl.processes import adopt_orphans
 log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-# The process that started another one asks for its status sooner.
+# A parent that wants its child's exit status asks for it sooner.
 UNCLAIMED_S = 120.0
 END_S = 10.0
 
@@ -33,8 +32,7 @@ class Family:
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """Reap adopted processes that have ended, so that their numbers become free. Call this all the
-        time."""
+        """Reap adopted processes that have ended, to free their process ids. Call this continually."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -43,28 +41,26 @@ class Family:
         self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
         for pid, since_s in self._ended_s.items():
             if now_s - since_s > UNCLAIMED_S:
-                _take_leave(pid)
+                _reap(pid)
 
     def end(self) -> None:
-        """End all that are left."""
+        """Kill all descendants that are left."""
         until_s = time.monotonic() + END_S
-        told: set[int] = set()
+        logged: set[int] = set()
         while (left := self._members()) and time.monotonic() < until_s:
-            if new := [
-                process.pid for process in left if process.pid not in told and not _has_ended(process)
-            ]:
+            alive = {process.pid for process in left if not _has_ended(process)}
+            if new := sorted(alive - logged):
                 log.warning("processes %s had left those that started them, and are killed", new)
-                told.update(new)
+                logged |= alive
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-                _take_leave(process.pid)
+                _reap(process.pid)
             time.sleep(0.02)
 
     def _members(self) -> list[psutil.Process]:
-        return [
-            process for process in self._me.children(recursive=True) if process.pid not in self._strangers
-        ]
+        descendants = self._me.children(recursive=True)
+        return [process for process in descendants if process.pid not in self._strangers]
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -74,15 +70,15 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def _take_leave(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # not a child yet: its parent goes first
+def _reap(pid: int) -> None:
+    # Not our child until its own parent has ended.
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 @contextlib.contextmanager
 def family() -> Iterator[Family]:
-    """Adopt orphans inside the `with` block, and end all descendants at its end. Every other end of processes
-    lies within it."""
+    """Adopt orphans inside the `with` block, which must contain all other ends of processes; then end all."""
     members = Family()
     adopt_orphans(True)
     try:

@@ -29,7 +29,7 @@ from asyncrl.errors import ControlError, StoreError
 from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.roles import join_store, run_role
-from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, open_exporter, train_lane, train_limits
+from asyncrl.launch.wiring import eval_lane, eval_rules, group_limits, open_exporter, train_lane
 from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
@@ -44,8 +44,8 @@ from asyncrl.weights.staging import GlooStaging
 
 log = logging.getLogger(__name__)
 
+# Longest wait for a learner that loads a large model.
 LEARNER_START_S = 600.0
-"""A learner that loads a large model takes its time."""
 
 
 def main() -> None:
@@ -54,16 +54,13 @@ def main() -> None:
     parser.add_argument("--id", required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(
-        "--from-record",
-        action="store_true",
-        help="the config came from the store: the learner is to confirm it",
-    )
+    # The config came from the store, so the learner must confirm it.
+    parser.add_argument("--from-record", action="store_true")
     arguments = parser.parse_args()
 
     def role() -> None:
         config = load_config(arguments.config)
-        # Not the config's: run.root may be relative to another working directory, that of the learner.
+        # Not the config's run.root: that may be relative to the learner's working directory.
         directory = RunDirectory(arguments.config.parent)
         context = setup_logging(arguments.id, directory.logs, console=True)
         try:
@@ -96,7 +93,8 @@ async def _generate(
     begin("load the model", Pace.SLOW)
     scorer = RewardPool(config.reward, directory.path.parent)
     log.info("starting the reward processes")
-    await scorer.start()  # first: a function that cannot be loaded is known in a second
+    # Before the engine, which takes minutes: a function that cannot be loaded fails within a second.
+    await scorer.start()
     log.info("starting the engine, which loads the model and warms up")
     engine = await VLLMEngine.start(
         config.model, share(config.generator), config.sampling, config.weights, device=device
@@ -104,7 +102,7 @@ async def _generate(
     begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
     assert task is not None
-    # To leave in good order: tickets are given back.
+    # Cancelled, the generator gives its tickets back.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     log.info("calling the learner")
     record = RunRecord(store, keys.record)
@@ -150,7 +148,7 @@ async def _generate(
 
 
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:
-    """JSONL always, Prometheus when asked for; W&B and its like get one run from the learner."""
+    """Open JSONL, and Prometheus if configured; W&B and the like get one run, from the learner."""
     trackers = Trackers(
         [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")],
         Alarms(probe_limit=config.weights.probe_limit),
@@ -161,20 +159,19 @@ def generator_trackers(config: Config, directory: RunDirectory, generator_id: st
 
 
 async def _endpoint_now(record: RunRecord) -> str:
-    """Where the learner listens at this moment; empty when the store cannot say it."""
+    """Return the learner's endpoint; empty if the store does not answer."""
     try:
         return (await asyncio.to_thread(record.read)).control_endpoint
     except StoreError as error:
-        log.warning("where the learner listens cannot be read: %s", error)
+        log.warning("the learner's endpoint cannot be read: %s", error)
         return ""
 
 
 async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
-    """Where the learner listens. It may still be loading its model: until then there may be no record, or a
-    wrong one."""
-    until_s, told = time.monotonic() + LEARNER_START_S, ""
+    """Wait for the learner's endpoint. While the learner loads, the record may be missing or an older one."""
+    until_s, logged = time.monotonic() + LEARNER_START_S, ""
     while True:
-        found = "no learner has said where it listens"
+        found = "no learner has recorded its endpoint"
         try:
             if endpoint := (await asyncio.to_thread(record.read)).control_endpoint:
                 return endpoint
@@ -184,52 +181,49 @@ async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
             raise ControlError(
                 f"store {store.url}: {LEARNER_START_S:.0f} s without a learner; start it. Last: {found}"
             )
-        if found != told:
-            told = found
+        if found != logged:
+            logged = found
             log.info("waiting for the learner: %s", found)
         await asyncio.sleep(0.2)
 
 
 def resolve_device(config: Config) -> Device:
-    """cuda where there is one, unless the config keeps the learner on the CPU."""
+    """Return cuda if there is a GPU, unless the config keeps the learner on the CPU."""
     import torch
 
     return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
 
 
 def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:
-    """Evaluation first: it is small, and people wait for it."""
+    """Open the lanes. Evaluation comes first: it is small, and people wait for it."""
     held_out = prompts.eval_prompts(config.eval.prompts)
-    found = []
-    if held_out:
-        found.append(
-            Lane(
-                name=lane_name(**eval_rules(config, len(held_out))),
-                buffer=eval_lane(config, store, len(held_out)),
-                prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
-                spec=sampling_spec(config, config.eval.temperature),
-                limits=eval_limits(config, vocabulary),
-                minimum_version=lambda ticket: round_version(
-                    ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
-                ),
-            )
-        )
-    found.append(
-        Lane(
-            name="train",
-            buffer=train_lane(config, store),
-            prompt=prompts.prompt,
-            spec=sampling_spec(config, config.sampling.temperature),
-            limits=train_limits(config, vocabulary),
-            greedy=wants_greedy(config),
-            minimum_version=lambda ticket: ticket.minimum_version,
-        )
+    limits, eval_limits = group_limits(config, vocabulary)
+    train = Lane(
+        name="train",
+        buffer=train_lane(config, store),
+        prompt=prompts.prompt,
+        spec=sampling_spec(config, config.sampling.temperature),
+        limits=limits,
+        greedy=wants_greedy(config),
+        minimum_version=lambda ticket: ticket.minimum_version,
     )
-    return found
+    if not held_out:
+        return [train]
+    evaluation = Lane(
+        name=lane_name(**eval_rules(config, len(held_out))),
+        buffer=eval_lane(config, store, len(held_out)),
+        prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
+        spec=sampling_spec(config, config.eval.temperature),
+        limits=eval_limits,
+        minimum_version=lambda ticket: round_version(
+            ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
+        ),
+    )
+    return [evaluation, train]
 
 
 def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
-    """How a lane samples."""
+    """Return how a lane samples."""
     return SamplingSpec(
         temperature=temperature,
         max_response_tokens=config.sampling.max_response_tokens,
@@ -238,12 +232,13 @@ def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
 
 
 def share(generator: GeneratorConfig) -> GeneratorConfig:
-    """The generator's config, with the threads that the supervisor allots unless it names a number."""
+    """Return the config with the threads that the supervisor allots, unless it names a number."""
     allotted = int(os.environ.get("OMP_NUM_THREADS", "1"))
     return generator.model_copy(update={"threads": generator.threads or allotted})
 
 
 def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:
+    """Return the message that joins; with `confirm` the learner must have the same code and environment."""
     return Hello(
         generator_id=generator_id,
         incarnation=uuid.uuid4().hex[:12],
@@ -259,6 +254,6 @@ def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:
 
 if __name__ == "__main__":
     main()
-# In the engine's processes, which wait minutes for a dead parent before they load our plugin.
+# For the engine's processes, which wait minutes for a dead parent before they load our plugin.
 elif __name__ == "__mp_main__":
     die_with_spawner()

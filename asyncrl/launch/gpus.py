@@ -1,5 +1,4 @@
-"""Which GPUs which process of a machine gets: learner ranks first, then generators; with too few, they
-share."""
+"""Assigns a machine's GPUs: learner ranks first, then generators; if there are too few, they share."""
 
 import os
 from collections.abc import Sequence
@@ -7,7 +6,7 @@ from pathlib import Path
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use; without loading CUDA."""
+    """Count the NVIDIA GPUs that this process may use, without loading CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -15,20 +14,19 @@ def count_gpus() -> int:
 
 
 def visible_devices(gpus: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for a child that gets these of ours: their names, not their places among them."""
+    """Return CUDA_VISIBLE_DEVICES for a child that gets these of our GPUs, by the names that ours have."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in ours.split(",") if name.strip()] if ours is not None else None
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 def learner_gpus(gpus: int, ranks: int) -> list[int]:
-    """One for each rank; all ranks on the only one there is."""
+    """Return one GPU for each rank, as far as there are enough."""
     return list(range(min(ranks, gpus)))
 
 
 def generator_gpus(gpus: int, index: int, *, ranks: int, width: int) -> list[int]:
-    """The `width` GPUs of generator `index`: those after the learner's, dealt again from there when they run
-    out."""
+    """Return the `width` GPUs of generator `index`, taken in turn from those after the learner's."""
     free = list(range(ranks, gpus)) if gpus > ranks else list(range(gpus))
     if not free:
         return []

@@ -1,5 +1,4 @@
-"""Rank 0's parts, each built from the parts of the config that it needs; the order in which they begin and
-end is here too."""
+"""Builds what surrounds rank 0's loop, in the order in which the parts begin and end."""
 
 import os
 import secrets
@@ -35,13 +34,12 @@ from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
 from asyncrl.launch.learner_runs import LeadRun
-from asyncrl.launch.publication import Publication, interface_of
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import Show, StatusPage
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.taking import Taking
-from asyncrl.launch.wiring import eval_lane, eval_limits, eval_rules, open_exporter, train_lane, train_limits
+from asyncrl.launch.wiring import eval_lane, eval_rules, group_limits, open_exporter, train_lane
 from asyncrl.lineage import History
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
@@ -56,7 +54,7 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
-from asyncrl.weights.base import choose_transport
+from asyncrl.weights.base import Publisher, choose_transport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
 from asyncrl.wire.decoder import IsolatedDecoder
@@ -64,27 +62,26 @@ from asyncrl.wire.group_frames import decode_group
 
 Decode = Callable[[bytes], Group]
 
+# Lineages are drawn: a learner cannot know how many learners died before it without a checkpoint.
 MAX_LINEAGE = (1 << 32) - 1
-"""Lineages are drawn: a learner cannot know how many learners died before it without a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lead:
-    """What rank 0 has before its own parts are built."""
+    """What rank 0 has before the parts here are built."""
 
     config: Config
     directory: RunDirectory
     store: StoreConnection
     keys: RunKeys
     data: DataFiles
-    # What the newest checkpoint holds, or the beginning of a run.
+    # From the newest checkpoint, or the beginning of a run.
     state: LearnerState
     trainer: Trainer
     checkpoints: CheckpointStore
     coefficients: Coefficients
     probe_ids: tuple[int, ...]
     vocabulary: int
-    # Of the parameters that are published.
     layout: Layout
     device: torch.device
     logs: LogContext
@@ -92,11 +89,9 @@ class Lead:
 
 
 def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
-    """Build and start everything that surrounds rank 0's loop; the caller enters the run, and `stack` ends
-    the rest.
+    """Build and start all parts; the caller enters the run, and `stack` ends the rest.
 
-    The store is claimed before the control plane opens, so that a generator that calls finds its own run in
-    the store.
+    The store is claimed before the control plane opens, so that a generator that joins finds its run there.
     """
     config = lead.config
     gpu = torch.cuda.get_device_name() if lead.device.type == "cuda" else None
@@ -110,7 +105,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
     stack.callback(reporting.close)
     taking = open_taking(stack, lead, history)
     renew = claim_store(lead)
-    publication = open_publication(lead, history, taking, reporting)
+    publisher, hub = open_hub(lead, history, taking, reporting)
     saving = LeadSaving(
         lead.checkpoints,
         lead.trainer,
@@ -126,8 +121,10 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
         max_bytes, probe_limit = config.store.max_gib * 2**30, config.weights.probe_limit
         shows.append(partial(show_to_prometheus, exporter, max_bytes=max_bytes, probe_limit=probe_limit))
     page = StatusPage(
-        first_status(config, lead.state.version),
-        publication=publication,
+        first_status(
+            config.run.name, lead.state.version, steps=config.learner.steps, lag_bound=config.lag_bound
+        ),
+        hub=hub,
         taking=taking,
         renew=renew,
         shows=shows,
@@ -139,7 +136,8 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
         logs=lead.logs,
         stop=lead.stop,
         taking=taking,
-        publication=publication,
+        publisher=publisher,
+        hub=hub,
         reporting=reporting,
         saving=saving,
         page=page,
@@ -147,7 +145,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
 
 
 def open_reporting(lead: Lead, exporter: Exporter | None) -> Reporting:
-    """Trackers, timeline and samples."""
+    """Open trackers, timeline and samples."""
     config = lead.config
     trackers = open_trackers(
         config.telemetry,
@@ -170,13 +168,17 @@ def open_reporting(lead: Lead, exporter: Exporter | None) -> Reporting:
 
 
 def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
-    """Both lanes. Raises ConfigError for another number of shards."""
+    """Open both lanes. Raises ConfigError if the number of shards has changed."""
     config = lead.config
-    decode = open_decoder(stack, lead.keys.join.wire, isolate=config.store.isolate_decoding)
+    decode: Decode = partial(decode_group, key=lead.keys.join.wire)
+    if config.store.isolate_decoding:
+        isolated = IsolatedDecoder(lead.keys.join.wire)
+        stack.callback(isolated.close)
+        decode = isolated.decode
     decoded = DecodedFrames(decode)
     lane = train_lane(config, lead.store)
     deaths = StepDeaths(lead.directory.step_under_way)
-    limits = train_limits(config, lead.vocabulary)
+    limits, eval_limits = group_limits(config, lead.vocabulary)
     gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
     intake = open_intake(config, lane, lead.state.ledger, gate, history)
     evaluation = open_evaluation(
@@ -185,26 +187,16 @@ def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
         lead.state,
         decode,
         held_out=lead.data.held_out_rows,
-        limits=eval_limits(config, lead.vocabulary),
+        limits=eval_limits,
         history=history,
     )
     return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths)
 
 
-def open_decoder(stack: ExitStack, key: bytes, *, isolate: bool) -> Decode:
-    """What decodes a frame: this process, or one with bounded memory, which `stack` ends."""
-    if not isolate:
-        return partial(decode_group, key=key)
-    decoder = IsolatedDecoder(key)
-    stack.callback(decoder.close)
-    return decoder.decode
-
-
 def open_intake(
     config: Config, lane: RedisBuffer | ShardedBuffer, saved: Mapping[str, Any], gate: Gate, history: History
 ) -> Intake | ShardedIntake:
-    """Continues from the ledger that a checkpoint has `saved`. Raises ConfigError for another number of
-    shards."""
+    """Continue from the `saved` ledger. Raises ConfigError if the number of shards has changed."""
     shards = config.store.shards
     judge = make_judge(
         [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters],
@@ -222,7 +214,8 @@ def open_intake(
             groups=config.batch.groups // shards,
             window=config.window_groups // shards,
             max_lag=config.staleness.max_lag,
-            max_refills=config.algorithm.max_refills * shards,  # luck is not even between small shares
+            # Small shares vary more.
+            max_refills=config.algorithm.max_refills * shards,
             stall_s=config.control.stall_s,
             history=history,
         )
@@ -244,9 +237,9 @@ def open_evaluation(
     limits: GroupLimits,
     history: History,
 ) -> Evaluation:
-    """Goes on from `state`, or with the next round where a round now means something else.
+    """Continue from `state`, or with the next round if the meaning of a round has changed.
 
-    `held_out` is the number of held-out rows there are.
+    `held_out` is the number of held-out rows in the data.
     """
     prompts = min(config.eval.prompts, held_out)
     rules = eval_rules(config, prompts)
@@ -260,8 +253,7 @@ def open_evaluation(
 
 
 def claim_store(lead: Lead) -> Callable[[str], None]:
-    """Make the store serve this run. Returns what renews its record there, given the endpoint of the control
-    plane."""
+    """Make the store serve this run; return what renews its record with the control plane's endpoint."""
     config = lead.config
     stored = StoredRun(
         name=config.run.name,
@@ -276,15 +268,17 @@ def claim_store(lead: Lead) -> Callable[[str], None]:
     return lambda endpoint: record.renew(replace(stored, control_endpoint=endpoint))
 
 
-def open_publication(lead: Lead, history: History, taking: Taking, reporting: Reporting) -> Publication:
-    """The publisher, and the control plane, which opens its endpoint and starts its thread."""
+def open_hub(
+    lead: Lead, history: History, taking: Taking, reporting: Reporting
+) -> tuple[Publisher, ControlHub]:
+    """Open the publisher, and the control plane with its thread, which delivers what is published."""
     config = lead.config
     publisher = SharedMemoryPublisher(
         lead.layout,
         probe_ids=lead.probe_ids,
         directory=lead.directory.weights,
         deadline_s=config.weights.deadline_s,
-        interface=interface_of(config.control.bind),
+        interface=config.control.bind and config.control.bind.removeprefix("tcp://").rpartition(":")[0],
         history=history,
     )
     hub = ControlHub(
@@ -302,28 +296,28 @@ def open_publication(lead: Lead, history: History, taking: Taking, reporting: Re
         on_dead=taking.revoke,
         on_report=reporting.update,
     )
-    return Publication(publisher, hub)
+    return publisher, hub
 
 
-def first_status(config: Config, version: int) -> StatusSnapshot:
-    """What holds before the first weights are published."""
+def first_status(run: str, version: int, *, steps: int, lag_bound: int) -> StatusSnapshot:
+    """Return the status before the first weights are published."""
     now_at = time.time()
     return StatusSnapshot(
-        run=config.run.name,
+        run=run,
         state="starting",
         step=version,
-        total_steps=config.learner.steps,
+        total_steps=steps,
         version=version,
         started_at=now_at,
         updated_at=now_at,
         pid=os.getpid(),
-        lag_bound=config.lag_bound,
+        lag_bound=lag_bound,
     )
 
 
 def show_to_prometheus(
     exporter: Exporter, status: StatusSnapshot, *, max_bytes: float, probe_limit: float
 ) -> None:
-    """Show every number of `status`, and the limits that they are compared with."""
+    """Show every number of `status`, and the limits with which they are compared."""
     exporter.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
     exporter.show(status_families(status, max_bytes=max_bytes, probe_limit=probe_limit))

@@ -1,5 +1,4 @@
-"""The learner's process, one per rank: `python -m asyncrl.launch.learner_process --config FILE --store
-URL`."""
+"""One rank of the learner: `python -m asyncrl.launch.learner_process --config FILE --store URL`."""
 
 import logging
 import os
@@ -47,14 +46,13 @@ log = logging.getLogger(__name__)
 
 
 def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[int, ...]:
-    """The token sequence of the probe: fixed and random, so it is cheap to score and every weight takes
-    part."""
+    """Draw the token sequence of the probe: random, so that every weight takes part, and always the same."""
     draw = random.Random(seed)
     return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
 def specs_of(parameters: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
-    """What is published. Every rank takes part in gathering the parameters."""
+    """Describe the parameters that are published; every rank must call this to gather them."""
     return [
         TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in parameters
@@ -62,7 +60,7 @@ def specs_of(parameters: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
 
 
 def main() -> None:
-    """Parse arguments, wait when this is a standby, and train."""
+    """Parse arguments, wait if this is a standby, and train."""
     arguments = parse_arguments("asyncrl-learner")
 
     def role() -> None:
@@ -89,13 +87,14 @@ def train(
     rendezvous: Rendezvous,
     logs: LogContext,
 ) -> None:
-    """One rank's whole life."""
+    """Load the newest checkpoint, train to the last step, and save."""
     begin("load the model", Pace.SLOW)
     hooks = Hooks.load(config.learner.hooks)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
     with ExitStack() as stack:
-        if config.learner.ranks == 1:  # with more, the process that started them holds it
+        # With several ranks, the process that started them holds the lock.
+        if config.learner.ranks == 1:
             stack.enter_context(RunLock(directory.lock))
         log.info("loading the model")
         device = choose_device(config.learner, rendezvous.local_rank)
@@ -110,16 +109,14 @@ def train(
             critic=config.critic if recipe.critic else None,
         )
         stack.callback(trainer.close)
-        checkpoints = CheckpointStore(
-            directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep
-        )
+        key, keep = directory.checkpoint_key(), config.checkpoint.keep
+        checkpoints = CheckpointStore(directory.checkpoints, key, keep)
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
         vocabulary = vocabulary_size(config.model)
-        probe_ids = draw_probe(
-            config.run.seed, min(config.weights.probe_tokens, config.sampling.max_tokens - 1), vocabulary
-        )
+        probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
+        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary)
         layout = Layout.plan(specs_of(trainer.parameters()), config.weights.bucket_mib << 20)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
@@ -151,22 +148,20 @@ def train(
 
 
 def rendezvous_of(config: Config, environment: Mapping[str, str]) -> Rendezvous:
-    """Where this rank meets the others: as `asyncrl.launch.ranks`, or torchrun, has put it into
-    `environment`."""
+    """Read where the ranks meet from the variables that `asyncrl.launch.ranks` or torchrun has set."""
     return Rendezvous(
         rank=int(environment.get("RANK", "0")),
         ranks=config.learner.ranks,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=int(environment.get("MASTER_PORT") or "0"),
-        # The supervisor, which knows who hangs, comes first; this bound holds where a wait for a slow rank
-        # was none.
+        # Longer than the supervisor's bound, because the supervisor can name the process that hangs.
         timeout_s=config.control.slow_s + config.control.hang_s,
     )
 
 
 def recipe_of(config: Config, rendezvous: Rendezvous, device: torch.device) -> Recipe:
-    """What this run optimises, for this rank's share of every batch. Raises ConfigError."""
+    """Resolve what this run optimises, for this rank's share of every batch. Raises ConfigError."""
     settings = PlanSettings(
         max_lag=config.staleness.max_lag,
         mask_stale=config.staleness.policy == "mask",

@@ -1,15 +1,14 @@
-"""What surrounds the learner's loop: one class for rank 0, which speaks with everybody else, and one for the
-other ranks."""
+"""What surrounds the learner's loop, on rank 0 and on the other ranks."""
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from asyncrl.buffer.intake import Collected
-from asyncrl.launch.publication import Publication
-from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.control.zmq import ControlHub
+from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import Taken, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
@@ -20,27 +19,30 @@ from asyncrl.report.reports import Reporting
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
+from asyncrl.weights.base import Publisher
 
+# Time between two signs of life to the other ranks while groups are missing.
 POLL_S = 1.0
-"""Time between two signs of life to the other ranks while groups are missing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LeadRun:
-    """`learner.Run` of rank 0. A context manager: leaving it shows the last state and sends the generators
-    home."""
+    """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
     # The token sequence that the probe scores.
     probe_ids: Sequence[int]
     logs: LogContext
-    # Set when somebody has asked the learner to stop: every rank saves first.
+    # Set when the learner is asked to stop; every rank saves first.
     stop: threading.Event
     taking: Taking
-    publication: Publication
+    publisher: Publisher
+    # Orders the generators to load what `publisher` has published; nothing waits for a generator.
+    hub: ControlHub
     reporting: Reporting
     saving: LeadSaving
     page: StatusPage
+    _rounds: int = field(default=0, init=False)
 
     def collect(self, version: int) -> Collected:
         """Take the groups of the next step and hand them to the other ranks."""
@@ -48,37 +50,42 @@ class LeadRun:
             self.trainer.broadcast,
             lambda: self._poll(version),
             is_asked_to_stop=self.stop.is_set,
-            is_in_touch=self.publication.is_in_touch,
+            is_in_touch=self._is_in_touch,
         )
         if collected is None:
             self.saving.save_and_leave(version)
         return collected
 
     def _poll(self, version: int) -> Taken | None:
-        self.publication.check()
+        self.hub.check()
         self.taking.heal(version)
         self.reporting.evaluation(self.taking.evaluated())
         return self.taking.poll(version, wait_s=POLL_S)
 
+    def _is_in_touch(self) -> bool:
+        """Whether the control plane has done something since the last call; if not, no weights arrive."""
+        before, self._rounds = self._rounds, self.hub.rounds
+        return self._rounds != before
+
     def publish(self, version: int) -> None:
-        """New weights first, then the credit for the groups that they will sample."""
+        """Publish the weights first, then open the credit for the groups that they will sample."""
         self.logs.version = version
         probe = self.trainer.score(self.probe_ids)
         self.page.enter("training")
-        self.publication.publish(version, self.trainer.parameters(), probe)
+        self.publisher.publish(version, self.trainer.parameters(), probe)
+        self.hub.announce(version)
         self.page.version = version
         self.taking.open(version)
 
     def report(self, step: Step) -> None:
-        """Metrics and samples of a finished step, and the evaluations that are complete. The metrics are
-        reduced already."""
-        counters = {f"weights/{name}": value for name, value in self.publication.counters().items()}
+        """Report a finished step and the evaluations that are complete."""
+        counters = {f"weights/{name}": value for name, value in self.hub.counters().items()}
         self.reporting.step(step, counters | self.taking.counters())
         self.taking.trained(step.version - 1)
         self.reporting.evaluation(self.taking.evaluated())
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save when it is due, and only then let the store forget."""
+        """Save if it is due; then the store may forget."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:
@@ -102,24 +109,24 @@ class LeadRun:
             self.page.enter("failed", str(error))
         message = self.page.close()
         # After an error that a restart may cure, the generators wait for the next learner.
-        is_over = error is None or isinstance(error, (SystemExit, *NOT_MENDED_BY_A_RESTART))
-        self.publication.close(message, farewell=is_over)
+        is_over = error is None or isinstance(error, (SystemExit, *NOT_FIXED_BY_A_RESTART))
+        self.hub.stop(message, farewell=is_over)
+        self.publisher.close()
 
 
 @dataclass(slots=True, kw_only=True)
 class FollowerRun:
-    """`learner.Run` of every other rank: it trains on what rank 0 hands out, and takes part where all ranks
-    must."""
+    """`learner.Run` of every other rank: it trains on the groups that rank 0 hands out."""
 
     trainer: Trainer
     probe_ids: Sequence[int]
     logs: LogContext
-    # Decodes a frame that rank 0 has decoded already.
+    # For frames that rank 0 has decoded already.
     decode: Callable[[bytes], Group]
     saving: Saving
 
     def collect(self, version: int) -> Collected:
-        """The groups that rank 0 hands out. When it was asked to stop, this rank saves and ends with it."""
+        """Receive the groups from rank 0. If that was asked to stop, save and end with it."""
         collected = receive(self.trainer.broadcast, self.decode)
         if collected is None:
             self.saving.save_and_leave(version)
@@ -133,11 +140,11 @@ class FollowerRun:
             pass
 
     def report(self, step: Step) -> None:
-        """Nothing: rank 0 reports for all."""
+        """Do nothing: rank 0 reports for all."""
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save when it is due."""
+        """Save if it is due."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:
-        """Nothing: rank 0 waits for the last evaluation."""
+        """Do nothing: rank 0 waits for the last evaluation."""

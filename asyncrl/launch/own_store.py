@@ -1,4 +1,4 @@
-"""The store that a run starts for itself: its two users, where it listens, and how it is kept alive."""
+"""The store that a run starts for itself: its users, and how it is kept alive."""
 
 import logging
 import time
@@ -13,20 +13,18 @@ from asyncrl.run.directory import RunDirectory
 log = logging.getLogger(__name__)
 
 AGAIN_S = ASK_S = 1.0
-# After this long without an answer it is killed. It is then back before the processes that wait for it give
-# up.
+# A store without an answer for so long is killed. It is back before the processes that wait for it give up.
 SILENT_S = 15.0
 
 
 class KeptStore:
-    """A running server that is started again whenever it ends. Tending it never waits, however long the
-    server loads."""
+    """A running server that is started again whenever it ends. No method waits for the server to load."""
 
     def __init__(self, server: StoreServer, *, silent_s: float = SILENT_S) -> None:
-        """One that answers nothing for `silent_s` is killed."""
+        """Keep `server`, and kill it when it has not answered for `silent_s`."""
         self.server = server
+        # Whether the server answered at the last `tend`; False while it starts and loads.
         self.is_up = True
-        """Whether it answered when it was last tended; False while it starts and loads."""
         self._is_begun = True
         self._again_at_s = 0.0
         self._silent_s = silent_s
@@ -34,29 +32,24 @@ class KeptStore:
         self._ask_at_s = self._heard_at_s = 0.0
 
     def tend(self) -> None:
-        """Keep it up. Call this all the time."""
+        """Start the server again if it has ended. Call this continually."""
         if self.is_up and self.is_silent():
             log.error("the store has not answered for %.0f s and is killed", self._silent_s)
             self.server.kill()
         if (self.is_up and self.server.is_running) or time.monotonic() < self._again_at_s:
             return
         if self.is_up:
-            log.warning(
-                "the store died and is started again; the learner's ledger decides what it still knows"
-            )
+            log.warning("the store died and is started again; the learner makes it agree with its ledger")
             self.is_up = self._is_begun = False
         try:
             self._bring_up()
-        except (
-            StoreError,
-            OSError,
-        ) as error:  # a full disk can be cleared; every process that waits for the store has its own bound
+        # A full disk can be cleared; every process that waits for the store has its own bound.
+        except (StoreError, OSError) as error:
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
             self._is_begun, self._again_at_s = False, time.monotonic() + AGAIN_S
 
     def is_silent(self) -> bool:
-        """Asks it once a second, as long as it is up. A server that was stopped (SIGSTOP) lives and does not
-        answer."""
+        """Ask the server once a second; one that was stopped (SIGSTOP) lives and does not answer."""
         now_s = self._attention.look()
         if now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_S
@@ -75,7 +68,7 @@ class KeptStore:
 
 
 def own_store(config: Config, directory: RunDirectory, *, needs_data: bool = False) -> StoreServer:
-    """Not started yet. Unless it `needs_data`, it starts empty when its data cannot be loaded."""
+    """Return the server, not started. Unless it `needs_data`, it starts empty if its data is unreadable."""
     keys, run = directory.keys(), config.run.name
     users = (
         StoreUser(LEARNER, keys.store_password(LEARNER), learner_rules(run)),

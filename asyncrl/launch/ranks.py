@@ -1,7 +1,6 @@
-"""The learner's ranks on one host, started together, ended together: `python -m asyncrl.launch.ranks --config
-FILE --store URL`.
+"""Starts and ends the learner's ranks together: `python -m asyncrl.launch.ranks --config FILE --store URL`.
 
-This process holds the run's lock and imports nothing of what the ranks need.
+This process holds the run's lock and imports none of the libraries that the ranks need.
 """
 
 import contextlib
@@ -22,17 +21,16 @@ from asyncrl.run.lock import RunLock
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
 
-# Grace period after the first rank fails: the rank with the root cause may exit later than a rank that merely
-# lost its peers. There is none after SIGKILL, which is itself the cause.
+# Wait after the first rank has failed: the rank with the root cause may exit later than one that merely lost
+# its peers. There is no wait after SIGKILL, which is itself the cause.
 CAUSE_S = 2.0
 # Time between SIGTERM and SIGKILL, for all ranks together.
 GRACE_S = 25.0
 
 
 def workers_of(ranks: int) -> list[str]:
-    """The processes that show the supervisor their progress: this one and each rank. If one hangs, all are
-    restarted."""
-    return ["who starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
+    """Name the processes whose progress the supervisor watches; if one hangs, all are restarted."""
+    return ["the process that starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
 
 
 def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[bytes]"]:
@@ -57,19 +55,19 @@ def start_ranks(arguments: Sequence[str], ranks: int) -> list["subprocess.Popen[
 
 
 def begin(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Tell all ranks the port where they meet, which lets them go on."""
+    """Write the port of the rendezvous to all ranks, which wait for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for process in processes:
         assert process.stdin is not None
-        # A dead one is found by `wait_for_ranks`.
+        # `wait_for_ranks` finds a dead rank.
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(b"%d\n" % port)
 
 
 def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Exit status of all ranks together; does not end those that still run."""
+    """Wait until all have ended or one has failed; return the status of the first that failed, else 0."""
     first, until_s = 0, float("inf")
     progress.begin("wait for the ranks")
     while True:
@@ -87,7 +85,7 @@ def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Terminate all together: a rank may wait for another one to leave."""
+    """Terminate all ranks together, because a rank may wait for another one to end."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -102,16 +100,15 @@ def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def main() -> None:
-    """Start the ranks, have them train when it is this process's turn, and end with their status."""
+    """Start the ranks, let them train once this process is not a standby, and end with their status."""
     arguments = parse_arguments("asyncrl-ranks")
 
     def role() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
         setup_logging("learner", directory.logs, console=True)
-        processes = start_ranks(
-            ["--store", arguments.store, "--config", str(arguments.config)], config.learner.ranks
-        )
+        given = ["--store", arguments.store, "--config", str(arguments.config)]
+        processes = start_ranks(given, config.learner.ranks)
         try:
             if arguments.standby:
                 wait_until_needed()

@@ -1,5 +1,4 @@
-"""What every role process does first and last: dies with its parent, logs to its file, ends with a meaningful
-status."""
+"""What all roles have in common: they die with their parent and exit with a status that says what to do."""
 
 import logging
 import os
@@ -34,7 +33,7 @@ from asyncrl.unpickling import refuse_pickles_from_wires
 
 log = logging.getLogger(__name__)
 
-NOT_MENDED_BY_A_RESTART = (
+NOT_FIXED_BY_A_RESTART = (
     ConfigError,
     DataError,
     ForeignRunError,
@@ -45,20 +44,14 @@ NOT_MENDED_BY_A_RESTART = (
     ControlRefused,
     UpdatesRefused,
 )
-
-
 # Errors that are likely to come again, because their cause is on this machine: a file, a library, a device.
-# What came from elsewhere (groups, the store, a peer) may differ next time.
 LIKELY_AGAIN = (CheckpointError, EngineError)
-
-
 # A store that is started again is back sooner.
 STORE_RETRY_S = 30.0
 
 
 def run_role(role: Callable[[], None]) -> None:
-    """Run a role's body and exit: 0 done, 2 a restart would repeat the mistake, 3 it may repeat the fault, 1
-    anything else."""
+    """Run a role and exit: 0 done, 2 a restart would repeat the error, 3 it may repeat it, 1 other errors."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(int(parent) if parent else None)
     signal.signal(signal.SIGTERM, _leave)
@@ -66,7 +59,7 @@ def run_role(role: Callable[[], None]) -> None:
     refuse_pickles_from_wires()
     try:
         role()
-    except NOT_MENDED_BY_A_RESTART as error:
+    except NOT_FIXED_BY_A_RESTART as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(USER_ERROR)
     except AsyncRLError as error:
@@ -75,7 +68,7 @@ def run_role(role: Callable[[], None]) -> None:
 
 
 def join_store(store: StoreConfig, url: str, keys: RunKeys | JoinKeys) -> StoreConnection:
-    """A role's connection. The password of a configured store is taken out of this process's environment."""
+    """Connect a role, and take the password of a configured store out of this process's environment."""
     password = store_password(store, url, keys, os.environ)
     os.environ.pop(store.password_env, None)
     return StoreConnection(url, password=password, retry_s=STORE_RETRY_S)

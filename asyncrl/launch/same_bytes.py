@@ -1,5 +1,4 @@
-"""All ranks of a learner train on the same bytes: rank 0 takes groups from the store and hands their frames
-to the others."""
+"""All ranks train on the same bytes: rank 0 takes groups from the store and hands out their frames."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,15 +8,14 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.progress import beat
 from asyncrl.types import Group
 
+# Rank 0 broadcasts it instead of the number of groups when the learner is asked to stop.
 STOP = b"stop"
-"""What rank 0 broadcasts instead of the number of groups when somebody has asked the learner to stop."""
-
+# Gives every rank the value of rank 0; every rank calls it.
 Broadcast = Callable[[bytes | None], bytes]
-"""Gives every rank the value of rank 0; every rank calls it."""
 
 
 class Taken(NamedTuple):
-    """The groups of one step, as rank 0 has taken them."""
+    """The groups of one step on rank 0."""
 
     collected: Collected
     # One frame for each group, in the same order.
@@ -31,14 +29,15 @@ def hand_out(
     is_asked_to_stop: Callable[[], bool],
     is_in_touch: Callable[[], bool],
 ) -> Collected | None:
-    """Rank 0's half: the groups of a step, once the other ranks have their frames; None after `STOP`.
+    """Return a step's groups on rank 0, once the other ranks have their frames; None after `STOP`.
 
-    The frames are handed on because the store may hold something else a moment later.
+    The other ranks do not ask the store, because its content may have changed a moment later.
 
     Args:
-        broadcast: see `Broadcast`. poll: takes the groups of the step; None while they are not all there. It
-        returns after a second or so. is_asked_to_stop: then every rank hears `STOP` instead. is_in_touch:
-        whether the control plane gets on; while it does not, this rank gives no sign of life.
+        broadcast: see `Broadcast`.
+        poll: takes the groups of the step within about a second; None while they are not all there.
+        is_asked_to_stop: then every rank gets `STOP`.
+        is_in_touch: whether the control plane makes progress; without it, this rank reports none either.
     """
     taken = None
     while taken is None:
@@ -55,11 +54,9 @@ def hand_out(
 
 
 def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected | None:
-    """The half of the other ranks: the groups that rank 0 hands out; None when it says `STOP`.
+    """Return a step's groups on the other ranks; None after `STOP`.
 
-    Args:
-        broadcast: see `Broadcast`.
-        decode: for frames that rank 0 has decoded already. It checks the digest that each frame carries.
+    `decode` gets frames that rank 0 has decoded already; it checks the digest that each frame carries.
     """
     message = b""
     while not message:
@@ -73,21 +70,21 @@ def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected
 
 @dataclass(slots=True)
 class DecodedFrames:
-    """Decodes frames, and remembers until the end of the step which frame each group came from."""
+    """Decodes frames, and remembers the frame of each group until the end of the step."""
 
     decoder: Callable[[bytes], Group]
     _decoded: list[tuple[Group, bytes]] = field(default_factory=list)
 
     def decode(self, frame: bytes) -> Group:
-        """The group in the frame. Raises WireError."""
+        """Return the group in the frame. Raises WireError."""
         group = self.decoder(frame)
-        # Nothing is copied: the group's arrays are views of the frame.
+        # This copies nothing: the group's arrays are views of the frame.
         self._decoded.append((group, frame))
         return group
 
     def of_step(self, groups: Iterable[Group]) -> list[bytes]:
-        """The frames of a step's groups; all other frames are forgotten."""
-        # Looked up by object, not by ticket: a frame that was refused may name any ticket.
+        """Return the frames of a step's groups, and forget all frames."""
+        # By object, not by ticket, because a frame that was refused may name any ticket.
         frame_of = {id(group): frame for group, frame in self._decoded}
         self._decoded = []
         return [frame_of[id(group)] for group in groups]

@@ -1,5 +1,4 @@
-"""When a learner saves a checkpoint, what it does when that fails, and what follows on rank 0 once one is
-durable."""
+"""When a learner saves a checkpoint, what happens if that fails, and what rank 0 does once it is durable."""
 
 import logging
 import signal
@@ -19,16 +18,14 @@ from asyncrl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
 
+# Pause between two attempts at the last checkpoint.
 AGAIN_S = 1.0
-"""Pause between two attempts at the last checkpoint."""
+# Attempts at the last checkpoint: a user may make room on a full disk, but a run must end.
 LAST_ATTEMPTS = 60
-"""Attempts at the last checkpoint: somebody may make room on a full disk meanwhile, but a run must end at
-some time."""
 
 
 class Saving:
-    """The checkpoints of one rank. Every rank calls every method, in the same order, and fails in the same
-    way."""
+    """The checkpoints of one rank. Every rank calls every method, in the same order, and fails alike."""
 
     def __init__(self, checkpoints: CheckpointStore, trainer: Trainer, *, every: int) -> None:
         """`every` is the number of steps from one checkpoint to the next."""
@@ -39,32 +36,30 @@ class Saving:
         self._failures = 0
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due. A save that fails (a full disk) is due again after the next step, the last one
-        in a second."""
+        """Save if it is due. A failed save is due again after the next step, the last one after a second."""
         if last:
             self._save_at_last(version)
         elif self._is_overdue or version % self._every == 0:
             self._is_overdue = not self._try_to_save(version)
 
     def save_and_leave(self, version: int) -> NoReturn:
-        """Save, then end this process as SIGTERM would have."""
+        """Save, then end this process with the status of SIGTERM."""
         self._save_at_last(version)
         raise SystemExit(128 + signal.SIGTERM)
 
     def _state(self, version: int) -> dict[str, Any]:
-        """What the checkpoint holds besides the trainer's files; only rank 0 has something to add."""
+        """Return what the checkpoint holds besides the trainer's files; empty except on rank 0."""
         return {}
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
-        """A checkpoint is durable. `oldest` is the step of the oldest one that is kept; the save began at
-        `started_s`."""
+        """Called after a save that began at `started_s`; `oldest` is the oldest step that is kept."""
 
     def _failed(self, version: int, failures: int) -> None:
-        """A save failed, as `failures` of this learner have by now; training goes on."""
+        """Called after a failed save; training goes on. `failures` is their number in this process."""
 
     def _save_at_last(self, version: int) -> None:
         begin("last checkpoint", Pace.SLOW)
-        # Attempts are counted, not timed: every rank must give up at the same one.
+        # Attempts are counted, not timed, so that every rank gives up after the same one.
         for _ in range(LAST_ATTEMPTS):
             if self._try_to_save(version):
                 return
@@ -74,13 +69,10 @@ class Saving:
     def _try_to_save(self, version: int) -> bool:
         try:
             self._save(version)
-        except CheckpointError as error:  # the same one on every rank
+        # Every rank gets the same error.
+        except CheckpointError as error:
             self._failures += 1
-            log.error(
-                "step %d is not saved, older checkpoints are as they were; it will be tried again: %s",
-                version,
-                error,
-            )
+            log.error("step %d is not saved and will be; older checkpoints are as before: %s", version, error)
             self._failed(version, self._failures)
             return False
         return True
@@ -106,8 +98,7 @@ class LeadSaving(Saving):
         reporting: Reporting,
         mark_saved: Callable[[], None],
     ) -> None:
-        """`begun` is the state that this learner began with: its `history` and `fixed` stay. `mark_saved`
-        leaves a mark."""
+        """`begun` is the state with which this learner began; its `history` and `fixed` stay."""
         super().__init__(checkpoints, trainer, every=every)
         self._begun = begun
         self._coefficients = coefficients
@@ -128,7 +119,7 @@ class LeadSaving(Saving):
         with self._reporting.guard("the mark that something was saved"):
             self._mark_saved()
         self._reporting.checkpoint(version, seconds)
-        # The save is over on every rank. An error here would be rank 0's alone, and make it save again alone.
+        # The save is over on every rank. Raised here, the error would make rank 0 save again, alone.
         try:
             ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
         except CheckpointError as error:

@@ -1,7 +1,7 @@
 """A standby: a process that has loaded its libraries and waits for the death of the one before it.
 
-Most of what a learner needs to come back is the time until torch and DeepSpeed are imported. A standby holds
-that memory and nothing else: no lock, no connection, nothing on a GPU.
+A learner that is restarted spends most of its time on the import of torch and DeepSpeed. A standby holds that
+memory and nothing else: no lock, no connection, nothing on a GPU.
 """
 
 import argparse
@@ -11,13 +11,11 @@ from pathlib import Path
 
 from asyncrl.progress import Pace, beat, begin
 
-# The argument of a process that begins as a standby.
 FLAG = "--standby"
 
 
 def parse_arguments(prog: str) -> argparse.Namespace:
-    """The arguments of the learner, and of the process that starts its ranks: `store`, `config`,
-    `standby`."""
+    """Parse `store`, `config` and `standby`, for the learner and for the process that starts its ranks."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
@@ -26,8 +24,7 @@ def parse_arguments(prog: str) -> argparse.Namespace:
 
 
 def wait_until_needed() -> str:
-    """Wait until the parent writes one line to stdin, and return that line. Exit if the parent closes the
-    pipe."""
+    """Return the line that the parent writes to stdin. Exit if the parent closes the pipe."""
     begin("stand by", Pace.QUICK)
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         beat()

@@ -1,5 +1,4 @@
-"""What rank 0 shows of the run once a second: its status, for people and Prometheus, and its record in the
-store."""
+"""What rank 0 shows once a second: the run's status, and its record in the store."""
 
 import threading
 import time
@@ -7,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.launch.publication import Publication
+from asyncrl.control.zmq import ControlHub
 from asyncrl.launch.taking import Taking
 from asyncrl.telemetry.status import StatusSnapshot
 
@@ -15,13 +14,13 @@ Show = Callable[[StatusSnapshot], None]
 
 
 class StatusPage:
-    """Says what the learner is doing, from a thread of its own: also while the learner waits or trains."""
+    """Shows the status from a separate thread, also while the learner waits or trains."""
 
     def __init__(
         self,
         first: StatusSnapshot,
         *,
-        publication: Publication,
+        hub: ControlHub,
         taking: Taking,
         renew: Callable[[str], None],
         shows: Iterable[Show],
@@ -30,13 +29,16 @@ class StatusPage:
         """Start the thread.
 
         Args:
-            first: what holds at the start; name, target and process stay as they are. publication: knows the
-            generators. taking: knows where every ticket is. renew: writes the run's record, with the endpoint
-            of the control plane, into the store, which may have been wiped. shows: get every snapshot. guard:
-            counts the seconds in which one of these failed.
+            first: the status at the start; the fields that nothing here changes stay.
+            hub: knows the generators.
+            taking: knows the place of every ticket.
+            renew: writes the run's record, with the control plane's endpoint, into the store, which may have
+                been wiped.
+            shows: get every snapshot.
+            guard: counts the seconds in which one of these failed.
         """
         self._now = first
-        self._publication = publication
+        self._hub = hub
         self._taking = taking
         self._renew = renew
         self._shows = tuple(shows)
@@ -44,8 +46,7 @@ class StatusPage:
         self._ticker.start()
 
     def enter(self, state: str, message: str = "") -> None:
-        """The learner's state from now on, as in `StatusSnapshot.state`, with the reason where it is a final
-        one."""
+        """Set `StatusSnapshot.state` and, for a final state, its reason."""
         self._now = replace(self._now, state=state, message=message)
 
     @property
@@ -63,37 +64,33 @@ class StatusPage:
         return self._now.message
 
     def _tick(self) -> None:
-        self._renew(self._publication.endpoint)
-        status = self._snapshot()
+        self._renew(self._hub.endpoint)
+        status = replace(
+            self._now,
+            updated_at=time.time(),
+            members=tuple(self._hub.members()),
+            audit=self._taking.audit(),
+            audit_mismatch=self._taking.mismatch,
+            counters=self._hub.counters(),
+        )
         for show in self._shows:
             show(status)
 
-    def _snapshot(self) -> StatusSnapshot:
-        return replace(
-            self._now,
-            updated_at=time.time(),
-            members=tuple(self._publication.members()),
-            audit=self._taking.audit(),
-            audit_mismatch=self._taking.mismatch,
-            counters=self._publication.counters(),
-        )
-
 
 class Ticker:
-    """Calls `tick` once a second from a thread of its own."""
+    """Calls `tick` once a second from a thread, also after calls that failed, which `guard` counts."""
 
     def __init__(self, tick: Callable[[], None], guard: BestEffort) -> None:
-        """`guard` counts the calls that fail; the next second's call comes all the same."""
         self._tick, self._guard = tick, guard
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Tick once more and end."""
+        """End the thread, then call `tick` once more."""
         self._stop.set()
         self._thread.join(timeout=10.0)
         self._tick_once()
@@ -103,5 +100,5 @@ class Ticker:
             self._tick_once()
 
     def _tick_once(self) -> None:
-        with self._guard("status and its kin"):
+        with self._guard("the status"):
             self._tick()

@@ -1,12 +1,9 @@
-"""Learners that died in one step, counted on disk: a group that kills every learner must not end the run for
-good.
+"""Counts, on disk, the learners that died in a step, so that a group that kills every learner is set aside.
 
-A step is begun and ended. A start that finds a step begun and not ended counts a death for that step. Deaths
-while the learner waits for groups, or while it saves, do not count.
-
-Every group of the step has its own count, found by the bytes of its frame. So a replay continues the count,
-and a group that was sampled again starts at 0. The group that kills is found although the other groups of the
-step change: some of them are lost with the weights of the learner that died.
+A start that finds a step begun and not ended counts a death for each group of that step. Deaths while the
+learner waits for groups, or while it saves, do not count. A group is known by the bytes of its frame, so a
+replay continues its count, and a group that was sampled again starts at 0. The group that kills is found even
+if the others of the step change: some of them are lost with the weights of the learner that died.
 """
 
 import json
@@ -18,22 +15,15 @@ import xxhash
 from asyncrl.best_effort import BestEffort
 from asyncrl.files import read_record, replace_text
 
-# Deaths in a row, in one step. Fewer than `control.max_restarts` allows by default; the count continues over
-# several `asyncrl up`.
+# Deaths in one step, also over several `asyncrl up`; fewer than `control.max_restarts` by default.
 MAX_DEATHS = 3
 
 
-def digest_of(frame: bytes) -> str:
-    """Names a frame by its bytes."""
-    return xxhash.xxh3_128_hexdigest(frame)
-
-
 class StepDeaths:
-    """The count of one run. A file that cannot be read counts as none, one that cannot be written is tried
-    again."""
+    """The count of one run. A file that cannot be read counts as empty; a failed write is tried again."""
 
     def __init__(self, path: Path) -> None:
-        """Counts a death if a step was begun and not ended."""
+        """Count a death if a step was begun and not ended."""
         self._path, self._may_fail = path, BestEffort()
         self._steps, begun = _read(path)
         if begun in self._steps:
@@ -41,26 +31,24 @@ class StepDeaths:
         self._write(None)
 
     def reason(self, frame: bytes) -> str | None:
-        """Why the frame is to be set aside; None for a frame that killed too few learners."""
-        digest = digest_of(frame) if self._steps else ""
+        """Say why the frame must be set aside; None for a frame that killed too few learners."""
+        digest = xxhash.xxh3_128_hexdigest(frame) if self._steps else ""
         for version, step in self._steps.items():
             if step.get(digest, 0) >= MAX_DEATHS:
-                groups = sum(deaths >= MAX_DEATHS for deaths in step.values())
-                return (
-                    f"{step[digest]} learners died as they trained on the {groups} groups of step "
-                    f"{version + 1}"
-                )
+                died, groups = step[digest], sum(deaths >= MAX_DEATHS for deaths in step.values())
+                return f"{died} learners died as they trained on the {groups} groups of step {version + 1}"
         return None
 
     def begin(self, version: int, frames: Sequence[bytes]) -> None:
-        """The learner begins the step from `version`, with these frames."""
+        """Record that the learner begins the step from `version`, with these frames."""
         known = self._steps.get(version, {})
         # A group that is no longer there is not what kills the learners of this step.
-        self._steps[version] = {digest: known.get(digest, 0) for digest in map(digest_of, frames)}
+        digests = map(xxhash.xxh3_128_hexdigest, frames)
+        self._steps[version] = {digest: known.get(digest, 0) for digest in digests}
         self._write(version)
 
     def end(self, version: int) -> None:
-        """The step from `version` is trained and reported."""
+        """Record that the step from `version` is trained and reported."""
         self._steps.pop(version, None)
         self._write(None)
 
@@ -71,8 +59,7 @@ class StepDeaths:
 
 
 def _read(path: Path) -> tuple[dict[int, dict[str, int]], int | None]:
-    """How many learners died with each group, by version of the step; and the step that was begun and not
-    ended."""
+    """Return (deaths by group, by version of the step; the step that was begun and not ended)."""
     record = read_record(path) or {}
     try:
         steps = {

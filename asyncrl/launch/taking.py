@@ -16,13 +16,12 @@ from asyncrl.launch.step_deaths import StepDeaths
 
 log = logging.getLogger(__name__)
 
+# Longest wait for the evaluation of the final weights.
 LAST_EVAL_S = 300.0
-"""Longest wait for the evaluation of the final weights."""
 
 
 class Taking:
-    """The learner's end of both lanes. It watches that no id is lost, and counts the learners that die within
-    a step."""
+    """Both lanes, audited so that no id is lost; learners that die within a step are counted."""
 
     def __init__(
         self,
@@ -44,8 +43,7 @@ class Taking:
         self._is_recovered = False
 
     def open(self, version: int) -> None:
-        """Announce newly published weights, and with them the credit. The first time, the store is made to
-        agree as well."""
+        """Announce published weights, and so open their credit. The first call also makes the store agree."""
         if self._is_recovered:
             self._intake.open(version)
             self._evaluation.open(version)
@@ -55,14 +53,14 @@ class Taking:
             self._is_recovered = True
 
     def heal(self, version: int) -> None:
-        """Where issued ids are missing or in two places, make the store agree with the ledger."""
+        """Make the store agree with the ledger if issued ids are missing or in two places."""
         if self._watch.is_recovery_due():
             self._intake.recover(version)
         if self._eval_watch.is_recovery_due():
             self._evaluation.recover(version)
 
     def poll(self, version: int, *, wait_s: float) -> Taken | None:
-        """The groups of the step that trains `version`; None while they are not all there."""
+        """Take the groups of the step that trains `version`; None while they are not all there."""
         collected = self._intake.poll(version, wait_s=wait_s)
         if collected is None:
             return None
@@ -71,26 +69,22 @@ class Taking:
         return taken
 
     def trained(self, version: int) -> None:
-        """The step from `version` is over: its groups killed no learner."""
+        """Record that the step from `version` is over: its groups killed no learner."""
         self._deaths.end(version)
 
     def evaluated(self) -> list[EvalResult]:
-        """The rounds of evaluation that have become complete."""
+        """Return the rounds of evaluation that have become complete."""
         return self._evaluation.poll()
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
-        """The rounds that are still open after the last step, as they become complete; at most `LAST_EVAL_S`
-        long."""
+        """Wait for the rounds that are open after the last step, at most `LAST_EVAL_S`."""
         until_s = time.monotonic() + LAST_EVAL_S
         while self._evaluation.missing and time.monotonic() < until_s:
             self.heal(version)
             yield self._evaluation.wait(1.0)
         if missing := self._evaluation.missing:
-            log.warning(
-                "%d rounds of evaluation were not answered within %.0f s and are left out",
-                missing,
-                LAST_EVAL_S,
-            )
+            found = "%d rounds of evaluation were not complete within %.0f s and are left out"
+            log.warning(found, missing, LAST_EVAL_S)
 
     def close(self) -> None:
         """Tell the generators that no ticket will follow."""
@@ -98,21 +92,21 @@ class Taking:
 
     @property
     def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds of both lanes: the ledger after the last whole step, and the evaluation."""
+        """The state of both lanes for a checkpoint: the ledger after the last whole step, the evaluation."""
         return self._intake.settled.to_dict(), self._evaluation.state()
 
     def commit(self, ledger: Mapping[str, Any], version: int) -> None:
-        """Let the store forget the groups of a checkpoint, which holds this `ledger`."""
+        """Let the store forget the groups of the checkpoint that holds `ledger`."""
         self._intake.commit(ledger, version)
 
     def revoke(self, holder: str) -> None:
-        """Issue again what a dead generator held, before its leases run out."""
+        """Issue the tickets of a dead generator again, before its leases run out."""
         for lane in (self._lane, self._evaluation.buffer):
             if count := lane.revoke(holder):
                 log.info("%d tickets of %s are issued again", count, holder)
 
     def audit(self) -> Audit:
-        """Where every issued training id is now; the ids of the evaluation are counted too."""
+        """Count issued training ids by place; the ids of the evaluation are audited too."""
         self._eval_watch.audit()
         return self._watch.audit()
 
@@ -122,6 +116,6 @@ class Taking:
         return max(self._watch.mismatch, self._eval_watch.mismatch, key=abs)
 
     def counters(self) -> dict[str, float]:
-        """What the metrics of a step say about the store."""
+        """The store's part in the metrics of a step."""
         recoveries = self._watch.recoveries + self._eval_watch.recoveries
         return {"buffer/audit_mismatch": self.mismatch, "buffer/recoveries": recoveries}

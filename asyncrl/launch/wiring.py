@@ -1,4 +1,4 @@
-"""What learner and generators connect alike: the lanes of the store, its password, Prometheus."""
+"""What learner and generators make from the same config: lanes, group limits, store password, exporter."""
 
 import re
 from collections.abc import Mapping
@@ -22,14 +22,12 @@ from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
 def store_password(
     store: StoreConfig, url: str, keys: RunKeys | JoinKeys, environment: Mapping[str, str]
 ) -> str | None:
-    """The password for `url`: a configured store's is in `environment`, that of the run's own store follows
-    from `keys`."""
+    """Return the password: from `environment` for a configured store, from `keys` for the run's own."""
     return keys.store_password(user_of(url)) if store.url is None else environment.get(store.password_env)
 
 
 def open_exporter(config: Config, directory: RunDirectory, process: str) -> Exporter | None:
-    """`/metrics` and `/health` of the learner, or of the generator with the id `process`; None unless asked
-    for."""
+    """Serve `/metrics` and `/health` of the learner or generator named `process`; None unless asked for."""
     telemetry = config.telemetry
     if telemetry.prometheus_port is None:
         return None
@@ -46,27 +44,18 @@ def open_exporter(config: Config, directory: RunDirectory, process: str) -> Expo
     )
 
 
-def train_limits(config: Config, vocabulary: int) -> GroupLimits:
-    """What a group must satisfy so that this run can train on it."""
-    return GroupLimits(
-        vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=_most_tokens(config)
+def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLimits]:
+    """Return what a group must satisfy (to be trained on, to count in held-out evaluation)."""
+    max_tokens = min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
+    return (
+        GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=max_tokens),
+        # A held-out group with another number of samples was sampled before a resume.
+        GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=max_tokens, whole=True),
     )
-
-
-def eval_limits(config: Config, vocabulary: int) -> GroupLimits:
-    """What a held-out group must satisfy. A group with another number of samples was sampled before a
-    resume."""
-    return GroupLimits(
-        vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=_most_tokens(config), whole=True
-    )
-
-
-def _most_tokens(config: Config) -> int:
-    return min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
 
 
 def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | ShardedBuffer:
-    """The lane of training tickets."""
+    """Open the lane of training tickets."""
     shards = config.store.shards
     rules = BufferRules(
         groups=config.batch.groups // shards,
@@ -81,7 +70,7 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
 
 
 def eval_rules(config: Config, prompts: int) -> dict[str, Any]:
-    """What an id of the evaluation lane means, with so many held-out prompts."""
+    """Return what decides the meaning of an id in the evaluation lane; `prompts` is the size of a round."""
     return {
         "prompts": prompts,
         "every": config.eval.every,
@@ -91,6 +80,6 @@ def eval_rules(config: Config, prompts: int) -> dict[str, Any]:
 
 
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
-    """The lane of held-out evaluation; one round is `prompts` groups."""
+    """Open the lane of held-out evaluation; a round has `prompts` groups."""
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
     return RedisBuffer(connection, config.run.name, rules, lane=lane_name(**eval_rules(config, prompts)))

@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.evaluation import summarise
 from asyncrl.launch.environment import PARENT_VARIABLE
 from asyncrl.launch.generator_process import resolve_device, sampling_spec
-from asyncrl.launch.wiring import eval_limits
+from asyncrl.launch.wiring import group_limits
 from asyncrl.processes import die_with_parent, die_with_spawner
 from asyncrl.results.export import newest_export
 from asyncrl.rewards.pool import RewardPool
@@ -95,7 +95,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = sampling_spec(config, config.eval.temperature)
-    limits = eval_limits(config, vocabulary_size(config.model))
+    _, limits = group_limits(config, vocabulary_size(config.model))
     scorer = RewardPool(config.reward, config.run.root)
     engine = await VLLMEngine.start(
         config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)

@@ -33,7 +33,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import CheckpointError, RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART, run_role
+from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART, run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
@@ -318,7 +318,7 @@ class Learner:
                     self._is_overdue = not is_saved
             self._intake.buffer.close()
         except BaseException as error:
-            self._hub.stop(repr(error), farewell=isinstance(error, NOT_MENDED_BY_A_RESTART))
+            self._hub.stop(repr(error), farewell=isinstance(error, NOT_FIXED_BY_A_RESTART))
             raise
         self._hub.stop("the training is done")
 

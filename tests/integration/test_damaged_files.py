@@ -17,7 +17,7 @@ import pytest
 from asyncrl.cli import foreground
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointsRefused
-from asyncrl.launch.roles import NOT_MENDED_BY_A_RESTART
+from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from reliability.crash.small_run import GROUPS, NAME, Weights, config_in
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one_and_without_one_th
     assert (
         "step-000002" in said and "rejected-step-000003" in said and "--fresh" in said and "restore" in said
     )
-    assert isinstance(refusal.value, NOT_MENDED_BY_A_RESTART), (
+    assert isinstance(refusal.value, NOT_FIXED_BY_A_RESTART), (
         "the learner ends with status 2, and is not started again"
     )
 

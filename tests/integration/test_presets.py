@@ -25,7 +25,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.launch.learner_process import recipe_of
-from asyncrl.launch.wiring import train_limits
+from asyncrl.launch.wiring import group_limits
 from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
@@ -131,7 +131,7 @@ def record(config: Config, count: int) -> list[Group]:
         temperature=config.sampling.temperature, max_response_tokens=config.sampling.max_response_tokens
     )
 
-    limits = train_limits(config, vocabulary_size(config.model))
+    limits, _ = group_limits(config, vocabulary_size(config.model))
 
     async def sample() -> list[Group]:
         pool = RewardPool(config.reward, config.run.root)

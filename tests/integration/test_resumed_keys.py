@@ -36,7 +36,7 @@ from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator_process import lanes
 from asyncrl.launch.learner_parts import open_evaluation, open_intake
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import eval_limits, train_lane, train_limits
+from asyncrl.launch.wiring import group_limits, train_lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
@@ -187,7 +187,7 @@ class Life:
         )
         self.lane = train_lane(config, self.connections[0])
         condemned = StepDeaths(checkpoints.parent / "step_under_way.json").reason
-        limits = train_limits(config, VOCABULARY)
+        limits, eval_limits = group_limits(config, VOCABULARY)
         gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
         self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
         self.evaluation = open_evaluation(
@@ -196,7 +196,7 @@ class Life:
             self.state,
             decode_group,
             held_out=DataFiles(config.data).held_out_rows,
-            limits=eval_limits(config, VOCABULARY),
+            limits=eval_limits,
             history=self.history,
         )
         self.evaluated: list[tuple[int, int, float]] = []

@@ -37,7 +37,7 @@ def taking_from(buffer: MemoryBuffer) -> Taking:
 
 def lead_run(trainer: Any, taking: Any) -> LeadRun:
     parts: dict[str, Any] = {
-        name: mock.Mock() for name in ("logs", "publication", "reporting", "saving", "page")
+        name: mock.Mock() for name in ("logs", "publisher", "hub", "reporting", "saving", "page")
     }
     return LeadRun(trainer=trainer, probe_ids=(), stop=threading.Event(), taking=taking, **parts)
 
