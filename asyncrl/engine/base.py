@@ -7,12 +7,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import EngineError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
-# Environment variable of an engine's child processes: the process id of the generator, which they must not
-# outlive.
+# Environment variable of an engine's child processes: the process id of the generator that owns them.
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"
 
 
@@ -31,8 +31,13 @@ class EngineStats:
 
     sampled_tokens: int
     running_requests: int
-    # Time in which no request could run because of weight updates.
+    # Time in which weight updates kept every request from running.
     paused_s: float
+
+
+def aborted() -> EngineError:
+    """The error of a request that the engine aborted."""
+    return EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
 
 
 class Engine(Protocol):
@@ -46,8 +51,7 @@ class Engine(Protocol):
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
         """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
 
-        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError if the
-        engine is dead.
+        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError.
         """
         ...
 
@@ -56,15 +60,11 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self) -> None:
-        """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty from now
-        on."""
+        """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty now."""
         ...
 
     async def receive(self, order: UpdateOrder) -> None:
-        """Receive the parameters of one order; returns when they are loaded.
-
-        Raises TransferError: a wrong checksum, missing parameters, or a missed deadline.
-        """
+        """Load the parameters of one order. Raises TransferError: missing parameters, a missed deadline."""
         ...
 
     async def finish_update(self, weights: Weights) -> None:
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     async def abort_requests(self) -> None:
-        """Abort every running request; callers get EngineError. Used after weights have failed the probe."""
+        """Abort every running request; their callers get EngineError."""
         ...
 
     async def progress(self) -> None:
@@ -84,5 +84,5 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop the engine's processes."""
+        """Stop the engine's processes; running requests end with EngineError."""
         ...

@@ -1,9 +1,8 @@
-"""A real small engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
+"""A small real engine without vLLM: a toy policy whose every probability is known, for tests of the loops.
 
 The policy is one vector of logits over a small vocabulary, the same at every position, or a table with one
-such row for each last token. The weights of version v are either given (an order with `details={"tensors":
-{"logits": [...]}}`) or computed from v, so that tests can compute every log-probability. In a vector policy,
-token 0 ends a response.
+such row for each last token. An order brings logits (`details={"tensors": {"logits": [...]}}`), or the engine
+computes them from the version. In a vector policy, token 0 ends a response.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.base import EngineStats, SamplingSpec
+from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
@@ -29,7 +28,7 @@ def logits_of(version: int, vocabulary: int = 16) -> NDArray[np.float32]:
 
 
 def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float32]:
-    """Log-softmax of logits / temperature."""
+    """[vocabulary]: the log-softmax of logits / temperature."""
     scaled = logits.astype(np.float64) / temperature
     logprobs: NDArray[np.float32] = (scaled - np.logaddexp.reduce(scaled)).astype(np.float32)
     return logprobs
@@ -46,7 +45,7 @@ class FakeEngine:
         seed: int = 0,
         logits: Sequence[Sequence[float]] | None = None,
     ) -> None:
-        """`token_s`: seconds per token; requests run concurrently. `logits`: the table of version 0."""
+        """`token_s` is the time per token; requests run concurrently. `logits` is the table of version 0."""
         self._vocabulary = vocabulary
         self._token_s = token_s
         self._random = np.random.default_rng(seed)
@@ -63,11 +62,9 @@ class FakeEngine:
 
     @property
     def weights(self) -> Weights:
-        """See `Engine.weights`."""
         return self._weights
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        """`count` unscored rollouts; see `Engine.sample`."""
         self._require_alive()
         task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))
         self._running[task] = count
@@ -78,9 +75,7 @@ class FakeEngine:
             task.cancel()
         if task.cancelled():
             self._require_alive()
-            raise EngineError(
-                "the request was aborted: the engine was closed, or its weights failed the probe"
-            )
+            raise aborted()
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -118,7 +113,6 @@ class FakeEngine:
         return token, float(logprobs[token])
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities of token_ids[1:]; see `Engine.score`."""
         self._require_alive()
         if not self._resumed.is_set():
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
@@ -131,7 +125,6 @@ class FakeEngine:
         return self._logits[last] if self._logits.ndim == 2 else self._logits
 
     async def begin_update(self) -> None:
-        """Pause sampling and keep the requests."""
         self._require_alive()
         self._weights = Weights(-1)
         self._received = None
@@ -140,25 +133,20 @@ class FakeEngine:
             self._paused_since_s = time.monotonic()
 
     async def receive(self, order: UpdateOrder) -> None:
-        """Receive the logits of the order, or compute them from its version."""
         self._require_alive()
         if self._resumed.is_set():
             raise EngineError("receive: requests are running; begin the update first")
-        tensors = order.details.get("tensors")
-        logits = (
-            logits_of(order.version, self._vocabulary)
-            if tensors is None
-            else np.array(tensors["logits"], dtype=np.float32)
-        )
-        if logits.shape != self._logits.shape:
+        if "tensors" in order.details:
+            logits = np.array(order.details["tensors"]["logits"], dtype=np.float32)
+        else:
+            logits = logits_of(order.version, self._vocabulary)
+        if (found := logits.shape) != (needed := self._logits.shape):
             raise TransferError(
-                f"weights of version {order.version}: logits have shape {logits.shape}, not "
-                f"{self._logits.shape}"
+                f"weights of version {order.version}: logits have shape {found}, not {needed}"
             )
         self._received = logits
 
     async def finish_update(self, weights: Weights) -> None:
-        """See `Engine.finish_update`."""
         self._require_alive()
         if self._paused_since_s is None or self._received is None:
             raise EngineError(f"finish_update({weights}): no weights were received")
@@ -168,7 +156,6 @@ class FakeEngine:
         self._resumed.set()
 
     async def abort_requests(self) -> None:
-        """See `Engine.abort_requests`."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -176,17 +163,15 @@ class FakeEngine:
             await asyncio.wait(tasks)
 
     def kill(self) -> None:
-        """Behave as after the death of an engine process: every call fails from now on."""
+        """Behave like an engine whose process has died: every call fails from now on."""
         self._dead = True
         for task in self._running:
             task.cancel()
 
     async def progress(self) -> None:
-        """See `Engine.progress`."""
         self._require_alive()
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
         return EngineStats(
             sampled_tokens=self._sampled_tokens,
@@ -195,7 +180,6 @@ class FakeEngine:
         )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         await self.abort_requests()
 
     def _require_alive(self) -> None:

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, SamplingSpec
@@ -23,7 +22,7 @@ class _Busy:
     _since_s: float = field(default_factory=time.monotonic)
 
     @contextmanager
-    def sampling(self) -> Any:
+    def sampling(self) -> Iterator[None]:
         self.total_s()
         self.running += 1
         try:
@@ -56,8 +55,7 @@ class Sampler:
     ) -> Group:
         """The scored group of one ticket; with `greedy` also the reward of a greedy response.
 
-        Raises RewardError and EngineError. Raises ResultError for rollouts that cannot be trained on, before
-        they are decoded.
+        Raises RewardError, EngineError, and ResultError for rollouts that cannot be trained on.
         """
         started_s, size = time.monotonic(), limits.rollouts
         with self.busy.sampling():
@@ -69,7 +67,7 @@ class Sampler:
             ticket_id=ticket_id,
             rollouts=tuple(rollouts),
             generator_id=self._generator_id,
-            # The version is -1 if the engine is dirty by now; then the newest token's version counts.
+            # If the engine is dirty by now, its version is -1, and the newest token's version counts.
             finished_version=max(
                 self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)
             ),

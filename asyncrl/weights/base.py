@@ -2,9 +2,8 @@
 
     learner --publish (a copy)--> slots in shared memory --sender process, one per generator--> generator
 
-The learner never waits for a generator: `publish` copies the parameters into a slot that no sender reads, and
-returns. Each sender has a two-party group with its generator; if a transfer misses its deadline, only that
-sender is killed and replaced. A generator always gets the newest version; versions in between are skipped.
+The learner never waits for a generator. Each sender has a two-party group with its generator; if a transfer
+misses its deadline, only that sender is killed and replaced. A generator always gets the newest version.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,25 +16,19 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
     import torch
 
 
-# Transports that every receiver supports, the better one first.
-_EVERYWHERE = ("gloo", "disk")
 _LARGEST_MEASUREMENT = 1e9
 
 
 def choose_transport(wanted: str, *, device: str) -> str:
-    """The transport of `wanted`: for `auto`, nccl on "cuda" and gloo elsewhere; else `wanted` itself."""
+    """The transport that the config key `weights.transport` selects on the device "cpu" or "cuda"."""
     if wanted == "auto":
         return "nccl" if device == "cuda" else "gloo"
     return wanted
 
 
 def receivable(transport: str) -> tuple[str, ...]:
-    """Transports of an engine started for `transport`, best first: a generator's `Hello.transports`.
-
-    vLLM is started with one receiver. Each receiver supports gloo and disk too, but nccl and ipc exclude each
-    other.
-    """
-    return (transport, *(other for other in _EVERYWHERE if other != transport))
+    """Transports of an engine started for `transport`, best first. Each engine supports gloo and disk too."""
+    return (transport, *(other for other in ("gloo", "disk") if other != transport))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +42,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """An order to receive one version. Only plain values, because it crosses the control plane."""
+    """An order to receive one version; it crosses the control plane, so it holds only plain values."""
 
     version: int
-    # gloo, nccl, ipc or disk; memory, if gloo has already brought the weights into the generator's memory.
+    # gloo, nccl, ipc or disk; memory, once gloo has brought the weights into the generator's memory.
     transport: str
     deadline_s: float
     # Depends on the transport: rendezvous address and group name, bucket layout, checksums, or a directory.
@@ -65,17 +58,15 @@ class UpdateOrder:
 
     @property
     def weights(self) -> Weights:
-        """The name of the weights that the order brings."""
         return History.parse(self.history).weights(self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """A generator's report on one update."""
+    """A generator's report on one update; `reason` says why it was not applied."""
 
     version: int
     applied: bool
-    # Why the update was not applied.
     reason: str = ""
     # Largest difference between the generator's and the learner's log-probabilities of the probe, in nats.
     probe_max: float = 0.0
@@ -85,16 +76,15 @@ class UpdateReport:
     lineage: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless every measurement is finite, not negative and below a large bound."""
-        measured = {"probe_max": self.probe_max, "paused_s": self.paused_s, "transfer_s": self.transfer_s}
-        for name, value in measured.items():
-            if not 0.0 <= value <= _LARGEST_MEASUREMENT:
+        """Raise ValueError unless every measurement is finite, not negative and at most 1e9."""
+        for name in ("probe_max", "paused_s", "transfer_s"):
+            if not 0.0 <= (value := getattr(self, name)) <= _LARGEST_MEASUREMENT:
                 raise ValueError(f"{name} is {value}; a number from 0 to {_LARGEST_MEASUREMENT:g} is needed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A sender's reply: it has sent everything. Whether it arrived, the generator reports."""
+    """A sender's reply: it has sent everything. The generator reports whether it arrived."""
 
     seconds: float
 
@@ -109,8 +99,8 @@ class Failed:
 class Sender(Protocol):
     """One sender process, as the control plane uses it. No method waits.
 
-    One update: call `prepare` -> it replies with the UpdateOrder -> send the order to the generator -> call
-    `transfer` -> it replies Sent. After a Failed, or when a deadline has passed, call `restart`.
+    One update: `prepare` -> UpdateOrder, to be sent to the generator -> `transfer` -> Sent. After Failed, or
+    when a deadline has passed, call `restart`.
     """
 
     def fileno(self) -> int:
@@ -130,10 +120,7 @@ class Sender(Protocol):
         ...
 
     def restart(self) -> None:
-        """Kill the process and start another one with new groups.
-
-        Raises OSError if none can be started; there is none then until the next `restart`.
-        """
+        """Kill the process and start another with new groups. After an OSError there is no process."""
         ...
 
     def close(self) -> None:
@@ -145,16 +132,14 @@ class Staging(Protocol):
     """The generator's receiver of weights while requests run."""
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        """Receive and verify the weights if the transport allows it while requests run.
+        """Receive and verify the weights, if the transport can do so while requests run.
 
         Returns the order for the engine: the same one, or one to load from host memory, valid until the next
         call. Blocks at most until the order's deadline. Raises TransferError; the engine is unchanged then.
         """
         ...
 
-    def close(self) -> None:
-        """Free memory and connections."""
-        ...
+    def close(self) -> None: ...
 
 
 class Publisher(Protocol):
@@ -168,15 +153,11 @@ class Publisher(Protocol):
     def publish(
         self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]
     ) -> float:
-        """Copy all parameters into a free slot and make `version` the newest; returns the seconds it took.
-
-        Never waits for senders.
-        """
+        """Copy the parameters to a slot that no sender reads, as the newest version; returns seconds."""
         ...
 
     def open_sender(self, workers: int) -> Sender:
-        """Start a sender process for a generator of `workers` workers (tensor parallelism). Raises
-        OSError."""
+        """Start a sender for a generator of `workers` tensor-parallel workers. Raises OSError."""
         ...
 
     def close(self) -> None:

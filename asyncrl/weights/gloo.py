@@ -5,9 +5,9 @@ group is used until a transfer fails; the next order then brings a rendezvous wi
 
 The rendezvous is a dictionary of plain values, part of the update order:
 
-    name        unique for this sender and this generator; never used again after an error
+    name        unique for this sender and this generator; not used again after an error
     directory   if both are on one host: a private directory for torch's FileStore, so that no socket listens
-    host, port  otherwise: a TCPStore served by the sender on the control plane's interface only
+    host, port  otherwise: a TCPStore that the sender serves on the control plane's interface only
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Group:
     name: str
     # A ProcessGroupGloo, whose stubs lack its collectives.
     process_group: Any
-    # Referenced here because the process group does not: a served store ends with its last reference.
+    # The process group holds no reference to it, and a served store ends with its last reference.
     store: Store
     # Bound on one transfer.
     deadline_s: float
@@ -57,14 +57,8 @@ def open_group(
 ) -> Group:
     """Open the group with the other member, within `deadline_s`, which also bounds every later transfer.
 
-    Args:
-        rendezvous: see the module's docstring.
-        rank: 0 is the sender, 1 the receiver.
-        listener: for rank 0 of a rendezvous by host and port: the bound, listening socket, which the group
-            takes over.
-
-    Raises:
-        TransferError: the other member did not come in time, or the rendezvous is malformed.
+    Rank 0 of a rendezvous by host and port passes its listening socket, which the group takes over. Raises
+    TransferError: the other member did not come in time, or the rendezvous is malformed.
     """
     timeout = timedelta(seconds=deadline_s)
     try:
@@ -84,20 +78,18 @@ def open_group(
 
 
 def send(group: Group, buffer: Tensor, layout: Layout) -> None:
-    """Send all buckets of `buffer` (uint8, [layout.total_bytes]) from rank 0; returns when they have left.
+    """Send all of `buffer` (uint8, [layout.total_bytes]) from rank 0; returns when it has left.
 
-    Raises:
-        TransferError: the peer is gone or the deadline has passed.
+    Raises TransferError: the peer is gone or the deadline has passed.
     """
     _move(group, buffer, layout, lambda bucket: None)
 
 
 def receive(group: Group, buffer: Tensor, layout: Layout, checksums: Sequence[int]) -> None:
-    """Receive all buckets into `buffer` (uint8, [layout.total_bytes]) as rank 1, and verify them.
+    """Receive and verify all of `buffer` (uint8, [layout.total_bytes]) as rank 1.
 
-    Raises:
-        TransferError: a checksum differs, the peer is gone, or the deadline has passed; `buffer` is
-            incomplete then.
+    Raises TransferError: a checksum differs, the peer is gone, or the deadline has passed. `buffer` is
+    incomplete then.
     """
     _move(group, buffer, layout, lambda bucket: verify(buffer, layout, checksums, bucket))
 
@@ -111,19 +103,27 @@ def _move(group: Group, buffer: Tensor, layout: Layout, moved: Callable[[Bucket]
     ends_at_s = time.monotonic() + group.deadline_s
     group.spoilt = True  # until all buckets have been moved
     pending: list[_Operation] = []
+
+    def finish_first() -> None:
+        first = pending.pop(0)
+        first.work.wait()
+        moved(first.bucket)
+
     try:
         for bucket in layout.buckets:
             memory = buffer[bucket.start_byte : bucket.end_byte]
             remaining_s = max(ends_at_s - time.monotonic(), 0.001)
-            try:
-                work = group.process_group.broadcast(memory, 0, timedelta(seconds=remaining_s))
-            except RuntimeError as error:
-                raise _failed(group, error) from error
+            work = group.process_group.broadcast(memory, 0, timedelta(seconds=remaining_s))
             pending.append(_Operation(bucket, memory, work))
             if len(pending) > 1:  # two operations keep the connection busy; more would not help
-                moved(_finished(group, pending.pop(0)))
+                finish_first()
         while pending:
-            moved(_finished(group, pending.pop(0)))
+            finish_first()
+    except RuntimeError as error:
+        raise TransferError(
+            f"gloo group {group.name!r}: transfer failed within its {group.deadline_s:g} s "
+            f"({_brief(error)}); the weights are incomplete, the next order brings a new group"
+        ) from error
     finally:
         # After a failure, wait for what is still under way, at most until the deadline: if the process ended,
         # or freed the buffers, during an operation, Gloo's threads would terminate it.
@@ -152,21 +152,6 @@ def _open_store(
         return store, str(selected.getsockname()[0])
 
 
-def _finished(group: Group, operation: _Operation) -> Bucket:
-    try:
-        operation.work.wait()
-    except RuntimeError as error:
-        raise _failed(group, error) from error
-    return operation.bucket
-
-
-def _failed(group: Group, error: BaseException) -> TransferError:
-    return TransferError(
-        f"gloo group {group.name!r}: transfer failed within its {group.deadline_s:g} s ({_brief(error)}); "
-        "the weights are incomplete, the next order brings a new group"
-    )
-
-
 def _brief(error: BaseException) -> str:
-    """The first line of torch's error text; source positions follow it."""
+    """The first line of torch's error text; later lines are source positions."""
     return (str(error).splitlines() or [repr(error)])[0].strip()

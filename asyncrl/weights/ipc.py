@@ -1,8 +1,8 @@
 """Sending by CUDA IPC to vLLM's own `ipc` engine: learner and generator share a GPU.
 
 The sender keeps one copy of the weights on the GPU and exports a handle per tensor. Handles cross the wire as
-plain values; the receiver restores them with `lift_update` before it passes them to vLLM. The copy is not
-changed until the next version is prepared, which the learner requests only after the generator's report.
+plain values; the receiver restores them with `lift_update`. The copy does not change until the learner
+requests the next version, after the generator's report.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.storage import TypedStorage
 
-from asyncrl.errors import TransferError
-from asyncrl.weights.transports import Job, SenderSetup
+from asyncrl.weights.transports import Job, SenderSetup, vllm_update
 
 # Positions of the tensor class, the storage class and the dtype among the arguments of `rebuild_cuda_tensor`.
 _CLASSES = (0, 4, 5)
@@ -27,29 +27,18 @@ class IpcTransport:
     _copy: Tensor | None = None
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        """Copy the weights to the GPU and export handles to them."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        if not torch.cuda.is_available():
-            raise TransferError(
-                "ipc transport: this host shows no CUDA device to the sender; use gloo or disk"
-            )
+        layout = self.setup.layout
+        update = vllm_update("ipc", layout)
         if self._copy is None:
-            self._copy = torch.empty(self.setup.layout.total_bytes, dtype=torch.uint8, device="cuda")
+            self._copy = torch.empty(layout.total_bytes, dtype=torch.uint8, device="cuda")
         self._copy.copy_(job.buffer)
         torch.cuda.synchronize()
         uuid = str(torch.cuda.get_device_properties(self._copy.device).uuid)
-        specs = self.setup.layout.specs
-        views = [self.setup.layout.view(self._copy, index) for index in range(len(specs))]
-        return {
-            "init": {"packed": False},
-            "update": {
-                "names": [spec.name for spec in specs],
-                "dtype_names": [spec.dtype for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-                "ipc_handles": [{uuid: _lower(reduce_tensor(view)[1])} for view in views],  # type: ignore[no-untyped-call]
-            },
-        }
+        views = [layout.view(self._copy, index) for index in range(len(layout.specs))]
+        handles = [{uuid: _lower(reduce_tensor(view)[1])} for view in views]  # type: ignore[no-untyped-call]
+        return {"init": {"packed": False}, "update": update | {"ipc_handles": handles}}
 
     def transfer(self, job: Job) -> None:
         """Does nothing: the receiver reads the memory itself."""
@@ -71,8 +60,6 @@ def _lower(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _lift(plain: list[Any], dtype: str) -> tuple[Any, ...]:
     lifted = [tuple(value) if isinstance(value, list) else value for value in plain]
-    for position, value in zip(
-        _CLASSES, (Tensor, torch.storage.TypedStorage, getattr(torch, dtype)), strict=True
-    ):
+    for position, value in zip(_CLASSES, (Tensor, TypedStorage, getattr(torch, dtype)), strict=True):
         lifted[position] = value
     return tuple(lifted)

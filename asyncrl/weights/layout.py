@@ -1,8 +1,7 @@
-"""The position of every parameter in one flat buffer: pure arithmetic on names, dtypes and shapes.
+"""The position of every parameter in one flat uint8 buffer: pure arithmetic on names, dtypes and shapes.
 
-A version of the weights is one uint8 buffer. Tensors start at multiples of 64 bytes, so that any dtype can be
-viewed. The unit of transfer is a bucket: the byte range of some consecutive whole tensors. The plan follows
-from the specs and the bucket size alone, so only these two cross the wire.
+Tensors start at multiples of 64 bytes, so that any dtype can be viewed. The unit of transfer is a bucket: the
+byte range of some consecutive whole tensors. Only the specs and the bucket size cross the wire.
 """
 
 import math
@@ -31,7 +30,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The plan of one buffer. Make it with `plan` or `from_plain`."""
+    """The plan of one buffer, made by `plan` or `from_plain`."""
 
     specs: tuple[TensorSpec, ...]
     # First byte of each tensor, a multiple of 64.
@@ -66,18 +65,16 @@ class Layout:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for a message: about 60 bytes per tensor."""
-        return {
-            "specs": [[s.name, s.dtype, list(s.shape)] for s in self.specs],
-            "bucket_bytes": self.bucket_bytes,
-        }
+        specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
+        return {"specs": specs, "bucket_bytes": self.bucket_bytes}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """The inverse of `to_plain`. Raises TransferError if `plain` is malformed."""
         try:
             specs = [
-                TensorSpec(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s))
-                for n, d, s in plain["specs"]
+                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
+                for name, dtype, shape in plain["specs"]
             ]
             bucket_bytes = int(plain["bucket_bytes"])
         except (KeyError, TypeError, ValueError) as error:
@@ -98,11 +95,7 @@ def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
-    """Compare the checksums of all tensors, or of the tensors of one bucket.
-
-    Raises:
-        TransferError: a checksum differs; the message names the first such tensor.
-    """
+    """Compare the checksums of all tensors, or of one bucket. Raises TransferError if one differs."""
     if len(expected) != len(layout.specs):
         raise TransferError(
             f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed"

@@ -1,7 +1,7 @@
 """Sending over NCCL to vLLM's own `nccl` engine: slot -> this process's GPU -> packed broadcast.
 
 The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
-enter the group together. The learner bounds the wait: it kills this process when the deadline has passed.
+enter the group together. The learner bounds the wait: it kills this process after the deadline.
 """
 
 import base64
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.transports import Job, SenderSetup
+from asyncrl.weights.transports import Job, SenderSetup, vllm_update
 
 _BUFFERS = 2
 
@@ -25,23 +25,10 @@ class NcclTransport:
     _communicator: Any = None
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        """Describe the tensors, and a new group if there is none yet."""
-        if not torch.cuda.is_available():
-            raise TransferError(
-                "nccl transport: this host shows no CUDA device to the sender; use gloo or disk"
-            )
-        specs = self.setup.layout.specs
-        return {
-            "init": None if self._communicator else self._new_init(),
-            "update": {
-                "names": [spec.name for spec in specs],
-                "dtype_names": [spec.dtype for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-            },
-        }
+        update = vllm_update("nccl", self.setup.layout)
+        return {"init": None if self._communicator else self._new_init(), "update": update}
 
     def transfer(self, job: Job) -> None:
-        """Join the group on first use, then broadcast from rank 0."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -49,8 +36,7 @@ class NcclTransport:
             self._communicator = uid_init_process_group(
                 self._unique_id, rank=0, world_size=1 + self.setup.workers, device=torch.cuda.current_device()
             )
-        # A disabled communicator accepts every call and sends nothing.
-        if self._communicator.disabled:
+        if self._communicator.disabled:  # it would accept every call and send nothing
             raise TransferError(
                 "nccl transport: vLLM disabled its communicator; its NCCL library could not be loaded or used"
             )

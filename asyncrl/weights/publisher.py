@@ -1,7 +1,7 @@
 """Publishing: one copy of the weights into shared memory, from which all senders read the newest version.
 
-`publish` runs in the training loop; `open_sender` and the senders' bookkeeping run in the control plane's
-thread. The lock between them is held for bookkeeping only, never during a copy or a transfer.
+`publish` runs in the training loop, the senders' bookkeeping in the control plane's thread. The lock between
+them is never held during a copy or a transfer.
 """
 
 import secrets
@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,10 +26,12 @@ class SharedMemoryPublisher:
     """Implements `weights.base.Publisher`.
 
     Args:
-        layout: layout of the parameters that every `publish` gets. probe_ids: the fixed token sequence of the
-        probe. directory: emptied and owned by this object; holds rendezvous files and the versions of the
-        disk transport. deadline_s: bound on one transfer. history: history of the weights that are published.
+        layout: layout of the parameters that every `publish` gets.
+        probe_ids: the fixed token sequence of the probe.
+        directory: emptied and owned by this object, for rendezvous files and the disk transport's versions.
+        deadline_s: bound on one transfer.
         interface: address of this host for generators on other hosts; None if all are on this host.
+        history: history of the weights that are published.
     """
 
     def __init__(
@@ -41,19 +44,23 @@ class SharedMemoryPublisher:
         interface: str | None = None,
         history: History = INITIAL,
     ) -> None:
-        # Files of an earlier learner may have the same version numbers with other weights. Some may be
-        # impossible to remove, because a process on another host has them open; so versions get a directory
-        # with a new name.
+        # An earlier learner may have left other weights under the same version numbers, in files that cannot
+        # be removed while a process on another host has them open. So versions get a new directory.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._setup = SenderSetup(
+            layout=layout,
+            workers=1,
+            deadline_s=deadline_s,
+            rendezvous_directory=str(directory / "rendezvous"),
+            interface=interface,
+            version_directory=str(directory / f"versions-{secrets.token_hex(4)}"),
+        )
         self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
         self._probe_ids = tuple(probe_ids)
-        self._directory = directory
-        self._versions = directory / f"versions-{secrets.token_hex(4)}"
-        self._deadline_s = deadline_s
-        self._interface = interface
         self._history = str(history)
+        self._directory = directory
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes)
         self._newest: Published | None = None
@@ -62,51 +69,38 @@ class SharedMemoryPublisher:
 
     @property
     def one_host(self) -> bool:
-        """See `Publisher`."""
-        return self._interface is None
+        return self._setup.interface is None
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]
     ) -> float:
-        """See `Publisher`. Raises TransferError if `tensors` are not those of the layout."""
+        """Raises TransferError if `tensors` are not those of the layout."""
         started_s = time.perf_counter()
         with self._lock:
             newest = self._newest.slot if self._newest else None
             slot = self._slots.writable(newest)
             if slot is newest:
                 self._newest = None  # until the slot holds a whole version again
-        checksums = self._copy(slot, tensors)
         published = Published(
-            version=version, slot=slot, checksums=checksums, probe_logprobs=tuple(probe_logprobs)
+            version=version,
+            history=self._history,
+            slot=slot,
+            checksums=self._copy(slot, tensors),
+            probe_ids=self._probe_ids,
+            probe_logprobs=tuple(probe_logprobs),
         )
         with self._lock:
             self._newest = published
         return time.perf_counter() - started_s
 
     def open_sender(self, workers: int) -> SenderProcess:
-        """See `Publisher`."""
-        setup = SenderSetup(
-            layout=self._layout,
-            workers=workers,
-            deadline_s=self._deadline_s,
-            rendezvous_directory=str(self._directory / "rendezvous"),
-            interface=self._interface,
-            version_directory=str(self._versions),
-        )
-        sender = SenderProcess(
-            setup,
-            self._fork_server,
-            probe_ids=self._probe_ids,
-            history=self._history,
-            take=self._take,
-            give_back=self._give_back,
-        )
+        setup = replace(self._setup, workers=workers)
+        sender = SenderProcess(setup, self._fork_server, take=self._take, give_back=self._give_back)
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]
         return sender
 
     def close(self) -> None:
-        """See `Publisher`."""
         for sender in self._senders:
             sender.close()
         self._fork_server.close()
@@ -114,6 +108,7 @@ class SharedMemoryPublisher:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+        """Copy every tensor of the layout into the slot; returns their checksums."""
         sums: dict[int, int] = {}
         for name, tensor in tensors:
             index = self._index.get(name)

@@ -13,23 +13,18 @@ class ProbeRefused(TransferError):
 
     def __init__(self, difference: float, *, limit: float, dtype: str) -> None:
         """`difference` is in nats; one that is not finite is recorded as 1e6."""
+        if not difference <= ROUNDING_NATS[dtype]:
+            meaning = (
+                f"more than rounding of {dtype} explains; the engine holds other weights, or computes them "
+                "differently (a kernel, an unsupported model): compare with model.dtype float32"
+            )
+        elif dtype == "float32":
+            meaning = "rounding of other kernels; if the samples look right, raise weights.probe_limit"
+        else:
+            remedy = f"set weights.probe_limit={2 * difference:.1g}, or model.dtype=float32"
+            meaning = f"ordinary rounding of {dtype}; {remedy}"
         super().__init__(
             f"the probe differs from the learner's by {difference:.4g} nats, allowed is {limit:g} "
-            f"(weights.probe_limit): {_meaning(difference, dtype)}"
+            f"(weights.probe_limit): {meaning}"
         )
-        self.difference = (
-            min(difference, LARGEST_DIFFERENCE) if difference == difference else LARGEST_DIFFERENCE
-        )
-
-
-def _meaning(difference: float, dtype: str) -> str:
-    if not difference <= ROUNDING_NATS[dtype]:
-        return (
-            f"more than rounding of {dtype} explains; the engine holds other weights, or computes them "
-            "differently (a kernel, an unsupported model): compare with model.dtype float32"
-        )
-    if dtype == "float32":
-        return "rounding of other kernels; if the samples look right, raise weights.probe_limit"
-    return (
-        f"ordinary rounding of {dtype}; set weights.probe_limit={2 * difference:.1g}, or model.dtype=float32"
-    )
+        self.difference = difference if difference <= LARGEST_DIFFERENCE else LARGEST_DIFFERENCE

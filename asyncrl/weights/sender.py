@@ -4,8 +4,8 @@
 needs, then forks a sender for every channel (a socket) that the learner passes to it. So a sender starts
 within milliseconds, and a thousand senders share the memory of one.
 
-A sender owns the transfer group, so a failure in the group can end the sender but not the learner.
-It obeys its channel, whose messages are those of `asyncrl.workers`:
+A sender owns the transfer group, so a failure in the group can end the sender but not the learner. The
+messages on its channel are framed as in `asyncrl.workers`:
 
     learner -> sender   {setup}                                              once
                         {op: prepare, job, version, transport, slot, checksums}
@@ -42,14 +42,15 @@ log = logging.getLogger(__name__)
 class _Sender:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._commands = channel, channel.makefile("rb")
-        self._setup = _parse_setup(self._read())
+        plain = self._read()
+        self._setup = SenderSetup(**{**plain, "layout": Layout.from_plain(plain["layout"])})
         self._transports: dict[str, Transport] = {}
         self._slots: dict[str, Tensor] = {}
         self._transport: Transport | None = None
         self._job: Job | None = None
 
     def serve(self) -> None:
-        """Obey until the learner closes the socket."""
+        """Answer commands until the learner closes the socket."""
         while True:
             command = self._read()
             try:
@@ -65,9 +66,8 @@ class _Sender:
         if name not in self._transports:
             self._transports[name] = _make_transport(name, self._setup)
         self._transport = self._transports[name]
-        self._job = Job(
-            version=command["version"], buffer=self._slots[path], checksums=tuple(command["checksums"])
-        )
+        buffer, checksums = self._slots[path], tuple(command["checksums"])
+        self._job = Job(version=command["version"], buffer=buffer, checksums=checksums)
         return {"op": "prepared", "details": self._transport.prepare(self._job)}
 
     def _transfer(self) -> dict[str, Any]:
@@ -82,8 +82,7 @@ class _Sender:
 
 
 def _make_transport(name: str, setup: SenderSetup) -> Transport:
-    """Raises TransferError for a name that is no transport. The GPU ones are imported only where they are
-    used."""
+    """Raises TransferError for an unknown name. GPU transports are imported only where they are used."""
     if name == "gloo":
         return GlooTransport(setup)
     if name == "disk":
@@ -99,26 +98,21 @@ def _make_transport(name: str, setup: SenderSetup) -> Transport:
     raise TransferError(f"transport {name!r} is not known; use gloo, nccl, ipc or disk")
 
 
-def _parse_setup(plain: dict[str, Any]) -> SenderSetup:
-    return SenderSetup(**{**plain, "layout": Layout.from_plain(plain["layout"])})
-
-
 def _fork_each(requests: socket.socket) -> socket.socket | None:
-    """Fork a sender for every channel that arrives. Returns its channel in each of them, and None here when
-    there are no more."""
+    """Fork a sender per channel that arrives; returns the channel in each sender, None in this process."""
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
     own = os.getpid()
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
         if not request:
             return None
-        if not descriptors:  # we have too many open; the kernel has closed this one
+        if not descriptors:  # this process has too many open files; the kernel has closed this one
             log.error("a sender is not forked: too many open files (ulimit -n)")
             continue
         channel = socket.socket(fileno=descriptors[0])
         try:
             pid = os.fork()
-        except OSError as error:  # the learner sees that the channel ends, and asks again later
+        except OSError as error:  # the learner sees that the channel has ended, and asks again later
             log.error("a sender is not forked: %s", error)
             channel.close()
             continue
@@ -131,30 +125,26 @@ def _fork_each(requests: socket.socket) -> socket.socket | None:
 
 
 def _reap() -> None:
-    """The learner sees that a channel has ended, but not why."""
-    with contextlib.suppress(ChildProcessError):  # none is left
+    """Log why senders ended; the learner sees only that their channels have ended."""
+    with contextlib.suppress(ChildProcessError):  # there is no child
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
-            if status not in (0, -signal.SIGKILL):  # that is how the learner ends them
+            if status not in (0, -signal.SIGKILL):  # the learner ends senders by SIGKILL
                 log.error("sender process %d ended with status %d", ended[0], status)
 
 
-def _serve(channel: socket.socket) -> None:
-    own = os.pidfd_open(os.getpid())
-    socket.send_fds(channel, [pack({"op": "forked", "job": None})], [own])
-    os.close(own)
-    _Sender(channel).serve()
-
-
 def main() -> None:
-    """Entry point of the fork server, and of what it forks."""
+    """Entry point of the fork server and of the senders that it forks."""
     die_with_parent(int(sys.argv[2]))
     refuse_pickles_from_wires()
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         channel = _fork_each(requests)
     if channel is not None:
         with channel, contextlib.suppress(EOFError, ConnectionError):  # the learner has closed it
-            _serve(channel)
+            own = os.pidfd_open(os.getpid())
+            socket.send_fds(channel, [pack({"op": "forked", "job": None})], [own])
+            os.close(own)
+            _Sender(channel).serve()
 
 
 if __name__ == "__main__":

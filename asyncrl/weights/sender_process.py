@@ -1,5 +1,4 @@
-"""The learner's side of the sender processes (asyncrl/weights/sender.py): forks, talks without ever waiting,
-kills."""
+"""The learner's side of the sender processes (asyncrl/weights/sender.py). No call waits for a sender."""
 
 import contextlib
 import os
@@ -17,36 +16,35 @@ from asyncrl.weights.slots import Slot
 from asyncrl.weights.transports import SenderSetup
 from asyncrl.workers import Worker, pack, take_message
 
-# A killed process is gone in milliseconds; one that the kernel holds longer is left alone.
+# A killed process ends in milliseconds; the learner does not wait for one that the kernel holds longer.
 _REAP_S = 2.0
-# A fork server that has not finished its imports by then hangs. It is asked much later than it is started.
+# Bound on a request to the fork server, which may still be importing torch.
 _FORK_S = 60.0
 
 
 class ForkServer:
-    """Forks senders. One that has died or hangs is started again, and so are all its senders.
+    """Forks senders. A fork server that has died or hangs is started again, and so are its senders.
 
-    Where this host cannot start it, `__init__` and every `fork` raise OSError; each `fork` tries it again.
+    If this host cannot start it, `__init__` and `fork` raise OSError; each `fork` tries again.
     """
 
     def __init__(self) -> None:
+        # Number of the process that forks now, from 1.
         self.generation = 0
-        """Number of the process that forks now; it starts with 1."""
         self._start()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._worker.pid
 
     def replace(self, generation: int) -> None:
-        """After a sender of that generation was not forked in all its time: its fork server hangs."""
+        """Replace the fork server of this generation, which hangs: it never forked a sender."""
         if generation == self.generation:
             self.close()
             self._start()
 
     def fork(self) -> socket.socket:
-        """Our end of the channel of a new sender, which may be forked later."""
+        """The learner's end of the channel of a new sender, which may be forked later."""
         ours, theirs = socket.socketpair()
         with theirs:
             if self._worker.channel.fileno() < 0:  # it could not be started when it was replaced
@@ -59,7 +57,7 @@ class ForkServer:
         return ours
 
     def close(self) -> None:
-        """Ends the senders too."""
+        """End the fork server and its senders."""
         self._worker.end()
 
     def _start(self) -> None:
@@ -70,11 +68,13 @@ class ForkServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Published:
-    """The newest version and where it lies."""
+    """A version in its slot, with what every order for it says."""
 
     version: int
+    history: str
     slot: Slot
     checksums: tuple[int, ...]
+    probe_ids: tuple[int, ...]
     probe_logprobs: tuple[float, ...]
 
 
@@ -86,31 +86,23 @@ class SenderProcess:
         setup: SenderSetup,
         forks: ForkServer,
         *,
-        probe_ids: tuple[int, ...],
-        history: str,
         take: Callable[[], Published | None],
         give_back: Callable[[Published], None],
     ) -> None:
-        self._setup = setup
-        self._forks = forks
-        self._probe_ids = probe_ids
-        self._history = history
-        self._take = take
-        self._give_back = give_back
+        self._setup, self._forks = setup, forks
+        self._take, self._give_back = take, give_back
         self._held: Published | None = None
         self._transport = ""
         self._job = 0
+        # A pidfd; None until the sender has been forked.
         self._process: int | None = None
-        """A descriptor of it (pidfd); None until it has been forked."""
         self.is_closed = False
         self._start()
 
     def fileno(self) -> int:
-        """See `Sender`."""
         return self._channel.fileno()
 
     def prepare(self, transport: str) -> bool:
-        """See `Sender`."""
         self._release()
         self._held = self._take()
         if self._held is None:
@@ -119,6 +111,7 @@ class SenderProcess:
         self._transport = transport
         self._say(
             op="prepare",
+            job=self._job,
             version=self._held.version,
             transport=transport,
             slot=self._held.slot.path,
@@ -127,11 +120,9 @@ class SenderProcess:
         return True
 
     def transfer(self) -> None:
-        """See `Sender`."""
-        self._say(op="transfer")
+        self._say(op="transfer", job=self._job)
 
     def replies(self) -> list[UpdateOrder | Sent | Failed]:
-        """See `Sender`."""
         ended = self._receive()
         found: list[UpdateOrder | Sent | Failed] = []
         while (message := take_message(self._incoming)) is not None:
@@ -143,39 +134,36 @@ class SenderProcess:
         return found
 
     def restart(self) -> None:
-        """See `Sender`."""
         if self._end():
             self._forks.replace(self._generation)
         self._start()
 
     def close(self) -> None:
-        """See `Sender`."""
         if not self.is_closed:
             self.is_closed = True
             self._end()
 
     def _end(self) -> bool:
-        """Kill it, if there is one. True when it was not forked in all its time though the fork server lives:
-        that one hangs."""
-        if self._channel.fileno() < 0:  # it could not be started
+        """Kill the sender. Returns whether the fork server hangs: it lives, but has not forked the sender."""
+        if self._channel.fileno() < 0:  # the sender could not be started
             return False
         is_hung = not self._receive() and self._process is None
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            # Not `select`: with a thousand generators there are descriptors above its limit.
+            # With a thousand generators there are descriptors above the limit of `select`.
             gone = select.poll()
             gone.register(self._process, select.POLLIN)
             gone.poll(_REAP_S * 1000)
             os.close(self._process)
             self._process = None
-        self._channel.close()  # one that is only being forked ends by this
+        self._channel.close()  # a sender that is forked later ends by this
         shutil.rmtree(self._directory, ignore_errors=True)
         self._release()
         return is_hung
 
     def _start(self) -> None:
-        # A directory per process: a killed one leaves its rendezvous files behind.
+        # A killed process leaves its rendezvous files behind, so each one gets its own directory.
         self._directory = Path(self._setup.rendezvous_directory) / os.urandom(8).hex()
         self._directory.mkdir(parents=True, mode=0o700)
         self._process = None
@@ -189,24 +177,21 @@ class SenderProcess:
         self._outgoing = bytearray()
         setup = replace(self._setup, rendezvous_directory=str(self._directory.absolute()))
         plain = {name: getattr(setup, name) for name in SenderSetup.__slots__}
-        self._write(pack({**plain, "layout": setup.layout.to_plain()}))
+        self._say(**plain | {"layout": setup.layout.to_plain()})
 
     def _say(self, **message: Any) -> None:
-        self._write(pack({**message, "job": self._job}))
-
-    def _write(self, data: bytes) -> None:
-        """Into the socket as far as it goes; the rest follows with the next call of `replies`."""
-        self._outgoing += data
+        """Write as much as the socket accepts; the next call of `replies` writes the rest."""
+        self._outgoing += pack(message)
         self._flush()
 
     def _flush(self) -> None:
-        # A death shows in `replies`.
+        # If the sender has died, `replies` reports it.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._outgoing:
                 del self._outgoing[: self._channel.send(self._outgoing)]
 
     def _receive(self) -> bool:
-        """Read what is there; True at the end of the stream."""
+        """Read all that has arrived; returns whether the stream has ended."""
         self._flush()
         try:
             while True:
@@ -229,9 +214,9 @@ class SenderProcess:
                 transport=self._transport,
                 deadline_s=self._setup.deadline_s,
                 details=message["details"],
-                probe_ids=self._probe_ids,
+                probe_ids=self._held.probe_ids,
                 probe_logprobs=self._held.probe_logprobs,
-                history=self._history,
+                history=self._held.history,
             )
         self._release()
         if message["op"] == "sent":

@@ -1,12 +1,11 @@
-"""Shared memory for whole versions of the weights: anonymous files, gone with their last process.
+"""Shared memory for whole versions of the weights, in anonymous files that end with their last process.
 
-Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind. `Slots`, in
-the learner, chooses slots; its caller holds a lock.
+Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind.
 """
 
 import mmap
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -15,16 +14,16 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory for one version, and the number of senders that read it. Make it with `create`."""
+    """Memory for one version (uint8), and the number of senders that read it. `create` makes one."""
 
     fd: int
-    buffer: Tensor  # uint8
+    buffer: Tensor
     readers: int = 0
-    # The path at which other processes open the slot.
-    path: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+    @property
+    def path(self) -> str:
+        """The path at which other processes open the slot."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -34,12 +33,12 @@ class Slot:
         return cls(fd, _as_tensor(mmap.mmap(fd, max(size_bytes, 1)), size_bytes))
 
     def close(self) -> None:
-        """Release this process's share; processes that have the slot open keep theirs."""
+        """Release this process's reference; other processes that have the slot open keep theirs."""
         os.close(self.fd)
 
 
 class Slots:
-    """Slots of one size. There is at most one more than there are readers."""
+    """The learner's slots, all of one size: at most one more than readers. The caller holds a lock."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -57,7 +56,6 @@ class Slots:
         return min(free, key=lambda slot: slot is newest)
 
     def close(self) -> None:
-        """Release all slots."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()

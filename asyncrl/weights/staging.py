@@ -1,11 +1,9 @@
 """The generator's end of Gloo: a version arrives in this process's shared memory while requests run.
 
-    sender --Gloo--> shared memory of the generator, verified --> pause, the engine's workers load from it,
-    resume
+    sender --Gloo--> the generator's shared memory, verified --> pause; the engine's workers load; resume
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
-unchanged. The memory holds one copy of the weights for all workers of this host, and is kept for the next
-version.
+unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
 """
 
 import time
@@ -20,56 +18,47 @@ from asyncrl.weights.slots import Slot
 
 
 class GlooStaging:
-    """Implements `weights.base.Staging`; orders of other transports are returned as they are."""
+    """Implements `weights.base.Staging`; orders of other transports are returned unchanged."""
 
     def __init__(self, files: Path) -> None:
-        """`files`: the directory that paths in orders must be below, as orders come from another host."""
+        """Orders may come from another host, so the paths in them must be below the directory `files`."""
         self._files = files.resolve()
         self._group: gloo.Group | None = None
         self._slot: Slot | None = None
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        """See `Staging`."""
         if order.transport == "memory":
             raise TransferError(
-                "weights: an order to load from memory came from the learner; only a generator makes such "
-                "orders"
+                "weights: the learner's order loads from memory; only a generator makes such orders"
             )
-        for directory in (
-            order.details.get("directory"),
-            order.details.get("rendezvous", {}).get("directory"),
-        ):
+        details = order.details
+        for directory in (details.get("directory"), details.get("rendezvous", {}).get("directory")):
             if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
                 raise TransferError(
-                    f"weights: an order names {directory}, and a generator uses nothing outside "
-                    f"{self._files}; start `asyncrl generator` in the learner's working directory, or give "
-                    "the run an absolute run.root or a control.bind, with which weights need no common "
-                    "files"
+                    f"weights: an order names {directory}, but a generator uses nothing outside "
+                    f"{self._files}; start `asyncrl generator` in the learner's working directory, or set an "
+                    "absolute run.root or a control.bind, with which weights need no common files"
                 )
         if order.transport != "gloo":
             return order
-        layout = Layout.from_plain(order.details["layout"])
+        layout = Layout.from_plain(details["layout"])
         group, slot = self._meet(order), self._memory(layout.total_bytes)
-        gloo.receive(group, slot.buffer, layout, order.details["checksums"])
-        return replace(
-            order, transport="memory", details={"slot": slot.path, "layout": order.details["layout"]}
-        )
+        gloo.receive(group, slot.buffer, layout, details["checksums"])
+        return replace(order, transport="memory", details={"slot": slot.path, "layout": details["layout"]})
 
     def close(self) -> None:
-        """See `Staging`."""
         self._group = None
         if self._slot is not None:
             self._slot.close()
         self._slot = None
 
     def _meet(self, order: UpdateOrder) -> gloo.Group:
-        """The group of the order, with the remaining time of the order's deadline."""
+        """The group of the order. One deadline bounds both opening it and the transfer."""
         ends_at_s = time.monotonic() + order.deadline_s
         rendezvous = order.details["rendezvous"]
         if self._group is None or self._group.name != rendezvous["name"]:
             self._group = None  # frees its sockets first
             self._group = gloo.open_group(rendezvous, rank=1, deadline_s=order.deadline_s)
-        # One deadline for opening and transfer.
         self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)
         return self._group
 

@@ -1,21 +1,22 @@
-"""What a sender process does for each transport: prepare (say how to receive), then transfer.
+"""The transports of a sender process: Gloo and disk here, the GPU transports in modules of their own."""
 
-`prepare` returns the `details` of the update order. Gloo and disk are here; the GPU transports live in
-modules of their own.
-"""
-
+import os
 import secrets
+import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import TransferError
 from asyncrl.weights import gloo
-from asyncrl.weights.disk import write_version
 from asyncrl.weights.layout import Layout
+
+_KEPT_VERSIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,42 +24,55 @@ class Job:
     """One version for one generator."""
 
     version: int
+    # uint8, in host memory.
     buffer: Tensor
-    """uint8, host memory."""
     checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderSetup:
-    """What stays the same in a sender's life."""
+    """The settings of a sender, which do not change."""
 
     layout: Layout
+    # The generator's tensor-parallel workers. Only GPU transports send to each of them.
     workers: int
-    """Of the generator; only GPU transports reach them all, the others reach the generator."""
     deadline_s: float
+    # Private to this sender; used if both ends are on one host.
     rendezvous_directory: str
-    """Private to this sender; both ends on one host."""
+    # Address that serves the rendezvous if there are generators on other hosts.
     interface: str | None
-    """Address to serve rendezvous on instead, for generators on other hosts."""
+    # Where the disk transport writes.
     version_directory: str
-    """Where the disk transport writes."""
 
 
 class Transport(Protocol):
-    """One way to bring a version to a generator. Raises TransferError."""
+    """One way to bring a version to a generator. Both methods raise TransferError."""
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        """Returns the details of the update order; the generator has not heard of it yet."""
+        """Return the details of the update order, which the generator has not received yet."""
         ...
 
     def transfer(self, job: Job) -> None:
-        """Send; the generator is being told at this moment."""
+        """Send; meanwhile the generator receives the order."""
         ...
+
+
+def vllm_update(transport: str, layout: Layout) -> dict[str, Any]:
+    """The tensors as vLLM's GPU transports describe them. Raises TransferError without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise TransferError(
+            f"{transport} transport: this host shows no CUDA device to the sender; use gloo or disk"
+        )
+    return {
+        "names": [spec.name for spec in layout.specs],
+        "dtype_names": [spec.dtype for spec in layout.specs],
+        "shapes": [list(spec.shape) for spec in layout.specs],
+    }
 
 
 @dataclass(slots=True)
 class GlooTransport:
-    """One group for as long as it works."""
+    """One group, used until a transfer fails."""
 
     setup: SenderSetup
     _rendezvous: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +82,12 @@ class GlooTransport:
     def prepare(self, job: Job) -> dict[str, Any]:
         if self._group is None or self._group.spoilt:
             self._group = None
-            self._rendezvous = self._new_rendezvous()
+            self._rendezvous = {"name": secrets.token_hex(16)}
+            if (host := self.setup.interface) is None:
+                self._rendezvous["directory"] = self.setup.rendezvous_directory
+            else:
+                self._listener = socket.create_server((host, 0))
+                self._rendezvous |= {"host": host, "port": self._listener.getsockname()[1]}
         return {
             "rendezvous": self._rendezvous,
             "layout": self.setup.layout.to_plain(),
@@ -82,25 +101,23 @@ class GlooTransport:
             )
         gloo.send(self._group, job.buffer, self.setup.layout)
 
-    def _new_rendezvous(self) -> dict[str, Any]:
-        rendezvous: dict[str, Any] = {"name": secrets.token_hex(16)}
-        if self.setup.interface is None:
-            return {**rendezvous, "directory": self.setup.rendezvous_directory}
-        self._listener = socket.create_server((self.setup.interface, 0))
-        return {**rendezvous, "host": self.setup.interface, "port": self._listener.getsockname()[1]}
-
 
 @dataclass(slots=True)
 class DiskTransport:
-    """Files: all the work is in the preparation, during which the generator samples on."""
+    """Safetensors files, one per bucket, with Hugging Face names. They need no connection, but are slower.
+
+        <version_directory>/v<version>/model-00001-of-00002.safetensors ...
+
+    Several senders may write the same version concurrently; complete files of a killed one are not written
+    again. The directory gets its final name when all files are complete. The newest two versions are kept.
+    """
 
     setup: SenderSetup
 
     def prepare(self, job: Job) -> dict[str, Any]:
+        """Do all the work here, while the generator still samples."""
         try:
-            path = write_version(
-                Path(self.setup.version_directory), job.version, job.buffer, self.setup.layout
-            )
+            path = self._write(job)
         except OSError as error:
             raise TransferError(
                 f"weights on disk: version {job.version} could not be written: {error}; check the disk"
@@ -109,3 +126,29 @@ class DiskTransport:
 
     def transfer(self, job: Job) -> None:
         pass
+
+    def _write(self, job: Job) -> Path:
+        root, layout = Path(self.setup.version_directory), self.setup.layout
+        final, partial = root / f"v{job.version}", root / f"partial-v{job.version}"
+        if not final.is_dir():
+            partial.mkdir(parents=True, exist_ok=True)
+            try:
+                for position, bucket in enumerate(layout.buckets, start=1):
+                    path = partial / f"model-{position:05d}-of-{len(layout.buckets):05d}.safetensors"
+                    if not path.exists():
+                        tensors = range(bucket.first, bucket.end)
+                        named = {
+                            layout.specs[index].name: layout.view(job.buffer, index) for index in tensors
+                        }
+                        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+                        save_file(named, unfinished)
+                        os.rename(unfinished, path)
+                os.rename(partial, final)
+            except OSError:
+                # Another sender may have completed and renamed the same directory meanwhile.
+                if not final.is_dir():
+                    raise
+        versions = {directory: int(directory.name.rpartition("v")[2]) for directory in root.iterdir()}
+        for directory in sorted(versions, key=lambda each: versions[each])[:-_KEPT_VERSIONS]:
+            shutil.rmtree(directory, ignore_errors=True)  # another sender may be deleting it too
+        return final

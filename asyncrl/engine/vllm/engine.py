@@ -1,6 +1,6 @@
 """vLLM as the engine: one AsyncLLM in this process, its core and workers in child processes.
 
-There is no HTTP server, because vLLM's routes for weight updates have no authentication.
+It serves no HTTP, because vLLM's routes for weight updates have no authentication.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import EngineStats, SamplingSpec
+from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import Device, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import EngineError, ResultError, TransferError
@@ -27,14 +27,14 @@ from asyncrl.weights.base import UpdateOrder
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Added to the order's deadline, so that the receiver's own deadline passes first: its error is more precise.
+# Added to the order's deadline, so that the receiver's own deadline passes first: its error says more.
 _GRACE_S = 5.0
 _CLOSE_S = 5.0
 _POLL_S = 0.2
 
 
 class VLLMEngine:
-    """The `Engine` interface on vLLM.
+    """The `Engine` interface on vLLM, made by `start`.
 
     The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks
     that older weights have computed. A running request keeps its own KV cache through an update, unless
@@ -42,12 +42,11 @@ class VLLMEngine:
     """
 
     def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
-        """Use `start`."""
         self._llm = llm
         self._deadline_s = deadline_s
         self._recompute_kv = recompute_kv
         self._weights = Weights(0)
-        self._updates = 0  # number of updates begun, the cache salt
+        self._updates = 0  # updates begun: the cache salt
         self._received = False
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
@@ -75,8 +74,7 @@ class VLLMEngine:
 
         try:
             arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
-            # No local variable for the AsyncLLM: vLLM keeps a reference to this frame, which would keep it
-            # alive.
+            # vLLM keeps a reference to this frame; a local variable would keep the AsyncLLM alive.
             engine = cls(
                 AsyncLLM.from_engine_args(arguments),
                 deadline_s=weights.deadline_s,
@@ -84,20 +82,17 @@ class VLLMEngine:
             )
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
-        await engine._call(
-            engine._llm.update_weight_version(label(engine._weights)), "label the first weights"
-        )
+        labelled = engine._llm.update_weight_version(label(engine._weights))
+        await engine._call(labelled, "label the first weights")
         return engine
 
     @property
     def weights(self) -> Weights:
-        """See `Engine.weights`."""
         return self._weights
 
     # --- sampling ---------------------------------------------------------------------------------
 
     async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        """`count` unscored rollouts; see `Engine.sample`."""
         task = asyncio.create_task(self._sample(prompt_ids, count, spec))
         self._running[task] = count
         task.add_done_callback(self._running.pop)
@@ -108,9 +103,7 @@ class VLLMEngine:
         finally:
             task.cancel()  # has an effect only if the caller was cancelled or the engine hangs
         if task.cancelled():
-            raise EngineError(
-                "the request was aborted: the engine was closed, or its weights failed the probe"
-            )
+            raise aborted()
         return task.result()
 
     async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
@@ -133,7 +126,6 @@ class VLLMEngine:
         return rollouts
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities of token_ids[1:]; see `Engine.score`."""
         from vllm import SamplingParams
 
         if self._paused_since_s is not None:
@@ -145,7 +137,7 @@ class VLLMEngine:
         return token_logprobs(output.prompt_logprobs, token_ids)[1:]
 
     async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Any:
-        """The last output of one request."""
+        """The final output of one request."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -164,7 +156,6 @@ class VLLMEngine:
         return output
 
     async def abort_requests(self) -> None:
-        """See `Engine.abort_requests`."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -174,19 +165,17 @@ class VLLMEngine:
     # --- weight updates ---------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Pause sampling and keep the requests; see `Engine.begin_update`."""
         self._weights = Weights(-1)
         self._received = False
         self._updates += 1
         if self._paused_since_s is not None:
             return  # an update has failed, and the engine is still paused
         self._paused_since_s = time.monotonic()
-        # `pause_generation` would sleep 20 ms more, to order outputs for readers that stream them.
+        # `pause_generation` would sleep for 20 ms, which only readers of streamed outputs need.
         pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
         await self._call(pause, "pause its requests")
 
     async def receive(self, order: UpdateOrder) -> None:
-        """Receive the parameters of one order; see `Engine.receive`."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._paused_since_s is None:
@@ -200,7 +189,7 @@ class VLLMEngine:
             ) from error
         except EngineDeadError as error:
             raise _dead() from error
-        except Exception as error:  # vLLM passes the worker's exception on as text in a plain Exception
+        except Exception as error:  # vLLM raises the worker's exception as text in a plain Exception
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
         self._received = True
 
@@ -213,7 +202,6 @@ class VLLMEngine:
         await self._llm.finish_weight_update()
 
     async def finish_update(self, weights: Weights) -> None:
-        """See `Engine.finish_update`."""
         if self._paused_since_s is None or not self._received:
             raise EngineError(f"finish_update({weights}): no weights were received")
         await self._call(self._llm.update_weight_version(label(weights)), f"label its weights {weights}")
@@ -225,7 +213,7 @@ class VLLMEngine:
     # --- the processes ----------------------------------------------------------------------------
 
     async def progress(self) -> None:
-        """See `Engine.progress`. Not bounded: an engine that receives weights answers only after that."""
+        """Wait without a bound: an engine that receives weights answers only afterwards."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         before = self._sampled()
@@ -239,12 +227,12 @@ class VLLMEngine:
             raise _dead() from error
 
     def _sampled(self) -> tuple[int, int]:
-        """Tokens of ended requests, and of running ones, which only vLLM's internal request states count."""
+        """Tokens of ended requests, and of running ones, from vLLM's internal request states."""
         states = self._llm.output_processor.request_states.values()
         return self._sampled_tokens, sum(state.detokenizer.num_output_tokens() for state in states)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; tokens are counted when their rollout ends."""
+        """Tokens are counted when their rollout ends."""
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
         return EngineStats(
             sampled_tokens=self._sampled_tokens,
@@ -253,7 +241,6 @@ class VLLMEngine:
         )
 
     async def close(self) -> None:
-        """Stop the engine's processes, if need be by SIGKILL; running requests end with EngineError."""
         for task in list(self._running):
             task.cancel()
         llm, self._llm = self._llm, None  # its finalizer would fail after vLLM's modules are gone
@@ -272,6 +259,7 @@ class VLLMEngine:
         await asyncio.to_thread(psutil.wait_procs, processes, _CLOSE_S)
 
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        """The result of `call`, which tells the engine process to do `what`. Raises EngineError."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

@@ -1,4 +1,4 @@
-"""Makes rollouts from vLLM's outputs. Pure functions, which check every assumption about these outputs."""
+"""Rollouts from vLLM's outputs: pure functions that check every assumption about these outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,9 @@ from asyncrl.types import Rollout, VersionSpan
 
 
 def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
-    """A finished `vllm.CompletionOutput` as an unscored rollout. The end token is part of the response.
+    """A finished `vllm.CompletionOutput` as an unscored rollout, whose response includes the end token.
 
-    Raises:
-        ResultError: the request was aborted, or a token lacks its version or log-probability.
+    Raises ResultError: the request was aborted, or a token lacks its version or log-probability.
     """
     if completion.finish_reason not in ("stop", "length"):
         raise ResultError(
@@ -42,8 +41,7 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
 
 def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
     """[T]: log-probabilities from `vllm.logprobs.FlatLogprobs`; NaN for a prompt's first token."""
-    if flat is None or len(flat.start_indices) != len(token_ids):
-        found = 0 if flat is None else len(flat.start_indices)
+    if (found := 0 if flat is None else len(flat.start_indices)) != len(token_ids):
         raise ResultError(
             f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens; one each is needed"
         )

@@ -6,10 +6,10 @@ The details, by transport:
 
     memory  slot, layout: weights in shared memory, received over Gloo and verified by the generator
     disk    directory: safetensors files with Hugging Face names
-    nccl    init (new `nccl_unique_id_b64`, offset, size; for a new group), update (names, dtypes, shapes)
+    nccl    init (`nccl_unique_id_b64`, offset, size; only for a new group), update (names, dtypes, shapes)
     ipc     init, update: vLLM's own payloads, with the handles as plain values
 
-After a failed update the next one can be received, but the weights are a mixture: the engine must not sample.
+After a failed update the weights are a mixture of versions: the engine must not sample until the next update.
 """
 
 import logging
@@ -44,17 +44,15 @@ from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
 
-# vLLM would warn, at every update, of every layer without weights of its own. `reloading` finds missing
-# parameters.
+# vLLM would warn of every layer without own weights at every update. `reloading` finds missing parameters.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @contextmanager
 def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
-    """Context in which all parameters are loaded; at its end the kernels' packed copies are made again.
+    """Context for loading all parameters; at its end, vLLM makes the kernels' packed copies again.
 
-    Raises:
-        TransferError: parameters were missing.
+    Raises TransferError if parameters were missing.
     """
     wanted = {name for name, _ in model.named_parameters()}  # tied parameters occur once
     loaded: set[str] = set()
@@ -88,7 +86,7 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
 
 
 def _repack_tied(model: nn.Module) -> None:
-    """Make the packed copy of a tied output head again: vLLM does so for the embedding only."""
+    """Make the packed copy of a tied output head again; vLLM makes only the embedding's."""
     owners: set[nn.Parameter] = set()
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -101,13 +99,16 @@ def _repack_tied(model: nn.Module) -> None:
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Receives from host memory and disk in any of vLLM's engines; `update_weights` does the whole reload."""
+    """Receives from host memory and disk in any of vLLM's engines.
+
+    `update_weights` opens and closes the reload, also after a failure, so the calls around it do nothing.
+    """
 
     def start_weight_update(self) -> None:
-        """Does nothing: `update_weights` opens and closes the reload, also after a failure."""
+        pass
 
     def finish_weight_update(self) -> None:
-        """Does nothing; see `start_weight_update`."""
+        pass
 
     def update_weights(self, update_info: Update) -> None:
         """Receive and load one version. Raises TransferError."""
@@ -144,7 +145,6 @@ class _OverVLLM(_Receives):
             if details.get("init") is not None:
                 self.shutdown()  # the group of an earlier sender
                 self.init_transfer_engine(self.parse_init_info(details["init"]))
-            self._require_working()
             self.receive_weights(self.parse_update_info(details["update"]))
             torch.accelerator.synchronize()
         finally:
@@ -154,19 +154,16 @@ class _OverVLLM(_Receives):
                     f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group"
                 )
 
-    def _require_working(self) -> None:
-        """Raise TransferError if the group exists but transfers nothing."""
-
 
 class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
     """vLLM's packed NCCL broadcast."""
 
-    def _require_working(self) -> None:
+    def receive_weights(self, update_info: Any) -> None:
         if self.model_update_group is None or self.model_update_group.disabled:
             raise TransferError(
-                "vLLM has no working NCCL communicator, whose broadcasts do nothing then: NCCL >= 2.29.7 "
-                "is needed"
+                "vLLM has no working NCCL communicator and would receive nothing: NCCL >= 2.29.7 is needed"
             )
+        super().receive_weights(update_info)
 
 
 class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
@@ -190,20 +187,19 @@ class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(_Receives):
-    """Receives from host memory and disk, on CPU and GPU."""
+    """Receives from host memory and disk, on CPU and GPU; it has no group to open or close."""
 
     init_info_cls = _NoInit
     update_info_cls = _NoUpdate
 
     def init_transfer_engine(self, init_info: _NoInit) -> None:
-        """Does nothing: there is no group."""
+        pass
 
     def receive_weights(self, update_info: _NoUpdate) -> None:
-        """Never called: `update_weights` does everything."""
-        raise NotImplementedError
+        raise NotImplementedError  # `update_weights` does everything
 
     def shutdown(self) -> None:
-        """Does nothing: there is nothing to close."""
+        pass
 
 
 def _from_memory(details: Update) -> Iterator[tuple[str, Tensor]]:
@@ -221,5 +217,5 @@ def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:
         raise TransferError(f"{directory} holds no .safetensors file")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_tensor(name)
