@@ -1,14 +1,14 @@
 """Atomic checkpoints: written to another name, signed, made durable, then renamed.
 
-A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, states of random number generators,
-`hf/` export), the learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the
-run's key. DeepSpeed's files are pickles, so a directory is loaded only if its manifest verifies. Order of a
-save, each line durable before the next:
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, random number generators, `hf/`), the
+learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key.
+DeepSpeed's files are pickles, so a directory is loaded only if its manifest verifies. Order of a save, each
+line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
     rename to step-000012/        ... and the parent directory
-    NEWEST                        the number of the step, so that a directory that is gone is missed
+    NEWEST                        the number of the step, which shows whether a directory is gone
     removal of the oldest
 
 A run that has saved a checkpoint never begins again by itself: if none can be loaded, `load` raises
@@ -35,6 +35,7 @@ MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 EXPORT = "hf"
 NEWEST = "NEWEST"
+RESTORE = "restore the directory or remove it"
 REJECTED = "rejected-"
 UNFINISHED = ".writing-"
 
@@ -50,20 +51,18 @@ class Saveable(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run. `save` and `load` are called by every rank; rank 0 decides and the others
-    follow."""
+    """The checkpoints of one run. Every rank calls `save` and `load`; rank 0 decides for all."""
 
     def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
-        """Open the checkpoints in `directory`, keeping the newest `keep`. `key` signs and verifies
-        manifests."""
+        """Keep the newest `keep` in `directory`; `key` signs and verifies manifests."""
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
 
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
-        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step. `state` must
-        be JSON values.
+        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step.
 
-        A step that has a valid checkpoint is not written again. Raises CheckpointError on every rank if a
-        rank cannot write: older checkpoints are unchanged, and the space of the attempt is free again.
+        `state` must be JSON values. A step that has a valid checkpoint is not written again. Raises
+        CheckpointError on every rank if one cannot write; then older checkpoints are unchanged, and the
+        attempt leaves no files.
         """
         writing = self._directory / f"{UNFINISHED}{_name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
@@ -72,23 +71,22 @@ class CheckpointStore:
                 self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
             except CheckpointError:
                 if trainer.rank == 0 and writing.exists():
-                    self._give_up(writing)
+                    self._discard(writing)
                 raise
         return self._on_rank_0(trainer, lambda: self._conclude(step))
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that verifies. Newer ones that do not are logged with the reason."""
+        """Return the newest checkpoint that verifies; newer ones that do not are logged with the reason."""
         newest, passed_over = self._newest(self.verify)
         for reason in passed_over.values():
             log.warning("checkpoint passed over: %s", reason)
         return newest
 
     def load(self, trainer: Saveable) -> dict[str, Any] | None:
-        """Restore `trainer` from the newest valid checkpoint and return its state; None if nothing was ever
-        saved.
+        """Restore `trainer` from the newest valid checkpoint and return its state; None if nothing was saved.
 
         Newer checkpoints that do not verify are renamed to `rejected-...`, so that they count neither as kept
-        nor as newest. Raises CheckpointsRefused if something was saved and nothing of it verifies.
+        nor as newest. Raises CheckpointsRefused if there were checkpoints and none verifies.
         """
         step = self._on_rank_0(trainer, self._choose)
         if step < 0:
@@ -98,23 +96,18 @@ class CheckpointStore:
         return self.state(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The learner's state of a kept step, which says what the store may forget. Raises
-        CheckpointError."""
+        """Return the learner's state at a kept step. Raises CheckpointError, on this rank alone."""
         directory = self._directory / _name(step)
         self._verify_state(directory)
         return dict(json.loads(_read(directory / STATE)))
 
     def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose state verifies, and that state. Quick, because no other file is
-        read."""
+        """Return the newest checkpoint whose state verifies, and that state; reads no large file."""
         newest, _ = self._newest(self._verify_state)
         return None if newest is None else (newest, self.state(_step(newest)))
 
     def require_signature(self) -> None:
-        """Raise CheckpointsRefused if something was saved, but nothing with this key.
-
-        Quick enough for the start of a run, because it reads only manifests; `load` verifies all files.
-        """
+        """Raise CheckpointsRefused if there were checkpoints and none has this key; reads only manifests."""
         newest, passed_over = self._newest(self._manifest)
         if newest is None:
             self._require_beginning(passed_over)
@@ -123,43 +116,40 @@ class CheckpointStore:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
         manifest = self._manifest(directory)
         if _name(manifest["step"]) != directory.name:
-            raise CheckpointError(
-                f"{directory}: signed as step {manifest['step']}; give the directory its name back"
-            )
+            signed = f"{directory}: signed as step {manifest['step']}"
+            raise CheckpointError(f"{signed}; give the directory its name back")
         expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
         found.pop(MANIFEST)
         if expected.keys() != found.keys():
-            names = sorted(expected.keys() ^ found.keys())
-            raise CheckpointError(
-                f"{directory}: {', '.join(names)} missing or not in {MANIFEST}; restore the directory or "
-                "remove it"
-            )
+            names = ", ".join(sorted(expected.keys() ^ found.keys()))
+            raise CheckpointError(f"{directory}: {names} missing or not in {MANIFEST}; {RESTORE}")
         for name, path in found.items():
             if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
-                raise CheckpointError(
-                    f"{directory}: {name} is not what was written; restore the directory or remove it"
-                )
+                raise CheckpointError(f"{directory}: {name} is not what was written; {RESTORE}")
 
     def _verify_state(self, directory: Path) -> None:
         if self._manifest(directory)["files"].get(STATE) != _sha256(directory / STATE):
-            raise CheckpointError(
-                f"{directory}: {STATE} is not what was written; restore the directory or remove it"
-            )
+            raise CheckpointError(f"{directory}: {STATE} is not what was written; {RESTORE}")
 
     def _manifest(self, directory: Path) -> dict[str, Any]:
-        """The manifest, if it is signed with our key. Raises CheckpointError."""
-        manifest = _parse(directory / MANIFEST)
-        if not hmac.compare_digest(
-            self._sign(manifest).encode(), ascii(manifest.get("hmac")).strip("'").encode()
-        ):
+        """Return the manifest if it is signed with our key. Raises CheckpointError."""
+        path = directory / MANIFEST
+        try:
+            manifest = json.loads(_read(path))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
+        if not isinstance(manifest, dict):
+            found = f"{path}: holds {type(manifest).__name__}, not a mapping"
+            raise CheckpointError(f"{found}; the checkpoint is torn, remove it")
+        signature = ascii(manifest.get("hmac")).strip("'")
+        if not hmac.compare_digest(self._sign(manifest).encode(), signature.encode()):
             raise CheckpointError(
-                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; restore it "
-                "or remove it"
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; {RESTORE}"
             )
         return manifest
 
     def _newest(self, check: Callable[[Path], object]) -> tuple[Path | None, dict[Path, CheckpointError]]:
-        """(the newest directory that passes the check, the reasons why newer ones did not)."""
+        """Return (the newest directory that passes `check`, the reasons why newer ones did not)."""
         passed_over: dict[Path, CheckpointError] = {}
         for directory in reversed(self._steps()):
             try:
@@ -171,7 +161,7 @@ class CheckpointStore:
         return None, passed_over
 
     def _require_beginning(self, passed_over: dict[Path, CheckpointError]) -> None:
-        """Raise CheckpointsRefused unless nothing was ever saved here."""
+        """Raise CheckpointsRefused if there were checkpoints here."""
         reasons = [str(error) for error in passed_over.values()]
         for name in (name for name in self._names() if name.startswith(f"{REJECTED}step-")):
             try:
@@ -184,15 +174,15 @@ class CheckpointStore:
         if not reasons and (saved := self._newest_saved()):
             reasons = [f"{self._directory / _name(saved)}: it was saved here, and is gone"]
         if reasons:
-            lines = "".join(f"\n  {reason}" for reason in reasons)
             raise CheckpointsRefused(
-                f"{self._directory}: training was saved here, and nothing of it can be "
-                f"loaded:{lines}\nrestore one of these directories, or run.key, from a copy; --fresh "
-                "deletes what was trained and starts again"
+                f"{self._directory}: training was saved here, and nothing of it can be loaded:"
+                + "".join(f"\n  {reason}" for reason in reasons)
+                + "\nrestore one of these directories, or run.key, from a copy; --fresh deletes what was "
+                "trained and starts again"
             )
 
     def _newest_saved(self) -> int:
-        """The step of the last save; 0 if nothing was saved or the file cannot be read."""
+        """Return the step of the last save; 0 if there was none or the file cannot be read."""
         try:
             return int((self._directory / NEWEST).read_text())
         except FileNotFoundError:
@@ -202,20 +192,25 @@ class CheckpointStore:
             return 0
 
     def _on_rank_0(self, trainer: Saveable, action: Callable[[], int]) -> int:
-        """Rank 0's result or failure on every rank, so that no rank waits for one that has failed."""
-        if trainer.rank > 0:
-            return _result(trainer.broadcast(None))
-        try:
-            outcome: dict[str, Any] = {"value": int(action())}
-        except CheckpointsRefused as error:
-            outcome = {"refused": str(error)}
-        except (OSError, CheckpointError) as error:
-            outcome = {"error": f"{self._directory}: {error}"}
-        return _result(trainer.broadcast(json.dumps(outcome).encode()))
+        """Run `action` on rank 0 and return or raise its outcome on every rank: no rank waits for another."""
+        message = None
+        if trainer.rank == 0:
+            try:
+                outcome: dict[str, Any] = {"value": int(action())}
+            except CheckpointsRefused as error:
+                outcome = {"refused": str(error)}
+            except (OSError, CheckpointError) as error:
+                outcome = {"error": f"{self._directory}: {error}"}
+            message = json.dumps(outcome).encode()
+        outcome = json.loads(trainer.broadcast(message))
+        if "refused" in outcome:
+            raise CheckpointsRefused(outcome["refused"])
+        if "error" in outcome:
+            raise CheckpointError(outcome["error"])
+        return int(outcome["value"])
 
     def _prepare(self, step: int, writing: Path) -> bool:
-        """Remove leftovers of crashed saves and make the directory; False if the step has a valid
-        checkpoint."""
+        """Remove what crashed saves left and make `writing`; False if the step has a valid checkpoint."""
         target = self._directory / _name(step)
         if target.exists():
             try:
@@ -230,7 +225,7 @@ class CheckpointStore:
         for name in self._names():
             if name.startswith(UNFINISHED):
                 self._files.remove(self._directory / name)
-        # The next checkpoint is as large as the newest: a full disk is reported before the long write.
+        # The next checkpoint is as large as the newest. A full disk is reported before the long write.
         needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
         if (free := self._files.free_bytes(self._directory)) < needed:
             raise CheckpointError(
@@ -240,13 +235,11 @@ class CheckpointStore:
         writing.mkdir()
         return True
 
-    def _give_up(self, writing: Path) -> None:
+    def _discard(self, writing: Path) -> None:
         try:
             self._files.remove(writing)
         except OSError as error:
-            log.warning(
-                "%s is incomplete and could not be removed (%s); the next save removes it", writing, error
-            )
+            log.warning("%s could not be removed (%s); the next save removes it", writing, error)
 
     def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
@@ -267,14 +260,14 @@ class CheckpointStore:
         return True
 
     def _conclude(self, step: int) -> int:
-        """Record a durable checkpoint as the newest, remove old ones, and return the oldest step that is
-        kept."""
+        """Record a durable checkpoint as the newest, remove old ones, and return the oldest kept step."""
         if self._newest_saved() != step:
-            self._files.write(self._directory / f"{UNFINISHED}{NEWEST}", f"{step}\n".encode())
-            self._files.fsync(self._directory / f"{UNFINISHED}{NEWEST}")
-            if (self._directory / NEWEST).is_dir():  # not ours
-                self._files.remove(self._directory / NEWEST)
-            self._files.rename(self._directory / f"{UNFINISHED}{NEWEST}", self._directory / NEWEST)
+            newest, writing = self._directory / NEWEST, self._directory / f"{UNFINISHED}{NEWEST}"
+            self._files.write(writing, f"{step}\n".encode())
+            self._files.fsync(writing)
+            if newest.is_dir():  # not ours
+                self._files.remove(newest)
+            self._files.rename(writing, newest)
         steps = self._steps()
         for directory in steps[: -self._keep]:
             self._files.remove(directory)
@@ -288,10 +281,8 @@ class CheckpointStore:
         for directory, reason in passed_over.items():
             log.warning("checkpoint passed over: %s", reason)
             self._set_aside(directory, reason)
-        if self._newest_saved() > _step(newest) and not passed_over:
-            log.warning(
-                "step %d was saved and is gone; the run goes on from %s", self._newest_saved(), newest
-            )
+        if (saved := self._newest_saved()) > _step(newest) and not passed_over:
+            log.warning("step %d was saved and is gone; the run goes on from %s", saved, newest)
         return _step(newest)
 
     def _set_aside(self, directory: Path, reason: object) -> None:
@@ -302,14 +293,12 @@ class CheckpointStore:
         self._files.rename(directory, aside)
 
     def _steps(self) -> list[Path]:
-        """Directories of checkpoints, oldest first."""
-        return sorted(
-            (self._directory / name for name in self._names() if re.fullmatch(r"step-\d{6,}", name)),
-            key=_step,
-        )
+        """Return the directories of checkpoints, oldest first."""
+        names = (name for name in self._names() if re.fullmatch(r"step-\d{6,}", name))
+        return sorted((self._directory / name for name in names), key=_step)
 
     def _names(self) -> list[str]:
-        """Names of all entries. Raises OSError if the directory exists and cannot be listed."""
+        """Return the names of all entries. Raises OSError if the directory exists and cannot be listed."""
         try:
             return sorted(os.listdir(self._directory))
         except FileNotFoundError:
@@ -346,24 +335,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); use a step that is kept") from error
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
-    if not isinstance(manifest, dict):
-        raise CheckpointError(
-            f"{path}: holds {type(manifest).__name__}, not a mapping; the checkpoint is torn, remove it"
-        )
-    return manifest
-
-
-def _result(message: bytes) -> int:
-    outcome = json.loads(message)
-    if "refused" in outcome:
-        raise CheckpointsRefused(outcome["refused"])
-    if "error" in outcome:
-        raise CheckpointError(outcome["error"])
-    return int(outcome["value"])

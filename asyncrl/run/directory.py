@@ -29,6 +29,8 @@ from asyncrl.run.checkpoint import UNFINISHED
 from asyncrl.run.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
 
+RESTORE = "restore it from a copy, or begin again with --fresh"
+
 
 class _Below:
     """A path below the run directory."""
@@ -53,8 +55,7 @@ class RunDirectory:
     starts = _Below("starts.jsonl")  # starts of the learner with their software, JSONL
     status = _Below("status.json")  # the learner's status, written every second
     processes = _Below("processes.json")  # process ids, written by the supervisor
-    # The wanted number of generators, written by `asyncrl scale`. It exists while a supervisor starts
-    # generators.
+    # The wanted number of generators, from `asyncrl scale`. It exists while a supervisor starts generators.
     scale = _Below("scale.json")
     checkpoints = _Below("checkpoints")  # checkpoint directories
     store = _Below("store")  # data of a store that was started for this run
@@ -63,24 +64,20 @@ class RunDirectory:
     # The step that the learner is in, and the number of learners that died in it.
     step_under_way = _Below("step.json")
     lock = _Below("learner.lock")  # the lock that the learner holds
-    # The lock that the supervisor holds. It proves that the supervisor lives, unlike a time or a reused
-    # process id.
+    # The lock that the supervisor holds. Unlike a time or a reused process id, it proves that it lives.
     supervisor_lock = _Below("supervisor.lock")
     secret_path = _Below("run.key")  # the file of the run's secret
 
     def target(self, process: str) -> Path:
-        """The file by which Prometheus discovers a process.
-
-        The files of all runs share one directory, because a pattern of Prometheus can name only one.
-        """
+        """The file by which Prometheus discovers a process, in one directory for all runs below a root."""
         return self.path.parent / "prometheus" / f"{self.path.name}@{process}.json"
 
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
+            cure = "remove it yourself"
             raise RunError(
-                f"--fresh would delete {self.path}, which is no run directory (no config.yaml); remove it "
-                "yourself"
+                f"--fresh would delete {self.path}, which is no run directory (no config.yaml); {cure}"
             )
 
     def make(self) -> None:
@@ -88,35 +85,31 @@ class RunDirectory:
         make_directory(self.path, private=True)
 
     def create(self, *, fresh: bool) -> None:
-        """Make the directories; with `fresh`, first remove everything that an earlier run of this name
-        left."""
+        """Make the directories; with `fresh`, first remove what an earlier run of this name left."""
         self.make()
         if fresh:
             for entry in self.path.iterdir():
-                if entry != self.supervisor_lock:  # held by this process
+                # This process holds the lock.
+                if entry != self.supervisor_lock:
                     _remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
-            raise RunError(
-                f"{self.path} is a run that has lost its directory checkpoints/; restore it from a copy, or "
-                "begin again with --fresh"
-            )
+            raise RunError(f"{self.path} is a run that has lost its directory checkpoints/; {RESTORE}")
         elif self.saved_mark.exists() and not self._saved:
             raise RunError(
                 f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; "
-                "restore it from a copy, or begin again with --fresh"
+                f"{RESTORE}"
             )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
 
     @property
     def _saved(self) -> list[str]:
-        """Names of checkpoints, also of rejected ones."""
+        """Names of checkpoints, including rejected ones."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         return [name for name in names if not name.startswith(UNFINISHED)]
 
     def mark_saved(self) -> None:
-        """Record that a checkpoint was saved: from now on an empty `checkpoints/` is a loss and not a new
-        run."""
+        """Record that a checkpoint was saved: an empty `checkpoints/` is then a loss, not a new run."""
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
@@ -141,14 +134,13 @@ class RunDirectory:
         return children if isinstance(children, dict) else {}
 
     def supervisor(self) -> psutil.Process | None:
-        """The supervisor of the run, which holds its lock; None if it is not alive.
+        """Return the run's supervisor, which holds its lock; None if it is not alive.
 
         Raises RunError if no supervisor ever ran here, or if it is not visible from here.
         """
         if not self.was_up:
-            raise RunError(
-                f"{self.path} holds no run that was started here; `asyncrl up --config …` starts one"
-            )
+            cure = "`asyncrl up --config …` starts one"
+            raise RunError(f"{self.path} holds no run that was started here; {cure}")
         was_locked = is_locked(self.supervisor_lock)
         found = find_holder(self.supervisor_lock)
         if found is None and was_locked and is_locked(self.supervisor_lock):
@@ -159,36 +151,31 @@ class RunDirectory:
         return found
 
     def draw_secret(self) -> None:
-        """Make the run's secret unless it exists. Raises RunError if it is missing and checkpoints are signed
-        with it."""
+        """Make the run's secret unless it exists. Raises RunError if it is lost and signed checkpoints."""
         if os.path.lexists(self.secret_path):
             return
         if saved := self._saved:
+            names = ", ".join(sorted(saved)[:3])
             raise RunError(
-                f"{self.secret_path} is missing, and nothing in {self.checkpoints} "
-                f"({', '.join(sorted(saved)[:3])}, ...) can be loaded without it; restore it from a copy, "
-                "or begin again with --fresh"
+                f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...) can be "
+                f"loaded without it; {RESTORE}"
             )
         replace_text(self.secret_path, secrets.token_hex(32), durable=True, private=True)
 
     def secret(self) -> str:
-        """The run's secret, from which all keys in `run.keys` are derived. Raises RunError."""
+        """Return the run's secret, from which all keys in `run.keys` are derived. Raises RunError."""
         return read_secret(self.secret_path)
 
     def keys(self) -> RunKeys:
-        """The keys derived from the secret. Raises RunError."""
-        text = self.secret()
+        """Return the keys derived from the secret. Raises RunError."""
+        text, found = self.secret(), "a join.key"
         try:
-            keys: RunKeys | JoinKeys | None = parse_keys(text)
+            keys = parse_keys(text)
+            if isinstance(keys, RunKeys):
+                return keys
         except MalformedSecret:
-            keys = None
-        if isinstance(keys, RunKeys):
-            return keys
-        found = "no secret" if keys is None else "a join.key"
-        raise RunError(
-            f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: restore it from a copy, "
-            "or begin again with --fresh"
-        )
+            found = "no secret"
+        raise RunError(f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: {RESTORE}")
 
     def checkpoint_key(self) -> bytes:
         """The key that signs checkpoints."""
@@ -204,7 +191,7 @@ class RunDirectory:
         replace_text(self.path / "store.url", url, durable=True)
 
     def store_url(self) -> str | None:
-        """The URL of the store; None if the run has never been up here."""
+        """Return the URL of the store; None if the run has never been up here."""
         path = self.path / "store.url"
         try:
             return path.read_text() or None
@@ -215,10 +202,10 @@ class RunDirectory:
             return None
 
     def socket_path(self, name: str) -> Path:
-        """A path for a unix socket: in the run directory, or in a private directory if that path is too
-        long."""
+        """Return a path for a unix socket: in the run directory, or in a private one if that is too long."""
         path = (self.path / name).resolve()
-        if len(str(path)) < 100:  # the kernel allows 107 bytes
+        # The kernel allows 107 bytes.
+        if len(str(path)) < 100:
             return path
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{digest}"
@@ -245,14 +232,12 @@ def _remove(entry: Path) -> None:
 
 
 def find_run(run: Path | None) -> RunDirectory:
-    """The run that a user named: a directory, a name below runs/, or by default the newest run there. Raises
-    RunNotUp."""
+    """Find a run: `run`, runs/`run`, or by default the newest run below runs/. Raises RunNotUp."""
     root = Path("runs")
-    candidates = (
-        [run, root / run]
-        if run
-        else sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
-    )
+    if run:
+        candidates = [run, root / run]
+    else:
+        candidates = sorted(root.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
     for path in candidates:
         directory = RunDirectory(path.parent if path.name == "config.yaml" else path)
         if directory.config.exists():
@@ -263,8 +248,7 @@ def find_run(run: Path | None) -> RunDirectory:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file that a user asked for, atomically: readers see the old or the new content. Raises
-    RunError."""
+    """Replace a file that a user asked for, atomically. Raises RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, private=private)
@@ -274,9 +258,9 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 @contextmanager
 def write_directory(path: Path) -> Iterator[Path]:
-    """A directory to write into, which replaces `path` when it is complete and durable. Raises RunError.
+    """Yield a directory that replaces `path` when it is complete and durable. Raises RunError.
 
-    A failed attempt leaves nothing. What a killed attempt left is removed by the next one.
+    A failed attempt leaves nothing. The next attempt removes what a killed one left.
     """
     writing = path.with_name(f"{UNFINISHED}{path.name}")
     try:
@@ -296,6 +280,6 @@ def write_directory(path: Path) -> Iterator[Path]:
 
 
 def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
-    # Copying collects errors: the first.
+    # `shutil` collects the errors of a copy; the first one is named.
     reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")

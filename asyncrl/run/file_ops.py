@@ -1,5 +1,4 @@
-"""The file operations on which the durability of checkpoints rests, as one object, so that tests can make
-each fail."""
+"""The file operations that make checkpoints durable, as one object, so that tests can make each fail."""
 
 import shutil
 from pathlib import Path
@@ -32,5 +31,5 @@ class FileOps:
             path.unlink()
 
     def free_bytes(self, directory: Path) -> int:
-        """Free bytes of the disk under `directory`."""
+        """Return the free bytes of the disk that holds `directory`."""
         return shutil.disk_usage(directory).free

@@ -1,11 +1,11 @@
 """The secrets of a run: one is drawn, all others are derived from it, and a generator gets only its own.
 
-    run.key         the learner's: signs checkpoints; its store password, its half of the control plane
-      '-> join.key  a generator's: signs frames and messages; its store password, its half of the plane
+    run.key         the learner's: signs checkpoints; its store password, its keys of the control plane
+      '-> join.key  a generator's: signs frames and messages; its store password, its keys of the plane
 
-Copied to another host, `join.key` lets generators in; it cannot be turned back into `run.key`. Secrets come
-in files or in the environment, never as arguments, which every user of a machine can see. Entry points read
-them and pass them on as keys.
+With a copy of `join.key`, generators on other hosts join; it does not reveal `run.key`. Secrets come in files
+or in the environment, never as arguments, which every user of a machine can see. Entry points read them and
+pass them on as keys.
 """
 
 import errno
@@ -27,24 +27,24 @@ _KEY_BYTES = 32
 
 
 class MalformedSecret(RunError):
-    """What is there is no secret of a run."""
+    """A text that is not the secret of a run."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class JoinKeys:
-    """What every generator of a run knows, and the learner too."""
+    """The keys of every generator of a run; the learner has them too."""
 
     secret: bytes
+    # The learner's public key on the control plane.
     learner: bytes
-    """The learner's public key on the control plane."""
 
     def text(self) -> str:
-        """The content of join.key."""
+        """Return the content of join.key."""
         return (self.secret + self.learner).hex()
 
     @property
     def wire(self) -> bytes:
-        """Key of the checksums of frames and messages; those of anybody else are refused."""
+        """Key of the checksums of frames and messages; others are refused."""
         return _derive(self.secret, "wire")
 
     @property
@@ -58,19 +58,19 @@ class JoinKeys:
         return GeneratorKeys(secret=_derive(self.secret, "control generator"), learner=self.learner)
 
     def store_password(self, user: str) -> str | None:
-        """The password of a user of the run's own store; None for a user that generators must not be."""
+        """Return a user's password for the run's own store; None unless it is the generators' user."""
         return _derive(self.secret, "store generator").hex() if user == GENERATOR else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunKeys:
-    """What only the learner's side knows."""
+    """The keys of the learner."""
 
     secret: bytes
 
     @property
     def join(self) -> JoinKeys:
-        """The generators' part."""
+        """The keys of the generators."""
         return JoinKeys(_derive(self.secret, "join"), public_key(self._control_secret))
 
     @property
@@ -79,7 +79,7 @@ class RunKeys:
         return LearnerKeys(secret=self._control_secret, generators=public_key(self.join.control.secret))
 
     def store_password(self, user: str) -> str:
-        """The password of any user of the run's own store."""
+        """Return a user's password for the run's own store."""
         return self.join.store_password(user) or _derive(self.secret, f"store {user}").hex()
 
     @property
@@ -92,7 +92,7 @@ def _derive(secret: bytes, purpose: str) -> bytes:
 
 
 def parse_keys(text: str) -> RunKeys | JoinKeys:
-    """What run.key or join.key hold. Raises RunError, which does not repeat it."""
+    """Read the content of run.key or join.key. Raises MalformedSecret, which does not repeat it."""
     try:
         values = bytes.fromhex(text.strip())
     except ValueError:
@@ -109,22 +109,18 @@ def parse_keys(text: str) -> RunKeys | JoinKeys:
 
 
 def read_secret(path: Path) -> str:
-    """A file that holds a secret. Raises RunError: unreadable, or readable by others, because then it is
-    none."""
+    """Read a secret from a file. Raises RunError if it is unreadable, or readable by others."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if path.stat().st_mode & 0o077:
             raise RunError(
-                f"{path} holds a secret and can be read by others; make it anew, or chmod 600 if nobody did "
-                "read it"
+                f"{path} holds a secret that others can read; make another one, or chmod 600 if none has"
             )
         return path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise RunError(
-            f"{path} holds a secret and cannot be read ({error.strerror}); restore it from a copy, or give "
-            "it back to its owner"
-        ) from error
+        found = f"{path} holds a secret and cannot be read ({error.strerror})"
+        raise RunError(f"{found}; restore it from a copy, or give it back to its owner") from error
 
 
 def is_given(environment: Mapping[str, str]) -> bool:
@@ -133,7 +129,7 @@ def is_given(environment: Mapping[str, str]) -> bool:
 
 
 def read_keys(environment: Mapping[str, str]) -> RunKeys | JoinKeys:
-    """The keys that `environment` holds, or a file that it names. Raises RunError."""
+    """Read the keys from `environment`, or from a file that it names. Raises RunError."""
     text, file = environment.get(SECRET_VARIABLE, ""), environment.get(SECRET_FILE_VARIABLE, "")
     if file and not text:
         if not Path(file).exists():
@@ -146,23 +142,21 @@ def read_keys(environment: Mapping[str, str]) -> RunKeys | JoinKeys:
 
 
 def forget_secrets(environment: MutableMapping[str, str]) -> None:
-    """Take the secrets out of `environment`, so that neither engines nor rewards inherit them."""
+    """Remove the secrets from `environment`, so that neither engines nor rewards inherit them."""
     environment.pop(SECRET_VARIABLE, None)
     environment.pop(SECRET_FILE_VARIABLE, None)
 
 
 def run_keys(environment: Mapping[str, str]) -> RunKeys:
-    """The learner's keys; see `read_keys`. Raises RunError for a join.key."""
+    """Return the learner's keys; see `read_keys`. Raises RunError for a join.key."""
     keys = read_keys(environment)
     if not isinstance(keys, RunKeys):
-        raise RunError(
-            f"{SECRET_VARIABLE} holds a join.key, with which nobody can be the learner; run it where "
-            "run.key is"
-        )
+        found = f"{SECRET_VARIABLE} holds a join.key, but the learner needs the run.key"
+        raise RunError(f"{found}; start it on the host that has the file")
     return keys
 
 
 def join_keys(environment: Mapping[str, str]) -> JoinKeys:
-    """A generator's keys; see `read_keys`. Of a run.key it gets the generators' part only."""
+    """Return a generator's keys; see `read_keys`. From a run.key it gets only the generators' part."""
     keys = read_keys(environment)
     return keys.join if isinstance(keys, RunKeys) else keys

@@ -1,7 +1,7 @@
 """The learner's state in a checkpoint, next to the trainer's files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from asyncrl.lineage import INITIAL, History
@@ -12,7 +12,7 @@ class LearnerState:
     """Everything that the learner needs to continue from a checkpoint."""
 
     version: int = 0
-    ledger: Mapping[str, Any] = field(default_factory=dict)  # of the training lane, as its intake wrote it
+    ledger: Mapping[str, Any] = field(default_factory=dict)  # `settled` of the training lane's intake
     history: History = INITIAL  # lineages of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state`
     # Config values that must not change: `config.resume.fixed_values`.
@@ -20,26 +20,13 @@ class LearnerState:
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint's JSON."""
-        return {
-            "version": self.version,
-            "ledger": self.ledger,
-            "history": str(self.history),
-            "evaluation": self.evaluation,
-            "fixed": self.fixed,
-            "coefficients": self.coefficients,
-        }
+        """Return plain values for the checkpoint's JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"history": str(self.history)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; an empty dict is the beginning."""
         if not values:
             return cls()
-        return cls(
-            version=values["version"],
-            ledger=values["ledger"],
-            history=History.parse(values["history"]),
-            evaluation=values["evaluation"],
-            fixed=values["fixed"],
-            coefficients=values["coefficients"],
-        )
+        found = {each.name: values[each.name] for each in fields(cls)}
+        return cls(**found | {"history": History.parse(values["history"])})

@@ -28,30 +28,26 @@ class RunLock:
                 self._file.close()
                 raise
         except OSError as error:
-            raise RunError(
-                f"{path} cannot be locked: {error}; it must be a file that you may write, on a file system "
-                "with locks"
-            ) from error
+            cure = "it must be a file that you may write, on a file system with locks"
+            raise RunError(f"{path} cannot be locked: {error}; {cure}") from error
 
     def _take(self, path: Path) -> None:
-        for attempt in range(LOCK_ATTEMPTS):  # `is_locked` in another process holds it for a moment
+        # `is_locked` in another process holds the lock for a moment.
+        for attempt in range(LOCK_ATTEMPTS):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if attempt == LOCK_ATTEMPTS - 1:
-                    raise RunError(
-                        f"{path}: this run is held by {holder_of(path)}; stop that process first, or choose "
-                        "another run.name"
-                    ) from None
+                    found = f"{path}: this run is held by {holder_of(path)}"
+                    raise RunError(f"{found}; stop that process first, or choose another run.name") from None
                 time.sleep(LOCK_PAUSE_S)
         with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
             self._file.truncate(0)
             self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        """Free the lock. The file stays: deleting it could delete a file that another process has just
-        locked."""
+        """Free the lock. The file stays, because another process may just have locked it."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -64,16 +60,14 @@ class RunLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process, here or on another host, holds the lock in file `path`. Raises RunError."""
+    """Return whether a process, here or on another host, holds the lock in file `path`. Raises RunError."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise RunError(
-            f"{path} cannot be read: {error}; it says whether the run is up, and must be a file that you "
-            "may read"
-        ) from error
+        cure = "it says whether the run is up, and must be a file that you may read"
+        raise RunError(f"{path} cannot be read: {error}; {cure}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -83,7 +77,7 @@ def is_locked(path: Path) -> bool:
 
 
 def holder_of(path: Path) -> str:
-    """The process id and host that the holder of a lock wrote into it."""
+    """Return the process id and host that the holder of a lock wrote into it."""
     try:
         return path.read_text(errors="replace").strip() or "a process that left no name"
     except OSError:

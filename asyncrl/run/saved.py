@@ -1,5 +1,4 @@
-"""Checks before a run is resumed: whether its config may continue the run, and whether anything is left to
-train."""
+"""Checks before a run is resumed: whether the config may continue it, and whether steps are left to train."""
 
 import os
 from collections.abc import Iterator
@@ -26,9 +25,9 @@ class Saved(NamedTuple):
 
 
 def read_saved(directory: RunDirectory) -> Saved | None:
-    """The newest checkpoint; None before the first one, so that the run begins again."""
+    """Return the newest checkpoint; None before the first one."""
     with needing(directory.path):
-        # Nothing can be verified; `up` reports it if something was saved.
+        # Without the secret no checkpoint can be verified; `up` reports that if there are any.
         if not os.path.lexists(directory.secret_path):
             return None
         newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
@@ -36,7 +35,7 @@ def read_saved(directory: RunDirectory) -> Saved | None:
 
 
 def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mistake]:
-    """Changes of the config or its data files `data` that a resume does not allow."""
+    """Find changes of the config or its data files that a resume does not allow."""
     if saved is None:
         return
     fixed = saved.state["fixed"]
@@ -55,8 +54,7 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 
 
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
-    """Why there is nothing to train; empty if there is, or if the last weights may still have to be
-    evaluated."""
+    """Say why no step is left; empty if one is, or if the final weights may still have to be evaluated."""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
@@ -69,8 +67,7 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
 
 
 def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
-    """A mistake if `path` is the config of a run whose directory has moved: run.root and run.name would begin
-    another run."""
+    """Report a config whose run directory has moved, so that it would begin another run."""
     found, meant = path.parent.resolve(), config.run.directory.resolve()
     is_asked_for = any(root.nearest(("run", key)).place.startswith("override") for key in ("name", "root"))
     if path.name != "config.yaml" or not (found / "checkpoints").is_dir() or found == meant or is_asked_for:

