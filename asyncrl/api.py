@@ -196,15 +196,16 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
     """Return a YAML file with the content of `config`."""
     if isinstance(config, str | Path):
         return Path(config)
-    path = scratch / "config.yml"
     if isinstance(config, Config):
-        path.write_text(dump_config(config), encoding="utf-8")
-        return path
-    values = _plain(config)
-    if extended := values.get("extends"):
-        files = [extended] if isinstance(extended, str) else extended
-        values["extends"] = [str(Path(file).absolute()) for file in files]
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        text = dump_config(config)
+    else:
+        values = _plain(config)
+        if extended := values.get("extends"):
+            files = [extended] if isinstance(extended, str) else extended
+            values["extends"] = [str(Path(file).absolute()) for file in files]
+        text = yaml.safe_dump(values, sort_keys=False)
+    path = scratch / "config.yml"
+    path.write_text(text, encoding="utf-8")
     return path
 
 

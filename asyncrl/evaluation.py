@@ -9,7 +9,7 @@ that its version has not passed (`resume_ledger`).
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,19 +82,23 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
     if scored:
         samples = len(rewards[0])
         metrics |= {
-            "eval/reward_mean": float(np.mean([np.mean(group) for group in rewards])),
-            "eval/accuracy": float(np.mean([count / samples for count in solved])),
-            f"eval/pass@{samples}": float(np.mean([pass_at_k(count, samples, samples) for count in solved])),
+            "eval/reward_mean": _mean(_mean(group) for group in rewards),
+            "eval/accuracy": _mean(count / samples for count in solved),
+            f"eval/pass@{samples}": _mean(pass_at_k(count, samples, samples) for count in solved),
             **{
-                f"eval/best@{k}": float(np.mean([best_at_k(group, k) for group in rewards]))
+                f"eval/best@{k}": _mean(best_at_k(group, k) for group in rewards)
                 for k in range(2, samples + 1)
                 if k == samples or k.bit_count() == 1
             },
             **_majorities(scored),
-            "eval/length_mean": float(np.mean([len(r.response_ids) for one in scored for r in one.rollouts])),
+            "eval/length_mean": _mean(len(one.response_ids) for group in scored for one in group.rollouts),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
     return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean([*values]))
 
 
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
@@ -112,9 +116,9 @@ def _majorities(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     samples = len(votes[0][0])
     return {
-        "eval/answered_share": float(np.mean([bool(answer) for answers, _ in votes for answer in answers])),
+        "eval/answered_share": _mean(bool(answer) for answers, _ in votes for answer in answers),
         **{
-            f"eval/maj@{k}": float(np.mean([maj_at_k(answers, solved, k) for answers, solved in votes]))
+            f"eval/maj@{k}": _mean(maj_at_k(answers, solved, k) for answers, solved in votes)
             for k in range(3, samples + 1)
             if k == samples or (k.bit_count() == 1 and k <= MOST_VOTES)
         },

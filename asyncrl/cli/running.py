@@ -4,22 +4,27 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
-
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config
 
 app = typer.Typer()
 Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
 Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 
 
-def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Config":
-    """Return the config, checked for this machine, and print doubts about it."""
+def _run(
+    file: Path,
+    overrides: list[str],
+    *,
+    fresh: bool,
+    generators: bool,
+    plain: bool,
+    join_key: Path | None = None,
+) -> NoReturn:
+    """Check the config for this machine, print doubts about it, and run it in the foreground."""
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.validate import validated_config
 
@@ -27,16 +32,15 @@ def _config_of_a_run(file: Path, overrides: list[str], *, fresh: bool) -> "Confi
     require_device(checked)
     for doubt in doubts(checked, file, overrides):
         typer.echo(f"! {doubt}", err=True)
-    return checked
+    from asyncrl.cli.foreground import run_here
+
+    raise typer.Exit(run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key))
 
 
 @app.command()
 def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False) -> None:
     """Train on this machine: store, learner, generators, dashboard. The same command resumes a run."""
-    from asyncrl.cli.foreground import run_here
-
-    checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
-    raise typer.Exit(run_here(checked, fresh=fresh, generators=True, plain=plain))
+    _run(*required_config(words, config), fresh=fresh, generators=True, plain=plain)
 
 
 @app.command()
@@ -70,14 +74,11 @@ def learner(
     fresh: Fresh = False,
     join_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the generators' key to this file too, outside of RUN."),
+        typer.Option(metavar="FILE", help="Write the generators' key there too, if they cannot read RUN."),
     ] = None,
 ) -> None:
     """Run the learner, and a store if none is configured; generators join by `asyncrl generator`."""
-    from asyncrl.cli.foreground import run_here
-
-    checked = _config_of_a_run(*required_config(words, config), fresh=fresh)
-    raise typer.Exit(run_here(checked, fresh=fresh, generators=False, plain=True, join_key=join_key))
+    _run(*required_config(words, config), fresh=fresh, generators=False, plain=True, join_key=join_key)
 
 
 @app.command()
@@ -104,10 +105,8 @@ def generator(
     from asyncrl.cli.foreground import stop_on_signals
     from asyncrl.commands.join import joined
 
-    run_joined = joined(
-        count=count, config_path=config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo
-    )
-    with run_joined as run, stop_on_signals(run.supervisor) as stopped:
+    found = joined(count, config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo)
+    with found as run, stop_on_signals(run.supervisor) as stopped:
         run.wait(lambda: None)
     raise typer.Exit(stopped.status)
 

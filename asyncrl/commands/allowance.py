@@ -6,14 +6,13 @@ that would run here, and each variable that processes would inherit, must be all
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config

@@ -7,8 +7,9 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from asyncrl import __version__
@@ -31,11 +32,8 @@ from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
 from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
-STORE_VARIABLE = "ASYNCRL_STORE_URL"
 
-
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A run to join."""
 
     url: str
@@ -46,9 +44,9 @@ class _Found:
 
 @contextmanager
 def joined(
-    *,
     count: int,
     config_path: Path | None,
+    *,
     store_url: str | None,
     allowed: Collection[str],
     wait_s: float,
@@ -112,7 +110,7 @@ def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[s
 
 
 def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Found:
-    url = store_url or os.environ.get(STORE_VARIABLE)
+    url = store_url or os.environ.get("ASYNCRL_STORE_URL")
     if url is None:
         newest = find_run(None)
         url = newest.store_url()

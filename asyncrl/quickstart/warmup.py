@@ -65,7 +65,6 @@ class WarmupResult:
     train: Path
     test: Path
     accuracy: float  # of greedy decoding on all held-out sums
-    seconds: float
 
 
 def build(directory: Path, settings: WarmupSettings, report: Callable[[str], None]) -> WarmupResult:
@@ -226,6 +225,4 @@ def _encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Te
 
 def _result(directory: Path, built: dict[str, Any]) -> WarmupResult:
     model, train, test = (directory / name for name in ("model", "train.jsonl", "test.jsonl"))
-    return WarmupResult(
-        model=model, train=train, test=test, accuracy=built["accuracy"], seconds=built["seconds"]
-    )
+    return WarmupResult(model=model, train=train, test=test, accuracy=built["accuracy"])
