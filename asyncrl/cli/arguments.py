@@ -22,8 +22,7 @@ RunArgument = Annotated[
 StoreOption = Annotated[str | None, typer.Option(help="Store of a run: redis://, rediss:// or unix:// URL.")]
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="The YAML file, given as an option."),
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, given as an option.")
 ]
 _FILE_AND_CHANGES = "The YAML file of a run, and the keys to change in it."
 Words = Annotated[
