@@ -70,10 +70,7 @@ class Run:
         return self._process.is_alive if self._process else is_up(self._directory)
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Wait until the run is over. Raises RunError, with the end of its output, if it has failed.
-
-        Raises TimeoutError after `timeout_s`; the run goes on.
-        """
+        """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`."""
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while self.is_up:
             if time.monotonic() > until_s:

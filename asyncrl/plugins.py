@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -32,14 +31,9 @@ def load(target: str) -> Callable[..., Any]:
         raise ImportError(f"raised {described(error)}") from error
     if not callable(found):
         what = f", only a value of type {type(found).__name__}" if name in vars(module) else ""
-        functions = [
-            known
-            for known, value in vars(module).items()
-            if not known.startswith("_")
-            and (inspect.isfunction(value) or inspect.isclass(value))
-            and value.__module__ == module.__name__
-        ]
-        raise ImportError(f"{place} has no function `{name}`{what}; it has {functions}")
+        own = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
+        known = [key for key, value in own.items() if getattr(value, "__module__", "") == module.__name__]
+        raise ImportError(f"{place} has no function `{name}`{what}; it has {known}")
     return found  # type: ignore[no-any-return]
 
 

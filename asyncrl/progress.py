@@ -40,12 +40,8 @@ class Limits:
 
     def of(self, pace: Pace) -> float:
         """Return the limit for one pace."""
-        match pace:
-            case Pace.SLOW:
-                return self.slow_s
-            case Pace.QUICK:
-                return min(_QUICK_S, self.hang_s)
-        return self.hang_s
+        quick_s = min(_QUICK_S, self.hang_s)
+        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: quick_s}[pace]
 
 
 UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))

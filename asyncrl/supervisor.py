@@ -78,6 +78,7 @@ class _Family:
 @dataclass(slots=True)
 class _Child:
     spec: ProcessSpec
+    deaths: Deaths
     family: _Family | None = None
     standby: _Family | None = None
     standby_at_s: float = 0.0
@@ -87,10 +88,6 @@ class _Child:
     start_at_s: float = 0.0
     finished: bool = False
     kill_at_s: float | None = None  # when to kill it, if it was asked to leave
-    deaths: Deaths = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.deaths = Deaths(self.spec.log_path)
 
     @property
     def running(self) -> _Family | None:
@@ -109,12 +106,12 @@ class Supervisor:
         limits: Limits = UNLIMITED,
         on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
     ) -> None:
-        self._children = {spec.name: _Child(spec) for spec in specs}
-        self._max_restarts = max_restarts
-        self._limits = limits
+        self._children: dict[str, _Child] = {}
+        self._max_restarts, self._limits, self._on_change = max_restarts, limits, on_change
         self._attention = Attention()
-        self._on_change = on_change
         self._stop_reason: str | None = None
+        for spec in specs:
+            self.add(spec)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -127,11 +124,7 @@ class Supervisor:
         self._stop_reason = reason
 
     def run(self, on_tick: Callable[[], None] = lambda: None, *, tick_s: float = 0.2) -> None:
-        """Supervise until the run ends, every process has finished, or a stop is requested.
-
-        Raises:
-            RunError: a process found a user's mistake, or died too often.
-        """
+        """Supervise until the run ends, all processes finish, or a stop is requested. Raises RunError."""
         while self._stop_reason is None and not self.is_over:
             self._attention.look()
             for child in list(self._children.values()):
@@ -143,7 +136,7 @@ class Supervisor:
         """Add a process, which starts with the next tick. Its name must be free: see `names`."""
         if spec.name in self._children:
             raise RunError(f"there is a process {spec.name} already; choose another name")
-        self._children[spec.name] = _Child(spec)
+        self._children[spec.name] = _Child(spec, Deaths(spec.log_path))
 
     def drain(self, name: str) -> None:
         """Ask a process to leave for good, without waiting. Its name is free again when `names` lacks it."""

@@ -65,7 +65,7 @@ def started(
     fresh: bool,
     generators: bool,
     console: bool,
-    join_key: Path | None = None,
+    join_key: Path | None,
 ) -> Iterator[StartedRun]:
     """Start a run, or resume it from the checkpoint `saved`. Raises RunError.
 

@@ -68,10 +68,7 @@ class WarmupResult:
 
 
 def build(directory: Path, settings: WarmupSettings, report: Callable[[str], None]) -> WarmupResult:
-    """Make the quick-start model and data in about a minute unless they exist. Raises RunError.
-
-    `report` gets the progress, line by line.
-    """
+    """Make model and data unless they exist, in about a minute; `report` gets lines. Raises RunError."""
     record = directory / "build.json"
     if record.is_file() and (built := json.loads(record.read_text()))["digest"] == settings.digest:
         report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
