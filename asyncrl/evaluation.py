@@ -2,9 +2,8 @@
 
 Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its
 ids are r N + 1 .. (r + 1) N, taken in strict order, so none is lost or counted twice. The meaning of an id
-depends on N, `every`, `steps`, the prompts, and how answers are sampled and scored. So each combination of
-these rules has its own lane (`lane_name`). A run that is resumed with other rules begins with the next round
-that its version has not passed (`resume_ledger`).
+depends on the rules (`Rounds`), so each combination of rules has its own lane. A run that is resumed with
+other rules begins with the next round that its version has not passed (`resume_ledger`).
 """
 
 import logging
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,38 +29,44 @@ log = logging.getLogger(__name__)
 MOST_VOTES = 64  # largest k of maj@k, except for the number of all rollouts: the cost grows faster than k
 
 
-def round_version(index: int, *, every: int, steps: int) -> int:
-    """Return the policy version that round `index` (from 0) evaluates."""
-    return min(index * every, steps)
+class Rounds(NamedTuple):
+    """The rules of all rounds. Learner and generators must use the same."""
+
+    prompts: int  # N; 0 without held-out data, and then no round is due
+    every: int
+    steps: int
+    asked: str  # identifies the prompts and how answers are sampled and scored
+
+    @property
+    def lane(self) -> str:
+        """Name of the lane for these rules."""
+        return f"eval-{self.prompts}-{self.every}-{self.steps}-{self.asked}"
+
+    def version(self, index: int) -> int:
+        """Return the policy version that round `index` (from 0) evaluates."""
+        return min(index * self.every, self.steps)
+
+    def due(self, version: int) -> int:
+        """Return the number of rounds that are open once the learner has reached `version`."""
+        is_last = version == self.steps and self.steps % self.every != 0
+        return version // self.every + 1 + is_last if self.prompts else 0
 
 
-def rounds_due(version: int, *, every: int, steps: int) -> int:
-    """Return the number of rounds that are open once the learner has reached `version`."""
-    return version // every + 1 + (version == steps and steps % every != 0)
-
-
-def lane_name(*, prompts: int, every: int, steps: int, asked: str) -> str:
-    """Name the lane for these rules. `asked` identifies prompts, sampling and scoring."""
-    return f"eval-{prompts}-{every}-{steps}-{asked}"
-
-
-def resume_ledger(
-    state: Mapping[str, Any], *, version: int, prompts: int, every: int, steps: int, asked: str
-) -> Ledger:
+def resume_ledger(state: Mapping[str, Any], rounds: Rounds, *, version: int) -> Ledger:
     """Return the ledger with which evaluation continues from `Evaluation.state`; `{}` is the beginning.
 
     If the rules have changed, the ledger is new, and all rounds that `version` has passed are over in it.
     """
-    rules = {"prompts": prompts, "every": every, "steps": steps, "asked": asked}
+    rules = rounds._asdict()
     if state and state["rules"] == rules:
         return Ledger.from_dict(state["ledger"])
-    first = -(-version // every)
+    first = -(-version // rounds.every)
     if state:
         log.warning(
             "evaluation was resumed with %s, before it was %s; it goes on with the round of version %d",
-            *(rules, state["rules"], round_version(first, every=every, steps=steps)),
+            *(rules, state["rules"], rounds.version(first)),
         )
-    return Ledger(watermark=first * prompts)
+    return Ledger(watermark=first * rounds.prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +137,7 @@ class Evaluation:
     buffer: LearnerBuffer
     ledger: Ledger
     gate: Gate
-    prompts: int  # N; 0 without held-out data, and then no round is due
-    every: int
-    steps: int
-    asked: str  # as in `lane_name`
+    rounds: Rounds
     history: History = INITIAL  # history of the weights that may answer
     _opened: int = field(default=0, init=False)  # number of rounds that may be answered, since the first
     # Groups of the current round that were taken already: fewer than N after a frame was refused.
@@ -148,13 +150,12 @@ class Evaluation:
 
     def state(self) -> dict[str, Any]:
         """Return plain values for the checkpoint; see `resume_ledger`."""
-        rules = {"prompts": self.prompts, "every": self.every, "steps": self.steps, "asked": self.asked}
-        return {"rules": rules, "ledger": self._finished}
+        return {"rules": self.rounds._asdict(), "ledger": self._finished}
 
     @property
     def _done(self) -> int:
         """Number of rounds that are over: the index of the current round."""
-        return self.ledger.consumed // self.prompts if self.prompts else 0
+        return self.ledger.consumed // self.rounds.prompts if self.rounds.prompts else 0
 
     @property
     def missing(self) -> int:
@@ -163,11 +164,11 @@ class Evaluation:
 
     def recover(self, version: int) -> None:
         """Make the lane agree with the ledger and open the rounds due at `version`."""
-        self._opened = self._due(version)
+        self._opened = self.rounds.due(version)
         self._recover()
 
     def _recover(self) -> None:
-        version, limit = max(self._opened - 1, 0), self._opened * self.prompts
+        version, limit = max(self._opened - 1, 0), self._opened * self.rounds.prompts
         self.buffer.recover(self.ledger, version=version, limit=limit, history=self.history)
 
     @contextmanager
@@ -181,22 +182,19 @@ class Evaluation:
 
     def open(self, version: int) -> None:
         """Open the rounds that are due once `version` is published."""
-        due = self._due(version)
+        due = self.rounds.due(version)
         if due > self._opened:
             self._opened = due
             with self._healing():
-                self.buffer.set_version(due - 1, limit=due * self.prompts)
-
-    def _due(self, version: int) -> int:
-        return rounds_due(version, every=self.every, steps=self.steps) if self.prompts else 0
+                self.buffer.set_version(due - 1, limit=due * self.rounds.prompts)
 
     def poll(self) -> list[EvalResult]:
         """Return the rounds that have become complete, oldest first."""
         results: list[EvalResult] = []
         with self._healing():
             while self._done < self._opened and self._take():
-                if len(self._round) == self.prompts:
-                    version = round_version(self._done - 1, every=self.every, steps=self.steps)
+                if len(self._round) == self.rounds.prompts:
+                    version = self.rounds.version(self._done - 1)
                     groups, self._round, self._finished = self._round, [], self.ledger.to_dict()
                     results.append(summarise(sorted(groups, key=lambda group: group.ticket_id), version))
                     self.buffer.commit(self.ledger.takes, self.ledger.chain)
@@ -204,7 +202,7 @@ class Evaluation:
 
     def _take(self) -> bool:
         """Take the missing groups of the current round: several times if the gate refuses a frame."""
-        take = self.buffer.take(self.ledger, self.prompts - len(self._round), window=1)
+        take = self.buffer.take(self.ledger, self.rounds.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:
             return False

@@ -26,10 +26,9 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
-from asyncrl.evaluation import lane_name, round_version
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.roles import join_store, run_role
-from asyncrl.launch.wiring import eval_lane, eval_rules, group_limits, open_exporter, train_lane
+from asyncrl.launch.wiring import eval_lane, eval_rounds, group_limits, open_exporter, train_lane
 from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
@@ -209,15 +208,14 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
     )
     if not held_out:
         return [train]
+    rounds = eval_rounds(config, len(held_out))
     evaluation = Lane(
-        name=lane_name(**eval_rules(config, len(held_out))),
+        name=rounds.lane,
         buffer=eval_lane(config, store, len(held_out)),
         prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
         spec=sampling_spec(config, config.eval.temperature),
         limits=eval_limits,
-        minimum_version=lambda ticket: round_version(
-            ticket.minimum_version, every=config.eval.every, steps=config.learner.steps
-        ),
+        minimum_version=lambda ticket: rounds.version(ticket.minimum_version),
     )
     return [evaluation, train]
 

@@ -32,14 +32,14 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.evaluation import Evaluation, lane_name, resume_ledger
+from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import Show, StatusPage
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.taking import Taking
-from asyncrl.launch.wiring import eval_lane, eval_rules, group_limits, open_exporter, train_lane
+from asyncrl.launch.wiring import eval_lane, eval_rounds, group_limits, open_exporter, train_lane
 from asyncrl.lineage import History
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
@@ -242,13 +242,13 @@ def open_evaluation(
     `held_out` is the number of held-out rows in the data.
     """
     prompts = min(config.eval.prompts, held_out)
-    rules = eval_rules(config, prompts)
+    rounds = eval_rounds(config, prompts)
     return Evaluation(
         buffer=eval_lane(config, store, prompts),
-        ledger=resume_ledger(state.evaluation, version=state.version, **rules),
-        gate=Gate(lane=lane_name(**rules), decode=decode, limits=limits),
+        ledger=resume_ledger(state.evaluation, rounds, version=state.version),
+        gate=Gate(lane=rounds.lane, decode=decode, limits=limits),
+        rounds=rounds,
         history=history,
-        **rules,
     )
 
 

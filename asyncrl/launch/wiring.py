@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
@@ -13,7 +12,7 @@ from asyncrl.buffer.users import user_of
 from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
-from asyncrl.evaluation import lane_name
+from asyncrl.evaluation import Rounds
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import JoinKeys, RunKeys
 from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
@@ -69,17 +68,12 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
     return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
 
 
-def eval_rules(config: Config, prompts: int) -> dict[str, Any]:
-    """Return what decides the meaning of an id in the evaluation lane; `prompts` is the size of a round."""
-    return {
-        "prompts": prompts,
-        "every": config.eval.every,
-        "steps": config.learner.steps,
-        "asked": eval_digest(config),
-    }
+def eval_rounds(config: Config, prompts: int) -> Rounds:
+    """Return the rules of held-out evaluation; `prompts` is the size of a round."""
+    return Rounds(prompts, config.eval.every, config.learner.steps, eval_digest(config))
 
 
 def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
     """Open the lane of held-out evaluation; a round has `prompts` groups."""
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
-    return RedisBuffer(connection, config.run.name, rules, lane=lane_name(**eval_rules(config, prompts)))
+    return RedisBuffer(connection, config.run.name, rules, lane=eval_rounds(config, prompts).lane)

@@ -8,7 +8,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.watch import CHECK_EVERY_S, AuditWatch
-from asyncrl.evaluation import Evaluation, resume_ledger
+from asyncrl.evaluation import Evaluation, Rounds, resume_ledger
 from asyncrl.wire.group_frames import decode_group
 from tests.support.buffer_contract import RULES, fill
 
@@ -91,18 +91,18 @@ def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom(caplog: pytest.L
 
 
 def test_the_lane_of_evaluation_keeps_the_law_and_is_healed_too() -> None:
-    rules = {"prompts": 4, "every": 2, "steps": 8, "asked": "x"}
+    rounds = Rounds(4, 2, 8, "x")
     clock, buffer = Clock(), MemoryBuffer(BufferRules(groups=4))
     evaluation = Evaluation(
         buffer=buffer,
         # Begun under other rules.
-        ledger=resume_ledger({"rules": rules | {"every": 1}, "ledger": {}}, version=5, **rules),
+        ledger=resume_ledger({"rules": rounds._replace(every=1)._asdict(), "ledger": {}}, rounds, version=5),
         gate=Gate(
             lane="eval",
             decode=decode_group,
             limits=GroupLimits(vocabulary=9, rollouts=1, max_tokens=9, whole=True),
         ),
-        **rules,
+        rounds=rounds,
     )
     evaluation.recover(6)
     watch = AuditWatch("evaluation", buffer.audit, clock=clock)

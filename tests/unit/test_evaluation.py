@@ -12,7 +12,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import Evaluation, lane_name, resume_ledger, round_version, rounds_due, summarise
+from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, summarise
 from asyncrl.report.records import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -22,12 +22,12 @@ N = 3
 
 def test_every_round_has_one_version_and_the_last_weights_are_evaluated():
     for every, steps in [(5, 20), (5, 22), (7, 3), (1, 4)]:
-        rounds = range(rounds_due(steps, every=every, steps=steps))
-        versions = [round_version(index, every=every, steps=steps) for index in rounds]
+        rounds = Rounds(N, every, steps, "")
+        versions = [rounds.version(index) for index in range(rounds.due(steps))]
         assert versions == [v for v in range(steps + 1) if v % every == 0 or v == steps]
         for version in range(steps + 1):
-            due = rounds_due(version, every=every, steps=steps)
-            assert all(round_version(index, every=every, steps=steps) <= version for index in range(due))
+            assert all(rounds.version(index) <= version for index in range(rounds.due(version)))
+        assert Rounds(0, every, steps, "").due(steps) == 0
 
 
 def test_best_of_powers_of_two_and_of_all_is_told():
@@ -89,7 +89,7 @@ GATE = Gate(
 
 
 def evaluation(buffer: MemoryBuffer) -> Evaluation:
-    one = Evaluation(buffer=buffer, ledger=Ledger(), gate=GATE, prompts=N, every=2, steps=5, asked="")
+    one = Evaluation(buffer=buffer, ledger=Ledger(), gate=GATE, rounds=Rounds(N, 2, 5, ""))
     one.recover(0)
     return one
 
@@ -126,9 +126,9 @@ def test_a_wiped_store_only_costs_asking_again():
 
 
 def resumed(buffer: MemoryBuffer, state: dict, version: int, **rules: Any) -> Evaluation:
-    rules = {"prompts": N, "every": 2, "steps": 5, "asked": ""} | rules
-    ledger = resume_ledger(json.loads(json.dumps(state)), version=version, **rules)
-    one = Evaluation(buffer=buffer, ledger=ledger, gate=GATE, **rules)
+    rounds = Rounds(N, 2, 5, "")._replace(**rules)
+    ledger = resume_ledger(json.loads(json.dumps(state)), rounds, version=version)
+    one = Evaluation(buffer=buffer, ledger=ledger, gate=GATE, rounds=rounds)
     one.recover(version)
     return one
 
@@ -168,7 +168,7 @@ def test_other_rules_begin_with_the_next_round_that_is_not_passed(version, rules
     for now in range(version, steps + 1):
         other.open(now)
         for ticket in lane.peer().lease("g", 100).tickets:
-            needed = round_version(ticket.minimum_version, every=other.every, steps=steps)
+            needed = other.rounds.version(ticket.minimum_version)
             assert version <= needed <= now
             assert (ticket.id - 1) // prompts == ticket.minimum_version
             lane.put("g", ticket.id, encode_group(group_of(ticket.id, 1.0)))
@@ -177,13 +177,7 @@ def test_other_rules_begin_with_the_next_round_that_is_not_passed(version, rules
 
 
 def test_lanes_of_different_rules_differ():
-    names = {
-        lane_name(prompts=p, every=e, steps=s, asked=a)
-        for p in (1, 11)
-        for e in (1, 11)
-        for s in (1, 11)
-        for a in ("a1", "1")
-    }
+    names = {Rounds(p, e, s, a).lane for p in (1, 11) for e in (1, 11) for s in (1, 11) for a in ("a1", "1")}
     assert len(names) == 16
 
 

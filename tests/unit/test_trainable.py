@@ -23,7 +23,7 @@ from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import Evaluation, summarise
+from asyncrl.evaluation import Evaluation, Rounds, summarise
 from asyncrl.learner import Step
 from asyncrl.report.records import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
@@ -265,7 +265,7 @@ def test_one_poisoned_group_costs_itself_whatever_it_holds(case, tmp_path):
 def test_one_poisoned_held_out_group_is_a_dead_one_of_its_round(case):
     buffer = MemoryBuffer(BufferRules(groups=3))
     evaluation = Evaluation(
-        buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), prompts=3, every=1, steps=1, asked=""
+        buffer=buffer, ledger=Ledger(), gate=gate("eval", WHOLE), rounds=Rounds(3, 1, 1, "")
     )
     evaluation.recover(0)
     for ticket in buffer.lease("g", 3).tickets:
