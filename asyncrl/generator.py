@@ -1,7 +1,7 @@
 """The generator: lease tickets, sample their groups with the newest weights, score them, hand them over.
 
-It never waits for the learner: weights change under running requests, and every token records which version
-sampled it. The process holds no durable state; when it dies, its tickets are issued again.
+The generator never waits for the learner: weights change under running requests, and every token records the
+version that sampled it. The process holds no durable state; if it dies, its tickets are issued again.
 
 consumes  tickets   from  buffer.lease          waits for the credit that the learner's version grants
 consumes  weights   from  control.next_order    while requests are running (`adoption.py`)
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from asyncrl.adoption import Adoption
 from asyncrl.algo.trainable import GroupLimits, trainable
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 # Few tickets per lease, so that generators that start together share the credit.
 TICKETS_PER_LEASE = 4
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
+STORE_FULL_S = 30.0  # between two warnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +46,13 @@ class Lane:
     buffer: GeneratorBuffer
     prompt: Callable[[int], Prompt]
     spec: SamplingSpec
-    limits: GroupLimits
-    """What the learner accepts; `limits.rollouts` responses are sampled."""
-    greedy: bool = False
-    """Whether each ticket also takes a greedy response, for its reward."""
-    minimum_version: Callable[[Ticket], int]
-    """Oldest policy version that may start the ticket."""
+    limits: GroupLimits  # what the learner accepts; `limits.rollouts` responses are sampled
+    greedy: bool = False  # whether each ticket also takes a greedy response, for its reward
+    minimum_version: Callable[[Ticket], int]  # the oldest policy version that may start the ticket
 
     @property
     def sequences(self) -> int:
-        """Requests to the engine per ticket."""
+        """Return the number of requests to the engine per ticket."""
         return self.limits.rollouts + self.greedy
 
 
@@ -61,14 +60,11 @@ class Lane:
 class GeneratorSettings:
     """Numbers of the loop."""
 
-    max_running: int
-    """Most sequences that are held at the same time, in all lanes."""
+    max_running: int  # most sequences that are held at the same time, in all lanes
     lease_s: float
     heartbeat_s: float
-    probe_limit: float
-    """Largest accepted difference of a probe's log-probability, in nats."""
-    dtype: str = "float32"
-    """The model's: it says which differences are ordinary rounding."""
+    probe_limit: float  # largest accepted difference of a probe's log-probability, in nats
+    dtype: str = "float32"  # of the model; it says which differences are ordinary rounding
     wire_key: bytes = b""
 
 
@@ -76,56 +72,53 @@ class _RunIsOver(Exception):  # not an error: unwinds the task group
     pass
 
 
+@dataclass(kw_only=True, eq=False)
 class Generator:
     """The work of one generator process. Create it, then `await run(hello)` once."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        lanes: Sequence[Lane],
-        sampler: Sampler,
-        staging: Staging,
-        control: GeneratorControl,
-        tracker: Tracker,
-        settings: GeneratorSettings,
-        on_version: Callable[[int], None] = lambda version: None,
-    ) -> None:
-        """`on_version` is called with every version that begins to sample."""
-        self._lanes = lanes
-        self._sampler = sampler
-        self._control = control
-        self._settings = settings
+    engine: Engine
+    lanes: Sequence[Lane]
+    sampler: Sampler
+    staging: Staging
+    control: GeneratorControl
+    tracker: Tracker
+    settings: GeneratorSettings
+    on_version: Callable[[int], None] = lambda version: (
+        None
+    )  # called with every version that begins to sample
+
+    def __post_init__(self) -> None:
         self._weights = Adoption(
-            engine,
-            staging,
-            control,
-            probe_limit=settings.probe_limit,
-            dtype=settings.dtype,
-            on_version=on_version,
+            engine=self.engine,
+            staging=self.staging,
+            control=self.control,
+            probe_limit=self.settings.probe_limit,
+            dtype=self.settings.dtype,
+            on_version=self.on_version,
         )
-        self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in lanes}  # ticket id -> sequences
+        # Number of sequences of each ticket that is held, by lane and ticket id.
+        self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in self.lanes}
         self._heartbeats = Heartbeats(
-            engine=engine,
-            sampler=sampler,
+            engine=self.engine,
+            sampler=self.sampler,
             weights=self._weights,
-            control=control,
-            tracker=tracker,
-            every_s=settings.heartbeat_s,
+            control=self.control,
+            tracker=self.tracker,
+            every_s=self.settings.heartbeat_s,
             holds_tickets=lambda: any(self._held.values()),
         )
 
     async def run(self, hello: Hello) -> None:
-        """Generate until the learner says that the run is over."""
+        """Generate until the run is over."""
         self._id, self._holder = hello.generator_id, holder_name(hello.generator_id, hello.incarnation)
-        await self._control.join(hello)
+        await self.control.join(hello)
         begin("generate")
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._lease_forever())
                 tasks.create_task(self._renew_forever())
-                tasks.create_task(self._wait_for_stop())
+                tasks.create_task(self._listen())
                 tasks.create_task(self._weights.run())
                 tasks.create_task(self._heartbeats.run(hello))
                 tasks.create_task(self._heartbeats.show_progress())
@@ -134,78 +127,74 @@ class Generator:
         finally:
             begin("leave")
             try:
-                for lane in self._lanes:
+                for lane in self.lanes:
                     if held := list(self._held[lane.name]):
                         await asyncio.to_thread(lane.buffer.give_back, self._holder, held)
             except StoreError as error:
-                log.warning("the tickets held here are not given back, their leases run out: %s", error)
-            await self._control.leave()
+                log.warning(
+                    "held tickets were not given back; they are free when their leases end: %s", error
+                )
+            await self.control.leave()
 
-    async def _wait_for_stop(self) -> None:
+    async def _listen(self) -> None:
         await self._weights.listen()
         raise _RunIsOver
-
-    # --- tickets ----------------------------------------------------------------------------------
 
     async def _lease_forever(self) -> None:
         pause_s = SHORTEST_PAUSE_S
         while True:
-            leased = 0
-            for lane in self._lanes:
-                leased += await self._lease(lane)
+            leased = sum([await self._lease(lane) for lane in self.lanes])
             pause_s = SHORTEST_PAUSE_S if leased else min(pause_s * 2, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def _lease(self, lane: Lane) -> int:
-        """Lease what there is room for and start sampling it; returns how many tickets that were."""
-        room = self._settings.max_running - sum(sum(held.values()) for held in self._held.values())
+        """Lease tickets that there is room for, and start to sample them. Return their number."""
+        room = self.settings.max_running - sum(sum(held.values()) for held in self._held.values())
         count = min(room // lane.sequences, TICKETS_PER_LEASE)
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
-        # A learner that went back to a checkpoint issues tickets of another history. Its order for the
-        # weights is on the way here, and generators that have those weights may sample the tickets now.
+        # A learner that went back to a checkpoint issues tickets of another history. Generators that have its
+        # weights may sample them now; here these weights are yet to come.
         foreign = [ticket.id for ticket in lease.tickets if self._weights.newest not in ticket.history]
         if foreign:
             await asyncio.to_thread(lane.buffer.give_back, self._holder, foreign)
         held = self._held[lane.name]
         for ticket in lease.tickets:
-            # A store that was rolled back may issue a ticket that is being sampled here already.
-            if ticket.id in foreign or ticket.id in held:
-                continue
-            held[ticket.id] = lane.sequences
-            self._tasks.create_task(self._produce(lane, ticket))
-        if lease.closed and lane is self._lanes[-1]:
+            # A store that was rolled back may issue a ticket that is already being sampled here.
+            if ticket.id not in foreign and ticket.id not in held:
+                held[ticket.id] = lane.sequences
+                self._tasks.create_task(self._produce(lane, ticket))
+        if lease.closed and lane is self.lanes[-1]:
             raise _RunIsOver
         return len(lease.tickets) - len(foreign)
 
     async def _renew_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
-            # While the weights are dirty nothing is renewed, so that other generators get these tickets.
-            for lane in self._lanes if self._weights.version >= 0 else ():
+            await asyncio.sleep(self.settings.lease_s / 3)
+            # Nothing is renewed while the weights are dirty, so that other generators get the tickets.
+            for lane in self.lanes if self._weights.version >= 0 else ():
                 if held := list(self._held[lane.name]):
                     await asyncio.to_thread(lane.buffer.renew, self._holder, held)
 
-    # --- one group --------------------------------------------------------------------------------
-
     async def _produce(self, lane: Lane, ticket: Ticket) -> None:
-        """Hand over, give back, or fail. When cancelled, the ticket is still held: leaving gives it back."""
+        """Hand over, give back, or fail. A ticket whose task is cancelled stays held; `run` gives it back."""
         discards, leased_at = self._weights.discards, time_of_day()
         try:
             minimum = lane.minimum_version(ticket)
-            if not await self._weights.reaches(minimum, ticket.history, within_s=self._settings.lease_s):
+            if not await self._weights.reaches(minimum, ticket.history, within_s=self.settings.lease_s):
                 await self._give_back(lane, ticket)
                 return
             discards, sampling_at = self._weights.discards, time_of_day()
             prompt = lane.prompt(ticket.id)
-            group = await self._sampler.group(prompt, ticket.id, lane.limits, lane.spec, greedy=lane.greedy)
+            group = await self.sampler.group(prompt, ticket.id, lane.limits, lane.spec, greedy=lane.greedy)
             await self._weights.verdict()
-            if self._weights.discards == discards:
-                times = GroupTimes(leased_at, sampling_at, time_of_day())
-                await self._hand_over(lane, replace(group, lane=lane.name, times=times))
-            else:  # a part of it was sampled by weights that failed the probe, or that the learner lost
+            if self._weights.discards != discards:
+                # Weights that failed the probe, or that the learner lost, sampled a part of the group.
                 await self._give_back(lane, ticket)
+                return
+            times = GroupTimes(leased_at, sampling_at, time_of_day())
+            await self._hand_over(lane, replace(group, lane=lane.name, times=times))
         except RewardError as error:
             await self._fail(lane, ticket, str(error))
         except EngineError as error:
@@ -221,28 +210,23 @@ class Generator:
         try:
             if reason := trainable(group, lane.limits):
                 raise ResultError(f"the group is untrainable: {reason}")
-            frame = encode_group(group, self._settings.wire_key)
+            frame = encode_group(group, self.settings.wire_key)
         except WireError as error:
             raise ResultError(str(error)) from error
-        warn_at_s = time.monotonic() + 30.0
-        while (
-            outcome := await asyncio.to_thread(lane.buffer.put, self._holder, group.ticket_id, frame)
-        ) is PutOutcome.FULL:
+        put = partial(lane.buffer.put, self._holder, group.ticket_id, frame)
+        warn_at_s = time.monotonic() + STORE_FULL_S
+        while (outcome := await asyncio.to_thread(put)) is PutOutcome.FULL:
             if time.monotonic() > warn_at_s:
-                warn_at_s += 30.0
+                warn_at_s += STORE_FULL_S
                 where = {"ticket_id": group.ticket_id, "lane": lane.name}
-                log.warning(
-                    "the store is full; group %d is kept and offered until there is room",
-                    group.ticket_id,
-                    extra=where,
-                )
+                message = "the store is full; group %d is kept and offered until there is room"
+                log.warning(message, group.ticket_id, extra=where)
             await asyncio.sleep(0.2)
         self._held[lane.name].pop(group.ticket_id)
         self._heartbeats.groups += outcome is PutOutcome.STORED
 
     async def _give_back(self, lane: Lane, ticket: Ticket) -> None:
-        # No longer held before the call: the store may issue it to this generator again before its reply
-        # arrives.
+        # First, because the store may issue the ticket to this generator again before its reply arrives.
         self._held[lane.name].pop(ticket.id)
         await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id])
 
@@ -253,12 +237,7 @@ class Generator:
         dead = Group.dead(
             ticket.id, reason, generator_id=self._id, version=max(self._weights.version, 0), lane=lane.name
         )
-        tombstone = encode_group(dead, self._settings.wire_key)
-        self._held[lane.name].pop(ticket.id)  # before the call, as in `_give_back`
+        tombstone = encode_group(dead, self.settings.wire_key)
+        self._held[lane.name].pop(ticket.id)  # first, as in `_give_back`
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):
-            log.error(
-                "ticket %d of lane %s failed for the last time, and is dead",
-                ticket.id,
-                lane.name,
-                extra=where,
-            )
+            log.error("ticket %d of lane %s is dead: no attempt is left", ticket.id, lane.name, extra=where)

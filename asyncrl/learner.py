@@ -1,8 +1,8 @@
 """The learner: take groups, measure, plan, step, publish. It waits for groups and for nothing else.
 
-consumes  groups    from  intake            waits until one step's groups are there
-produces  weights   to    weights.publish   a copy; senders deliver it, training goes on
-produces  credit    to    buffer            through the version: unblocks generators in buffer.lease
+consumes  groups    from  intake            waits until the groups of one step have arrived
+produces  weights   to    weights.publish   a copy, which senders deliver while training goes on
+produces  credit    to    buffer            with the version; generators in buffer.lease wait for it
 """
 
 import logging
@@ -25,13 +25,13 @@ class Run(Protocol):
     """What surrounds the loop. Every rank calls every method; what only one rank can do happens on rank 0."""
 
     def collect(self, version: int) -> Collected:
-        """The groups of the step that trains `version`; the same on every rank."""
+        """Return the groups of the step that trains `version`, the same on every rank."""
 
     def publish(self, version: int) -> None:
         """Make the trainer's weights the newest, and open the credit of `version`."""
 
     def report(self, step: "Step") -> None:
-        """Metrics, samples, evaluation rounds."""
+        """Write metrics and samples, and take in evaluation rounds."""
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save when it is due, then let the store forget what the oldest kept checkpoint holds."""
@@ -39,28 +39,23 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One finished step, for reporting."""
+    """One finished step, for reports and hooks. Mappings have the names under which metrics are published."""
 
-    version: int
-    """After the step."""
+    version: int  # the version that the step made
     collected: Collected
     plan: Plan
-    results: tuple[StepResult, ...]
-    """Of the policy; empty while only the critic learns."""
-    seconds: Mapping[str, float]
-    spans: Sequence[Span] = ()
-    """What `seconds` adds up, in order."""
+    results: tuple[StepResult, ...]  # of the policy's optimizer steps; empty while only the critic learns
     critic_results: tuple[StepResult, ...] = ()
-    coefficients: Mapping[str, float] = field(default_factory=dict)
-    """Those that this step used, under their published names."""
-    hook_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What hooks returned, under their published names; in `after_step` only what came before."""
+    seconds: Mapping[str, float]
+    spans: Sequence[Span] = ()  # the parts of the step in their order, which `seconds` adds up
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that this step used
+    hook_metrics: Mapping[str, float] = field(default_factory=dict)  # in `after_step`, those of `before_step`
 
 
 def run_learner(
     trainer: Trainer, run: Run, recipe: Recipe, hooks: Hooks, *, version: int, steps: int
 ) -> None:
-    """Train from `version` to `steps`. Every rank runs this; collectives happen in the same order on all."""
+    """Train from `version` to `steps`. All ranks run this, with collectives in the same order."""
     planner = recipe.planner
     begin("publish")
     run.publish(version)

@@ -5,7 +5,7 @@
 * Rollout: one sampled response, with each token's behaviour log-probability and policy version.
 * Group: all rollouts of one ticket; the buffer stores it whole or not at all.
 * Version: the number of optimizer steps that made the weights.
-* Lineage: the start of the learner that made a version; see `asyncrl/lineage.py`.
+* Lineage: the number of the learner's start that made a version; `lineage.py` explains it.
 * Lag: version being trained minus version of a token, in optimizer steps.
 
 Arrays are numpy, because they cross processes; only the learner uses torch.
@@ -24,7 +24,7 @@ from asyncrl.lineage import INITIAL, History, Weights
 
 
 class VersionSpan(NamedTuple):
-    """`tokens` consecutive response tokens that were sampled by the same weights."""
+    """A run of consecutive response tokens that the same weights sampled."""
 
     version: int
     tokens: int
@@ -32,20 +32,17 @@ class VersionSpan(NamedTuple):
 
     @property
     def weights(self) -> Weights:
-        """The name of the weights that sampled the tokens."""
+        """Return the name of the weights."""
         return Weights(self.version, self.lineage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """The permission to sample one prompt, which is determined by the id, the dataset and the seed."""
+    """The permission to sample one prompt, which the id, the dataset and the seed determine."""
 
-    # The position in the sample plan, from 1, without gaps. A ticket keeps it when it is tried again.
-    id: int
-    # The oldest weights that may start the ticket: older ones would break the staleness bound.
-    minimum_version: int
-    # History of the learner that issued the ticket: only weights in it may start the ticket.
-    history: History = INITIAL
+    id: int  # position in the sample plan, from 1, without gaps; kept when the ticket is tried again
+    minimum_version: int  # older weights may not start the ticket: they would break the staleness bound
+    history: History = INITIAL  # of the learner that issued the ticket; other weights may not start it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,8 +51,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-    # The dataset row, whose columns reward functions get.
-    row: Mapping[str, Any]
+    row: Mapping[str, Any]  # of the dataset; reward functions get its columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,43 +60,34 @@ class Rollout:
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
-    # True where the policy sampled the token, False for tool and user text.
-    action_mask: NDArray[np.bool_]
-    # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is no action.
+    action_mask: NDArray[np.bool_]  # True where the policy sampled the token, False for tool and user text
+    # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is not an action.
     behaviour_logprobs: NDArray[np.float32]
-    # The weights that sampled each token, run-length encoded.
-    version_spans: tuple[VersionSpan, ...]
+    version_spans: tuple[VersionSpan, ...]  # the weights that sampled each token, run-length encoded
     finish_reason: str  # `stop` or `length`
-    # Weighted sum of `reward_parts`, before shaping; never overwritten.
-    reward: float = 0.0
+    reward: float = 0.0  # weighted sum of `reward_parts`, before shaping; never overwritten
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    # The answer that a reward function found in the response; "" if it found none, None if no function looks
-    # for one.
+    # The answer that a reward function found: "" if it found none, None if no function looks for one.
     answer: str | None = None
 
     def __post_init__(self) -> None:
-        lengths = {
-            "response_ids": len(self.response_ids),
-            "action_mask": len(self.action_mask),
-            "behaviour_logprobs": len(self.behaviour_logprobs),
-            "version_spans": sum(span.tokens for span in self.version_spans),
-        }
-        if len(set(lengths.values())) != 1:
+        columns = ("response_ids", "action_mask", "behaviour_logprobs")
+        lengths = {name: len(getattr(self, name)) for name in columns}
+        lengths["version_spans"] = sum(span.tokens for span in self.version_spans)
+        if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"rollout columns differ in length: {lengths}; one entry per response token is needed"
+                f"rollout columns differ in length: {lengths}; give each response token one entry"
             )
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """Policy version of every response token."""
-        return np.repeat(
-            np.array([span.version for span in self.version_spans], dtype=np.int64),
-            np.array([span.tokens for span in self.version_spans], dtype=np.int64),
-        )
+        """Return the policy version of every response token."""
+        spans = np.array(self.version_spans, dtype=np.int64).reshape(-1, len(VersionSpan._fields))
+        return np.repeat(spans[:, 0], spans[:, 1])
 
 
 def time_of_day() -> float:
-    """Unix seconds, for display only: clocks are adjusted, and the clocks of hosts differ."""
+    """Return Unix seconds, for display only: clocks are adjusted, and clocks of hosts differ."""
     return time.time()
 
 
@@ -114,29 +101,27 @@ class GroupTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one ticket, or the reason why there are none."""
+    """All rollouts of one ticket, or the reason why there are none."""
 
     ticket_id: int
     rollouts: tuple[Rollout, ...]
     generator_id: str
-    # The generator's policy version when the group was complete; it splits lag into in-flight and in-queue.
-    finished_version: int
+    finished_version: (
+        int  # of the generator when the group was complete; parts lag into in-flight and in-queue
+    )
     sampling_s: float = 0.0
     reward_s: float = 0.0
-    # None for dead groups, and for groups sampled outside of a run.
-    times: GroupTimes | None = None
-    # The stream of tickets to which the id belongs; an id stands for another prompt in another lane.
-    lane: str = "train"
-    # Reward of the greedy response to the same prompt, if the advantage uses it as baseline.
-    greedy_reward: float | None = None
-    # Why the group has no rollouts: its ticket failed too often. Such a group is counted and not trained.
+    times: GroupTimes | None = None  # None for dead groups, and for groups sampled outside of a run
+    lane: str = "train"  # the stream of tickets; the same id stands for another prompt in another lane
+    greedy_reward: float | None = None  # of the greedy response to the prompt, if the advantage needs it
+    # The ticket failed too often, for this reason. The group has no rollouts; it is counted and not trained.
     dead_reason: str | None = None
 
     @classmethod
     def dead(
         cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train"
     ) -> Self:
-        """A group without rollouts, which takes the place of one whose ticket failed too often."""
+        """Return the group without rollouts that takes the place of a ticket's group."""
         return cls(
             ticket_id=ticket_id,
             rollouts=(),
@@ -148,5 +133,5 @@ class Group:
 
 
 def version_spans(weights: Iterable[Weights]) -> tuple[VersionSpan, ...]:
-    """The run-length encoding of the weights of each token."""
+    """Return the run-length encoding of the weights of each token."""
     return tuple(VersionSpan(one.version, sum(1 for _ in run), one.lineage) for one, run in groupby(weights))

@@ -5,6 +5,7 @@ Axes in names:  S sequences (rollouts) of the batch, T its action tokens before 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,58 +15,44 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.types import Group, Rollout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """What one batch's rewards became."""
+class Estimates(NamedTuple):
+    """The rewards of one batch, and what the advantage made of them."""
 
-    rewards: GroupRewards
-    """Rewards after shaping, as the advantages saw them."""
+    rewards: GroupRewards  # after shaping
     advantages_T: Tensor
-    returns_T: Tensor | None
-    """The critic's targets; None without a critic."""
+    returns_T: Tensor | None  # the critic's targets; None without a critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """The advantage of an algorithm, with what stands between it and the rewards."""
+    """An algorithm's advantage, and what changes rewards before the advantage sees them."""
 
     advantage: Callable[[GroupRewards], Tensor]
     max_response_tokens: int
-    parts: Sequence[str] = ()
-    """Names of the reward's parts. Other parts that a group brings from before a resume are ignored, missing
-    ones are 0."""
+    parts: Sequence[str] = ()  # of the reward; a group from before a resume may lack one (0) or have others
     shaping: Sequence[Callable[..., float]] = ()
-    penalty: Callable[[Tensor, Tensor], Tensor] | None = None
-    """KL estimator, where the KL is subtracted from the reward of every token."""
-    targets: Callable[[GroupRewards], Tensor] | None = None
-    """Returns for a critic."""
+    penalty: Callable[[Tensor, Tensor], Tensor] | None = None  # KL estimator, if rewards pay for the KL
+    targets: Callable[[GroupRewards], Tensor] | None = None  # returns for a critic
     needs_greedy: bool = False
 
     def estimate(
         self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float
     ) -> Estimates:
-        """Advantages and returns of every action token, of masked ones too."""
+        """Return advantages and returns of every action token, also of masked ones."""
         rewards = self._rewards(groups, measured)
         if self.penalty is not None:
             kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
             rewards = replace(rewards, token_rewards_T=-kl_coefficient * kl_T)
-        return Estimates(
-            rewards=rewards,
-            advantages_T=self.advantage(rewards),
-            returns_T=self.targets(rewards) if self.targets is not None else None,
-        )
+        return Estimates(rewards, self.advantage(rewards), self.targets(rewards) if self.targets else None)
 
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
-        # Not shaped: shaping is about the length of sampled responses. The intake has rejected groups without
-        # one.
+        # Greedy rewards are not shaped. If they are needed, the intake has rejected groups without one.
         greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
             rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
-            group_S=torch.repeat_interleave(
-                torch.arange(len(groups)), torch.tensor([len(group.rollouts) for group in groups])
-            ),
+            group_S=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
@@ -73,15 +60,12 @@ class Estimator:
                 name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
                 for name in self.parts
             },
-            values_T=measured.get("values_T"),
             greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
             behaviour_logprobs_T=torch.from_numpy(
                 np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
             ),
-            logprobs_T=measured.get("logprobs_T"),
-            reference_logprobs_T=measured.get("reference_logprobs_T"),
-            sum_squared_probs_T=measured.get("sum_squared_probs_T"),
+            **measured,
         )
 
     def _shape(self, rollout: Rollout) -> float:

@@ -1,5 +1,4 @@
-"""The policy's loss of one micro-batch, composed from an algorithm's choices: correction, loss, KL, entropy,
-aggregation."""
+"""The policy's loss of one micro-batch: correction, loss, KL, entropy and aggregation of an algorithm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,8 +28,7 @@ class Objective:
     kl_in_loss: bool
     kl_bias_corrected: bool
     proximal: Literal["recompute", "log_linear", "behaviour"]
-    max_response_tokens: int
-    """What lengths are measured against in metrics."""
+    max_response_tokens: int  # metrics put lengths into bands of it
 
     def loss(
         self,
@@ -40,26 +38,26 @@ class Objective:
         entropy_coefficient: float,
         step: TokenBatch | None = None,
     ) -> LossFunction:
-        """The loss function of one optimizer step, given its counts, and where the correction asks its
-        tokens, of all ranks."""
+        """Return the loss function of one optimizer step.
 
+        `step` has the step's tokens of all ranks, if the correction depends on them.
+        """
         wants_entropy = registry.takes(self.policy_loss, "entropy_T")
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
-            tokens, corrected = self._correct(microbatch.tokens, logprobs_T, step)
+            tokens, weight_metrics = self._correct(microbatch.tokens, logprobs_T, step)
             extra = {"entropy_T": entropy_T} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
-            counted = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
-            counted |= {f"weight/{name}": value for name, value in corrected.items()}
-            measured = policy_metrics(
+            metrics = policy_metrics(
                 tokens,
                 logprobs_T,
                 entropy_T.detach(),
                 left_out_T=token_loss.left_out_T,
                 max_response_tokens=self.max_response_tokens,
             )
-            metrics = merge([measured, counted])
+            of_loss = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
+            metrics = merge([metrics, of_loss, weight_metrics])
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
                 metrics["policy/kl_reference"] = float(kl_T.detach().sum())
@@ -77,20 +75,18 @@ class Objective:
     def _correct(
         self, tokens: TokenBatch, logprobs_T: Tensor, step: TokenBatch | None
     ) -> tuple[TokenBatch, Mapping[str, float]]:
-        """Importance weights behaviour -> proximal, and what the correction counts; nothing where they are
-        the same."""
+        """Return the tokens with their weights behaviour -> proximal, and metrics of these weights."""
         if self.proximal == "behaviour":
             return tokens, {}
-        if tokens.proximal_logprobs_T is None:
-            tokens = replace(tokens, proximal_logprobs_T=self._proximal_T(tokens, logprobs_T))
+        if tokens.proximal_logprobs_T is None:  # not measured
+            if self.proximal == "log_linear":
+                assert tokens.lag_T is not None
+                # `lag_T` counts from the version before the step, the interpolation from the one after it.
+                proximal_T = log_linear(tokens.behaviour_logprobs_T, logprobs_T, tokens.lag_T + 1)
+            else:  # the policy that the batch's only step evaluates
+                proximal_T = logprobs_T.detach()
+            tokens = replace(tokens, proximal_logprobs_T=proximal_T)
         correction = self.correction(tokens, **({} if step is None else {"step": step}))
         correction = combined(correction, (reject(tokens) for reject in self.rejections))
-        return replace(tokens, weights_T=correction.weights_T), correction.metrics
-
-    def _proximal_T(self, tokens: TokenBatch, logprobs_T: Tensor) -> Tensor:
-        """Where it was not measured: interpolated, or the policy that the batch's only step evaluates."""
-        if self.proximal == "log_linear":
-            assert tokens.lag_T is not None
-            # The step makes the version after the one that it trains, from which `lag_T` counts.
-            return log_linear(tokens.behaviour_logprobs_T, logprobs_T, tokens.lag_T + 1)
-        return logprobs_T.detach()
+        metrics = {f"weight/{name}": value for name, value in correction.metrics.items()}
+        return replace(tokens, weights_T=correction.weights_T), metrics

@@ -1,5 +1,4 @@
-"""From collected groups to packed micro-batches: samples, advantages, masks, counts. Every rank computes the
-same plan.
+"""From groups to packed micro-batches: samples, advantages, masks, counts. Every rank makes the same plan.
 
 Axes in names:  T action tokens of the batch before any mask.
 """
@@ -26,12 +25,11 @@ from asyncrl.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What the plan depends on, besides the groups."""
+    """Settings of the run and of this rank that the plan depends on."""
 
     max_lag: int
-    mask_stale: bool
-    """Whether tokens older than `max_lag` leave the loss. They are mostly tokens of long responses."""
-    mask_truncated: bool
+    mask_stale: bool  # tokens older than `max_lag` leave the loss; they are mostly tokens of long responses
+    mask_truncated: bool  # responses that were cut off leave the loss
     minibatches: int
     tokens_per_microbatch: int
     rank: int
@@ -41,13 +39,11 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """One optimizer step: this rank's micro-batches, and the counts over all ranks that losses are divided
-    by."""
+    """One optimizer step: this rank's micro-batches, and the counts of all ranks, which divide the losses."""
 
     microbatches: tuple[MicroBatch, ...]
     counts: Counts
-    tokens: TokenBatch | None = None
-    """Tokens of all ranks, where the correction depends on them."""
+    tokens: TokenBatch | None = None  # of all ranks, if the correction depends on them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +51,10 @@ class Plan:
     """One batch of groups, ready to train on."""
 
     minibatches: tuple[Minibatch, ...]
-    sequences: tuple[TrainSample, ...]
-    """Samples of all ranks, in group order."""
-    rewards: GroupRewards
-    """Rewards after shaping, as the advantages saw them."""
-    returns_T: Tensor | None = None
-    """The critic's targets, of masked tokens too; None without a critic."""
-    masked: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the action tokens that masks took out of the loss, under their published names."""
+    sequences: tuple[TrainSample, ...]  # of all ranks, in group order
+    rewards: GroupRewards  # after shaping, as the advantages saw them
+    returns_T: Tensor | None = None  # the critic's targets, also of masked tokens; None without a critic
+    masked: Mapping[str, float] = field(default_factory=dict)  # shares of tokens that masks took, by metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +62,13 @@ class Planner:
     """Turns groups into samples, and samples with measured columns into a plan."""
 
     estimator: Estimator
-    columns: frozenset[str]
-    """Columns that cost a forward pass and are measured before the advantages are made."""
-    proximal: bool
-    """Whether the measured log-probabilities are those of the proximal policy."""
-    over_step: bool = False
-    """Whether minibatches carry the tokens of all ranks."""
+    columns: frozenset[str]  # each costs a forward pass, before the advantages are made
+    proximal: bool  # whether the measured log-probabilities are those of the proximal policy
+    over_step: bool = False  # whether minibatches carry the tokens of all ranks
     settings: PlanSettings
 
     def assemble(self, groups: Sequence[Group], version: int) -> tuple[TrainSample, ...]:
-        """One sample per rollout: every action token, no advantage and no mask yet."""
+        """Return one sample per rollout, with every action token and without advantages."""
         return tuple(
             TrainSample(
                 prompt_ids=rollout.prompt_ids,
@@ -94,7 +83,7 @@ class Planner:
         )
 
     def measure(self, trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
-        """Flat columns [T] of the whole batch, on every rank."""
+        """Return flat columns [T] of the whole batch, on every rank."""
         budget_tokens, device = self.settings.tokens_per_microbatch, self.settings.device
         return measure(trainer, samples, self.columns, budget_tokens=budget_tokens, device=device)
 
@@ -105,17 +94,19 @@ class Planner:
         measured: Mapping[str, Tensor],
         kl_coefficient: float,
     ) -> Plan:
-        """Advantages over whole groups first, then masks, then packing: a masked token still counts for the
-        baseline."""
-        estimates = self.estimator.estimate(groups, measured, kl_coefficient)
+        """Make the advantages of whole groups, then mask, then pack: a masked token counts for baselines."""
+        rewards, advantages_T, returns_T = self.estimator.estimate(groups, measured, kl_coefficient)
         columns_T = {
-            "advantages_T": estimates.advantages_T,
-            "returns_T": estimates.returns_T,
-            "values_T": estimates.rewards.values_T,
+            "returns_T": returns_T,
+            "values_T": rewards.values_T,
             "reference_logprobs_T": measured.get("reference_logprobs_T"),
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
         }
-        present = {name: column_T.numpy() for name, column_T in columns_T.items() if column_T is not None}
+        columns = {
+            name: _per_sample(column_T, samples)
+            for name, column_T in columns_T.items()
+            if column_T is not None
+        }
         max_lag = self.settings.max_lag if self.settings.mask_stale else None
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         masked = [
@@ -124,19 +115,22 @@ class Planner:
         ]
         planned = tuple(
             replace(
-                sample, keep=sample.keep & ~mask.any, advantages=columns.pop("advantages_T"), columns=columns
+                sample,
+                keep=sample.keep & ~mask.any,
+                advantages=advantages,
+                columns={name: parts[index] for name, parts in columns.items()},
             )
-            for sample, mask, columns in zip(samples, masked, _split(present, samples), strict=True)
+            for index, (sample, mask, advantages) in enumerate(
+                zip(samples, masked, _per_sample(advantages_T, samples), strict=True)
+            )
         )
         per_minibatch = len(groups) // self.settings.minibatches
         bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
         return Plan(
-            minibatches=tuple(
-                self._minibatch(planned[start:stop]) for start, stop in itertools.pairwise(bounds)
-            ),
+            minibatches=tuple(self._minibatch(planned[a:b]) for a, b in itertools.pairwise(bounds)),
             sequences=planned,
-            rewards=estimates.rewards,
-            returns_T=estimates.returns_T,
+            rewards=rewards,
+            returns_T=returns_T,
             masked=masked_shares(samples, masked, self.estimator.max_response_tokens),
         )
 
@@ -153,15 +147,9 @@ class Planner:
         )
 
 
-def _split(
-    columns: Mapping[str, NDArray[np.float32]], samples: Sequence[TrainSample]
-) -> list[dict[str, NDArray[np.float32]]]:
-    """Each sample's part of the flat columns, spread over its response; 0 where a token is no action."""
-    ends = np.cumsum([sample.keep.sum() for sample in samples])
-    parts = [
-        {name: np.zeros(len(sample.response_ids), dtype=np.float32) for name in columns} for sample in samples
-    ]
-    for sample, part, end in zip(samples, parts, ends, strict=True):
-        for name, column_T in columns.items():
-            part[name][sample.keep] = column_T[end - sample.keep.sum() : end]
-    return parts
+def _per_sample(column_T: Tensor, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+    """Split a flat column into one entry per response token of each sample; 0 where it is not an action."""
+    keep = np.concatenate([sample.keep for sample in samples])
+    column = np.zeros(len(keep), dtype=np.float32)
+    column[keep] = column_T.numpy()
+    return np.split(column, np.cumsum([len(sample.keep) for sample in samples])[:-1])

@@ -1,4 +1,4 @@
-"""What a run optimises: the choices of an algorithm, resolved, in the order in which a step needs them."""
+"""What a run optimises: an algorithm's choices as functions, in the order in which a step needs them."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,12 @@ class Recipe:
     planner: Planner
     objective: Objective
     coefficients: Coefficients
-    critic: CriticSteps | None
-    """None where no advantage needs values."""
+    critic: CriticSteps | None  # None where no advantage needs values
     epochs: int
-    reference_decay: float
-    """1 while the reference is frozen, or where there is none."""
+    reference_decay: float  # 1 if the reference is frozen, or if there is none
 
     def train_policy(self, trainer: Trainer, plan: Plan, version: int) -> tuple[StepResult, ...]:
-        """The policy's optimizer steps, then what depends on their results; none while the critic warms
-        up."""
+        """Run the policy's optimizer steps, then adapt coefficients and reference; in the warm-up nothing."""
         if self.critic and version < self.critic.warmup_steps:
             return ()
         kl, entropy = self.coefficients.kl, self.coefficients.entropy

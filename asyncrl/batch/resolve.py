@@ -1,5 +1,4 @@
-"""From a config to a `Recipe`: the one place where the names of an algorithm become functions, before the
-first step."""
+"""From a config to a `Recipe`: here, before the first step, the names of an algorithm become functions."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import COLUMNS
 
 GREEDY = "greedy_rewards_group"
-# Columns of `GroupRewards` that cost extra and are made when an advantage needs them.
-USABLE = frozenset({"values_T", "logprobs_T", "reference_logprobs_T", "sum_squared_probs_T", GREEDY})
+# Columns of `GroupRewards` that cost extra and are made only if the advantage needs them.
+USABLE = COLUMNS | {GREEDY}
 
 
 def make_recipe(
@@ -34,50 +33,53 @@ def make_recipe(
     max_response_tokens: int,
     reward_parts: Sequence[str],
 ) -> Recipe:
-    """Resolve every name. Raises ConfigError."""
-    columns = columns_of(config, batch)
-    return Recipe(
-        planner=Planner(
-            columns=columns,
-            proximal=measures_proximal(config, batch),
-            over_step=normalises(config),
-            settings=settings,
-            estimator=make_estimator(config, max_response_tokens=max_response_tokens, parts=reward_parts),
-        ),
-        objective=make_objective(config, max_response_tokens=max_response_tokens),
-        coefficients=Coefficients(config.kl, config.entropy),
-        critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
-        if "values_T" in columns
-        else None,
-        epochs=batch.epochs,
-        reference_decay=config.kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
-    )
-
-
-def make_estimator(config: AlgorithmConfig, *, max_response_tokens: int, parts: Sequence[str]) -> Estimator:
-    """The advantage, with what stands between it and the rewards. `parts` names the reward's parts. Raises
-    ConfigError."""
+    """Resolve every name. `reward_parts` names the parts of the reward. Raises ConfigError."""
     advantage, kl = config.advantage, config.kl
     needs = registry.needs("advantage", advantage.name)
     if unknown := needs - USABLE:
         raise ConfigError(
             f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}"
         )
+    # Whether the correction's weights are divided by their mean over all tokens of the optimizer step.
+    over_step = bool(config.correction.params.get("normalise"))
+    # The only optimizer step of a batch evaluates the proximal policy itself, but not before such weights.
+    measures_proximal = config.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or over_step)
+    pays_kl = kl.coefficient > 0 and kl.placement == "reward"
+    reference = frozenset({"reference_logprobs_T"} if kl.coefficient else ())
+    logprobs = frozenset({"logprobs_T"} if measures_proximal or pays_kl else ())
+    columns = needs & COLUMNS | reference | logprobs
+    has_critic = "values_T" in columns
     known = inspect.signature(value_targets).parameters
     discounts = {name: value for name, value in advantage.params.items() if name in known}
-    return Estimator(
+    estimator = Estimator(
         advantage=_function("advantage", advantage),
         max_response_tokens=max_response_tokens,
-        parts=parts,
+        parts=reward_parts,
         shaping=[_function("shaping", choice) for choice in config.shaping],
-        penalty=_function("kl", kl.estimator) if kl.coefficient and kl.placement == "reward" else None,
-        targets=partial(value_targets, **discounts) if "values_T" in needs else None,
+        penalty=_function("kl", kl.estimator) if pays_kl else None,
+        targets=partial(value_targets, **discounts) if has_critic else None,
         needs_greedy=GREEDY in needs,
+    )
+    return Recipe(
+        planner=Planner(
+            estimator=estimator,
+            columns=columns,
+            proximal=measures_proximal,
+            over_step=over_step,
+            settings=settings,
+        ),
+        objective=make_objective(config, max_response_tokens=max_response_tokens),
+        coefficients=Coefficients(kl, config.entropy),
+        critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
+        if has_critic
+        else None,
+        epochs=batch.epochs,
+        reference_decay=kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
     )
 
 
 def make_objective(config: AlgorithmConfig, *, max_response_tokens: int) -> Objective:
-    """The loss with every choice resolved. Raises ConfigError."""
+    """Resolve the names in the loss. Raises ConfigError."""
     return Objective(
         policy_loss=_function("policy_loss", config.policy_loss),
         correction=_function("correction", config.correction),
@@ -93,28 +95,3 @@ def make_objective(config: AlgorithmConfig, *, max_response_tokens: int) -> Obje
 
 def _function(kind: str, choice: Choice) -> Callable[..., Any]:
     return registry.resolve(kind, choice.name, choice.params)
-
-
-def columns_of(algorithm: AlgorithmConfig, batch: BatchConfig) -> frozenset[str]:
-    """What `Trainer.measure` must measure for this algorithm; nothing for the default."""
-    columns = {"logprobs_T"} if measures_proximal(algorithm, batch) else set()
-    if algorithm.kl.coefficient:
-        columns |= {"reference_logprobs_T"}
-        if algorithm.kl.placement == "reward":
-            columns |= {"logprobs_T"}
-    return registry.needs("advantage", algorithm.advantage.name) & COLUMNS | columns
-
-
-def measures_proximal(algorithm: AlgorithmConfig, batch: BatchConfig) -> bool:
-    """With one optimizer step per batch the proximal policy is the one that the step itself evaluates.
-
-    Weights that are divided by their mean over the step must be known before it all the same.
-    """
-    return algorithm.proximal == "recompute" and (
-        batch.epochs * batch.minibatches > 1 or normalises(algorithm)
-    )
-
-
-def normalises(algorithm: AlgorithmConfig) -> bool:
-    """Whether the correction's weights depend on all tokens of the optimizer step."""
-    return bool(algorithm.correction.params.get("normalise"))

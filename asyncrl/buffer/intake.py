@@ -1,4 +1,4 @@
-"""How one optimizer step gets its groups: take, decode, filter, refill, and book every id in the ledger."""
+"""How a step gets its groups: take, decode, filter, refill, and enter every id in the ledger."""
 
 import logging
 import time
@@ -23,24 +23,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What one optimizer step trains on."""
+    """The groups of one optimizer step."""
 
     groups: tuple[Group, ...]
-    rejected: tuple[tuple[Group, str], ...]
-    """Groups that were consumed on the way but are not trained, with the reason."""
+    rejected: tuple[tuple[Group, str], ...]  # groups that were consumed but are not trained, with the reason
     takes: int
-    taken_at: Mapping[int, float] = field(default_factory=dict)
-    """Unix seconds by ticket id, of both kinds."""
+    taken_at: Mapping[int, float] = field(default_factory=dict)  # Unix seconds by ticket id, of both kinds
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the step under way has so far."""
+    """The groups that the current step has so far."""
 
     accepted: list[Group] = field(default_factory=list)
     rejected: list[tuple[Group, str]] = field(default_factory=list)
-    unfit: Counter[str] = field(default_factory=Counter)
-    """Rejections that count against `max_refills`, by kind."""
+    unfit: Counter[str] = field(default_factory=Counter)  # rejections that count as refills, by kind
     takes: int = 0
     taken_at: dict[int, float] = field(default_factory=dict)
 
@@ -49,8 +46,8 @@ class _Step:
 class Intake:
     """Collects `groups` accepted groups per step from one lane.
 
-    A rejected group gives its credit back immediately: the limit announced to the generators grows by one for
-    each, so that refilling can never starve. Every id enters the ledger when it is taken.
+    A rejected group gives its credit back immediately: the limit that generators get grows by one, so that
+    refilling never starves. Every id enters the ledger when it is taken.
     """
 
     buffer: LearnerBuffer
@@ -60,18 +57,15 @@ class Intake:
     groups: int
     window: int
     max_lag: int
-    max_refills: int
+    max_refills: int  # the run ends when a step rejects more than this times `groups`
     stall_s: float
-    history: History = INITIAL
-    """History of the weights being trained."""
+    history: History = INITIAL  # of the weights being trained
     _step: _Step = field(default_factory=_Step)
     _settled: dict[str, Any] = field(init=False)
+    # Groups in the weights of `_version`: the ledger's count before the step that trains this version.
     _version: int = -1
-    """The version that `_trained` belongs to."""
     _trained: int = 0
-    """Groups in the weights of `_version`; the ledger counts those of a step as soon as the step has them."""
-    _issued_before: int = 0
-    """The last id that was issued before this learner recovered the store."""
+    _issued_before: int = 0  # the last id that was issued before this learner recovered the store
     _stall: StallWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,8 +74,7 @@ class Intake:
 
     @property
     def settled(self) -> Ledger:
-        """The ledger after the last whole step: what is only half collected is taken again after a
-        restart."""
+        """Return the ledger after the last whole step. After a restart, later groups are taken again."""
         return Ledger.from_dict(self._settled)
 
     def recover(self, version: int) -> None:
@@ -95,11 +88,9 @@ class Intake:
             self.buffer.set_version(version, limit=self._limit(version), waiting=waiting)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
-        """The groups of the step that trains `version`, or None when they are not there after `wait_s`.
+        """Return the groups of the step that trains `version`, or None if they are incomplete after `wait_s`.
 
-        Raises:
-            RunError: nothing arrived for `stall_s`, or the filters rejected `max_refills` batches' worth of
-            groups.
+        Raises RunError if nothing arrived for `stall_s`, or if too many groups were rejected.
         """
         until_s = time.monotonic() + wait_s
         self._stall.waits_for(version)
@@ -108,22 +99,21 @@ class Intake:
                 continue
             if time.monotonic() >= until_s:
                 self._stall.check(lambda: self.recover(version))
-                # A store that lost only this would wait for the learner, and the learner for it.
+                # Again, because the store may have lost it; then each would wait for the other.
                 self.open(version)
                 return None
             time.sleep(0.005)
         return self._finish()
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
-        """Let the store forget the groups of a checkpoint; `saved` is what it holds of `settled`."""
+        """Let the store forget the groups of a checkpoint; `saved` is the ledger in that checkpoint."""
         ledger = Ledger.from_dict(saved)
         with self._healing(version):
             self.buffer.commit(ledger.takes, ledger.chain)
 
     @contextmanager
     def _healing(self, version: int) -> Iterator[None]:
-        """Repair the store when it was wiped or rolled back under a live learner: the ledger in memory
-        wins."""
+        """Recover a store that was wiped or rolled back. The ledger in memory is right."""
         try:
             yield
         except BufferGap as gap:
@@ -133,7 +123,7 @@ class Intake:
             self.recover(version)
 
     def _take(self, version: int) -> bool:
-        """Make one take, if enough groups are there."""
+        """Take once. Return whether enough groups were there."""
         with self._healing(version):
             take = self.buffer.take(self.ledger, self.groups - len(self._step.accepted), window=self.window)
             if take is not None:
@@ -142,7 +132,7 @@ class Intake:
         return False
 
     def _sort(self, take: Take, version: int) -> None:
-        """Accept or reject every group of a take, and book its ids."""
+        """Accept or reject every group of a take, and enter its ids in the ledger."""
         groups = self.gate.groups(self.buffer, take)
         if groups is None:
             return
@@ -158,32 +148,25 @@ class Intake:
             else:
                 step.rejected.append((group, reason))
                 self.ledger.count_rejected(kind := kind_of(reason))
-                # Today's filters and settings are not to blame for groups that were issued before them; and
-                # there is a limited number of those.
+                # Earlier settings may have caused the rejection of earlier tickets; their number is limited.
                 if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
                     step.unfit[kind] += 1
         if step.rejected:
             self.open(version)
-        most = self.max_refills * self.groups
-        if step.unfit.total() > most:
-            raise too_many_rejected(
-                step.unfit, step.rejected, step.takes, f"{len(step.accepted)} of {self.groups}", most
-            )
+        if step.unfit.total() > (most := self.max_refills * self.groups):
+            accepted = f"{len(step.accepted)} of {self.groups}"
+            raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)
 
     def _finish(self) -> Collected:
         step = self._step
         self.ledger.trained += len(step.accepted)
         self._settled = self.ledger.to_dict()
         self._step = _Step()
-        return Collected(
-            groups=tuple(step.accepted),
-            rejected=tuple(step.rejected),
-            takes=step.takes,
-            taken_at=step.taken_at,
-        )
+        groups, rejected = tuple(step.accepted), tuple(step.rejected)
+        return Collected(groups=groups, rejected=rejected, takes=step.takes, taken_at=step.taken_at)
 
     def _limit(self, version: int) -> int:
-        if version != self._version:  # what the ledger has by now is in the weights of this version
+        if version != self._version:
             self._version, self._trained = version, self.ledger.trained
         rejected = self.ledger.total_rejected
         return credit_limit(self._trained, max_lag=self.max_lag, groups=self.groups, rejected=rejected)

@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant("batch/estimate", "response_tokens=len(rollout.response_ids)", "response_tokens=int(rollout.action_mask.sum())"),
     Mutant("batch/estimate", "token_rewards_T=-kl_coefficient * kl_T", "token_rewards_T=kl_coefficient * kl_T"),
     Mutant("batch/masks", "sequence.lag > max_lag", "sequence.lag >= max_lag"),
-    Mutant("batch/resolve", "> 1 or normalises(algorithm)", "> 1"),
+    Mutant("batch/resolve", "> 1 or over_step", "> 1"),
     Mutant("batch/packing", "-(-len(first_fit) // ranks) * ranks", "len(first_fit)"),
     Mutant("batch/packing", "balanced or first_fit", "balanced or []"),
     Mutant("batch/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),

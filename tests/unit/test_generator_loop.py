@@ -246,7 +246,7 @@ NONE = np.empty(0, dtype=np.int32)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generator(fault, greedy):
     world = World(greedy=greedy)
-    sample, read = world.engine.sample, world.generator._sampler._decode
+    sample, read = world.engine.sample, world.generator.sampler._decode
 
     async def sample_badly(prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
         made = await sample(prompt_ids, count, spec)
@@ -257,7 +257,7 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
         return read(token_ids)
 
     world.engine.sample = sample_badly
-    world.generator._sampler._decode = read_strictly
+    world.generator.sampler._decode = read_strictly
 
     async def script(world: World) -> None:
         await world.until(lambda: world.learner.audit().ready == 4)
@@ -355,7 +355,7 @@ def test_a_store_that_is_gone_before_the_tickets_are_given_back_is_no_failure(mo
         def refuse(*_: object) -> None:
             raise StoreError("gone")
 
-        monkeypatch.setattr(world.generator._lanes[0].buffer, "give_back", refuse)
+        monkeypatch.setattr(world.generator.lanes[0].buffer, "give_back", refuse)
 
     world.run(script)
 
@@ -377,7 +377,7 @@ def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert (report.applied, report.reason) == (False, "the peer is gone")
         assert (world.engine.weights.version, world.engine.stats().paused_s) == (0, 0.0)
-        (rollout,) = await world.engine.sample((1,), 1, world.generator._lanes[0].spec)
+        (rollout,) = await world.engine.sample((1,), 1, world.generator.lanes[0].spec)
         assert {span.version for span in rollout.version_spans} == {0}
         world.staging.error = ""
         await world.control.orders.put(world.order(1))
@@ -508,7 +508,7 @@ def test_weights_of_a_discarded_lineage_start_no_ticket(version):
         await world.control.orders.put(world.order(5))
         assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
         await world.until(lambda: world.learner.audit().ready == 4)
-        world.generator._lanes[0].buffer._store = back._store  # type: ignore[attr-defined]
+        world.generator.lanes[0].buffer._store = back._store  # type: ignore[attr-defined]
         await world.until(lambda: back.audit().counters.get("returned", 0) >= 8)
         assert back.audit().ready == 0
         await world.control.orders.put(world.order(version, history=BACK_AT_2))
@@ -610,13 +610,13 @@ def test_log_lines_carry_the_version_that_samples(tmp_path):
 def test_a_full_store_keeps_the_group_with_the_generator():
     world = World(max_running=G)
     offered: list[int] = []
-    put = world.generator._lanes[0].buffer.put
+    put = world.generator.lanes[0].buffer.put
 
     def full_twice(holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
         offered.append(ticket_id)
         return PutOutcome.FULL if len(offered) < 3 else put(holder, ticket_id, frame)
 
-    world.generator._lanes[0].buffer.put = full_twice  # type: ignore[method-assign]
+    world.generator.lanes[0].buffer.put = full_twice  # type: ignore[method-assign]
 
     async def script(world: World) -> None:
         await world.until(lambda: world.learner.audit().ready >= 1)

@@ -11,8 +11,8 @@ from asyncrl.algo.advantages import grpo
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.measure import measure
 from asyncrl.batch.plan import Planner
-from asyncrl.batch.resolve import columns_of
-from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.batch.resolve import make_recipe
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import COLUMNS
@@ -70,10 +70,22 @@ def test_more_ranks_than_sequences_is_no_special_case():
         torch.testing.assert_close(columns["values_T"], batch.column("values_T"), atol=0, rtol=0)
 
 
+def columns_of(algorithm: dict, batch: dict) -> frozenset[str]:
+    recipe = make_recipe(
+        AlgorithmConfig(**algorithm),
+        BatchConfig(**batch),
+        CriticConfig(),
+        SETTINGS,
+        max_response_tokens=8,
+        reward_parts=(),
+    )
+    return recipe.planner.columns
+
+
 def test_nothing_runs_for_nothing():
     trainer = FakeTrainer()
     sequences = PLANNER.assemble(mixed_batch().groups, 5)
-    wanted = columns_of(AlgorithmConfig(), BatchConfig())
+    wanted = columns_of({}, {})
     assert measure(trainer, sequences, wanted, budget_tokens=24, device=torch.device("cpu")) == {}
     assert trainer.events == []
 
@@ -107,7 +119,7 @@ def advantage(name: str) -> dict:
     ],
 )
 def test_an_algorithm_wants_what_it_uses(algorithm, batch, columns):
-    assert columns_of(AlgorithmConfig(**algorithm), BatchConfig(**batch)) == frozenset(columns.split())
+    assert columns_of(algorithm, batch) == frozenset(columns.split())
 
 
 def test_lag_and_actions_are_those_of_the_rollouts():
