@@ -1,5 +1,4 @@
-"""How long to wait before something that failed is tried again. Pure: the caller counts failures and owns the
-clock."""
+"""The pause before something that failed is tried again. The caller counts failures and owns the clock."""
 
 from dataclasses import dataclass
 
@@ -12,5 +11,5 @@ class Backoff:
     longest_s: float
 
     def pause_s(self, failures: int) -> float:
-        """After so many failures in a row, one or more."""
+        """Return the pause after `failures` failures in a row, one or more."""
         return min(self.first_s * 2.0 ** min(failures - 1, 60), self.longest_s)

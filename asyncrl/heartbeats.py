@@ -1,5 +1,4 @@
-"""What a generator reports of itself: progress to its supervisor, heartbeats to the learner, metrics to
-trackers."""
+"""A generator's reports: progress to its supervisor, heartbeats to the learner, metrics to trackers."""
 
 import asyncio
 import time
@@ -19,7 +18,7 @@ LOG_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Heartbeats:
-    """The two tasks `show_progress` and `run`, and the counters that only they read."""
+    """The tasks `show_progress` and `run`, and the counters that only they read."""
 
     engine: Engine
     sampler: Sampler
@@ -28,36 +27,32 @@ class Heartbeats:
     tracker: Tracker
     every_s: float
     holds_tickets: Callable[[], bool]
-    groups: int = 0
-    """Groups that the store has accepted."""
-    failed: int = 0
-    """Tickets whose reward or result failed."""
+    groups: int = 0  # groups that the store accepted
+    failed: int = 0  # tickets whose reward or result failed
     _started_s: float = field(default_factory=time.monotonic)
 
     async def show_progress(self) -> None:
-        """Tell the supervisor that both the event loop and the engine get on: one without the other does not
-        count."""
+        """Report progress to the supervisor while both the event loop and the engine make progress."""
         while True:
             await self.engine.progress()
             beat()
             await asyncio.sleep(PROGRESS_S)
 
     async def run(self, hello: Hello) -> None:
-        """Send a heartbeat every `every_s`, and log the same metrics every few seconds."""
+        """Send a heartbeat every `every_s`, and log its metrics every `LOG_S`."""
         tokens_before, at_s, logged_at_s = 0, time.monotonic(), 0.0
         while True:
             now_s = time.monotonic()
             metrics = self._metrics(tokens_before, max(now_s - at_s, 1e-6))
             tokens_before, at_s = int(metrics["sampled_tokens"]), now_s
-            self.control.beat(
-                Heartbeat(
-                    generator_id=hello.generator_id,
-                    incarnation=hello.incarnation,
-                    version=self.weights.version,
-                    state=self._state(),
-                    metrics=metrics,
-                )
+            heartbeat = Heartbeat(
+                generator_id=hello.generator_id,
+                incarnation=hello.incarnation,
+                version=self.weights.version,
+                state=self._state(),
+                metrics=metrics,
             )
+            self.control.beat(heartbeat)
             if now_s - logged_at_s >= LOG_S:
                 logged_at_s = now_s
                 self.tracker.log(metrics)

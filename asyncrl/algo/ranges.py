@@ -1,7 +1,7 @@
 """Types of parameters. To a type checker they are plain numbers; a config is held to their bounds.
 
-Whoever checks a config reads the signatures of this package with the names that are here, and nothing else:
-so this module needs no torch, and a parameter that a config may set is annotated with a name from here.
+A config is checked without torch, by the signatures of this package. So a parameter that a config may set is
+annotated with a name from this module, and this module does not import torch.
 """
 
 from collections.abc import Mapping as Mapping
@@ -17,6 +17,5 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 ZeroOrOne = Annotated[int, Field(ge=0, le=1)]  # a Literal would accept true and false
 
-# What a ratio belongs to: a token, or its whole sequence by the product or the geometric mean of its tokens'
-# ratios.
+# A ratio belongs to a token, or to a sequence: the product or the geometric mean of its tokens' ratios.
 Level = Literal["token", "sequence", "geometric"]

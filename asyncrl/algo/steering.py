@@ -1,4 +1,4 @@
-"""Coefficients that follow a measurement: the KL penalty's and the entropy bonus's, after each step."""
+"""Changes the coefficients of KL penalty and entropy bonus after each step, by a measurement."""
 
 
 def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, steps: float) -> float:
@@ -20,12 +20,12 @@ def adapt_bonus(coefficient: float, entropy: float, *, target: float, step: floa
     Args:
         entropy: measured, in nats per token; so is `target`.
 
-    Source: He et al. 2025 (arXiv:2505.22312), Skywork-OR1, adaptive entropy control.
+    Source: Skywork-OR1 2025 (arXiv:2505.22312), adaptive entropy control.
     """
     change = step if entropy < target else -step if entropy > target else 0.0
     return min(max(coefficient + change, 0.0), maximum)
 
 
 def acting_bonus(coefficient: float, entropy: float, *, target: float) -> float:
-    """What the loss uses: nothing while the entropy is above its target. Source: as `adapt_bonus`."""
+    """The coefficient in the loss: 0 while the entropy is above its target. Source: as `adapt_bonus`."""
     return coefficient if entropy <= target else 0.0

@@ -1,4 +1,4 @@
-"""The coefficients of KL and entropy: constants, or steered after each step. Every rank computes the same."""
+"""The coefficients of KL and entropy: constant, or steered after each step in the same way on every rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,17 +10,16 @@ from asyncrl.trainer.base import StepResult
 
 
 class Coefficients:
-    """What the next step uses; the steered ones are part of a checkpoint, the constants stay the config's."""
+    """The coefficients of the next step. Only steered ones come from a checkpoint."""
 
     def __init__(self, kl: KLConfig, entropy: EntropyConfig) -> None:
         self._kl_config, self._entropy_config = kl, entropy
         self.kl = kl.coefficient
         self._bonus = entropy.coefficient
-        # Nothing is measured at the beginning, so nothing is too low.
-        self._measured = math.inf
+        self._measured = math.inf  # before the first measurement the entropy is not too low
 
     def resume(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state()` returned before a restart, with those that are still steered."""
+        """Take coefficients that are still steered from the `state()` before a restart."""
         if self._kl_config.target:
             self.kl = state.get("kl", self.kl)
         if self._entropy_config.target:
@@ -29,14 +28,13 @@ class Coefficients:
 
     @property
     def entropy(self) -> float:
-        """Of the bonus in the loss; 0 while the entropy is above its target."""
+        """Return the coefficient of the bonus in the loss; 0 while the entropy is above its target."""
         if self._entropy_config.target is None:
             return self._bonus
         return acting_bonus(self._bonus, self._measured, target=self._entropy_config.target)
 
     def adapt(self, results: Sequence[StepResult], *, sequences: int) -> None:
-        """Take in the reduced metrics of a step over `sequences` sequences. What is missing or not finite
-        changes nothing."""
+        """Steer by the metrics of a step over `sequences` sequences, except by missing or infinite ones."""
         measured = finish(merge(result.metrics for result in results))
         kl_now = measured.get("policy/kl_reference", math.nan)
         entropy_now = measured.get("policy/entropy", math.nan)
@@ -49,7 +47,7 @@ class Coefficients:
             self._measured = entropy_now
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint: plain finite numbers."""
+        """Return the steered coefficients for the checkpoint, as finite numbers."""
         state = {"kl": self.kl} if self._kl_config.target else {}
         if self._entropy_config.target:
             state["entropy"] = self._bonus
@@ -58,7 +56,7 @@ class Coefficients:
         return state
 
     def metrics(self) -> dict[str, float]:
-        """Those that are in use, under their published names."""
+        """Return the coefficients that are in use, under their published names."""
         published = {"policy/kl_coefficient": self.kl} if self._kl_config.coefficient else {}
         if self._entropy_config.coefficient or self._entropy_config.target:
             published["policy/entropy_coefficient"] = self.entropy

@@ -12,16 +12,14 @@ from asyncrl.trainer.base import LOSS, CriticLossFunction, LossSums, MicroBatch,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSteps:
-    """How the critic is trained; an algorithm whose advantage needs no values has none."""
+    """The training of the critic, for advantages that need values."""
 
-    clip: float | None
-    """PPO's clip range of the values; None leaves them free."""
+    clip: float | None  # PPO's clip range of the values; None does not clip
     epochs: int
-    warmup_steps: int
-    """In the first so many versions only the critic learns."""
+    warmup_steps: int  # number of first steps in which only the critic learns
 
     def train(self, trainer: Trainer, plan: Plan) -> tuple[StepResult, ...]:
-        """One optimizer step per epoch and minibatch."""
+        """Make one optimizer step per epoch and minibatch."""
         return tuple(
             trainer.critic_step(minibatch.microbatches, critic_loss(minibatch.counts, clip=self.clip))
             for _ in range(self.epochs)
@@ -30,7 +28,7 @@ class CriticSteps:
 
 
 def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
-    """The loss function of one optimizer step: the mean over the tokens of all ranks."""
+    """Return the loss function of one optimizer step: the mean over the tokens of all ranks."""
 
     def loss_of(microbatch: MicroBatch, values_T: Tensor) -> LossSums:
         tokens = microbatch.tokens
@@ -38,8 +36,7 @@ def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
         token_loss = value_loss(values_T, tokens.values_T, tokens.returns_T, clip=clip)
         loss = token_mean(token_loss.losses_T, tokens, counts)
         metrics = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
-        return LossSums(
-            loss=loss, metrics=metrics | {"tokens": float(tokens.tokens), LOSS: float(loss.detach())}
-        )
+        metrics |= {"tokens": float(tokens.tokens), LOSS: float(loss.detach())}
+        return LossSums(loss=loss, metrics=metrics)
 
     return loss_of

@@ -1,4 +1,4 @@
-"""From rewards and measured columns to advantages and returns, over the whole batch and equal on every rank.
+"""Makes advantages and returns from rewards and measured columns of a whole batch, equal on every rank.
 
 Axes in names:  S sequences (rollouts) of the batch, T its action tokens before any mask.
 """

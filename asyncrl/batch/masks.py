@@ -1,5 +1,4 @@
-"""Which action tokens leave the loss before it is computed, by reason, and how that falls on long and short
-responses.
+"""Masks take action tokens out of the loss before it is computed; their shares are published.
 
 Axes in names:  S sequences (rollouts) of the batch.
 """
@@ -19,22 +18,19 @@ from asyncrl.types import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """Of one sequence; one entry per response token, at most one of them true."""
+    """The masked tokens of one sequence. One entry per response token; each token is in one mask at most."""
 
-    stale: NDArray[np.bool_]
-    """Older than allowed."""
-    truncated: NDArray[np.bool_]
-    """In a response that was cut off."""
+    stale: NDArray[np.bool_]  # older than allowed
+    truncated: NDArray[np.bool_]  # in a response that was cut off
 
     @property
     def any(self) -> NDArray[np.bool_]:
-        """What leaves the loss."""
+        """Return the tokens that leave the loss."""
         return self.stale | self.truncated
 
 
 def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, truncated: bool) -> Masks:
-    """Of the action tokens, `sequence.keep`. `max_lag` None masks no age; `truncated` masks what was cut
-    off."""
+    """Mask tokens of `keep` that are older than `max_lag`; with `truncated`, mask cut-off responses."""
     nothing = np.zeros_like(sequence.keep)
     stale = nothing if max_lag is None else sequence.keep & (sequence.lag > max_lag)
     is_cut = truncated and rollout.finish_reason == "length"
@@ -44,8 +40,10 @@ def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, trunc
 def masked_shares(
     sequences: Sequence[TrainSample], masked: Sequence[Masks], max_response_tokens: int
 ) -> dict[str, float]:
-    """Published: shares of all action tokens, and of those in responses of each length. `sequences` are as
-    before the masks."""
+    """Return the masked shares of all action tokens, and of each length band, under their published names.
+
+    `sequences` are those before the masks.
+    """
     lengths_S = torch.tensor([int(sequence.keep.sum()) for sequence in sequences])
     stale_S = torch.tensor([int(one.stale.sum()) for one in masked])
     truncated_S = torch.tensor([int(one.truncated.sum()) for one in masked])

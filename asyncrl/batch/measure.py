@@ -1,4 +1,4 @@
-"""Columns that cost a forward pass, over all action tokens of a batch, before its advantages are made.
+"""Measures columns that cost a forward pass, over all action tokens of a batch, for its advantages.
 
 Axes in names:  C columns, T action tokens of the batch before any mask.
 """
@@ -21,9 +21,9 @@ def measure(
     budget_tokens: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The columns of all kept tokens, float32 [T] in the order of `sequences`, the same on every rank.
+    """Return the columns of all kept tokens, float32 [T] in the order of `sequences`, on every rank.
 
-    Each rank measures its share of packed micro-batches. Without columns nothing runs and nothing is sent.
+    Each rank measures its share of packed micro-batches. Without columns, nothing runs and nothing is sent.
     """
     if not columns:
         return {}
@@ -31,18 +31,18 @@ def measure(
     shares = deal(sequences, budget_tokens, trainer.ranks)
     batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.rank]]
     measured = trainer.measure(batches, names)
-    mine = (
-        [torch.cat([part[name] for part in measured]).float().cpu().numpy() for name in names]
-        if measured
-        else []
+    parts = trainer.gather(
+        b"".join(
+            torch.cat([part[name] for part in measured]).float().cpu().numpy().tobytes()
+            for name in names
+            if measured
+        )
     )
-    parts = trainer.gather(b"".join(column.tobytes() for column in mine))
     ends = np.cumsum([int(sequence.keep.sum()) for sequence in sequences])
     columns_CT = np.empty((len(names), int(ends[-1]) if len(ends) else 0), dtype=np.float32)
     for part, bins in zip(parts, shares, strict=True):
         owned = [np.arange(ends[i] - sequences[i].keep.sum(), ends[i]) for members in bins for i in members]
         if owned:
-            columns_CT[:, np.concatenate(owned)] = np.frombuffer(part, dtype=np.float32).reshape(
-                len(names), -1
-            )
+            part_CT = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
+            columns_CT[:, np.concatenate(owned)] = part_CT
     return {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}

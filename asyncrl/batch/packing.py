@@ -1,5 +1,4 @@
-"""From sequences of unequal length to micro-batches of nearly equal work. Pure and deterministic: every rank
-computes the same.
+"""Packs sequences of unequal length into micro-batches of nearly equal work, in the same way on every rank.
 
 Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T its action tokens.
 """
@@ -18,51 +17,40 @@ from asyncrl.trainer.base import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
-    """One prompt and response as the trainer sees it; all columns but `prompt_ids` have one entry per
-    response token."""
+    """One prompt and response as the trainer sees them. Columns have one entry per response token."""
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
-    keep: NDArray[np.bool_]
-    """True where the token takes part: an action, in the loss one that no mask (staleness, overlong) has
-    taken out."""
+    keep: NDArray[np.bool_]  # action tokens; in a plan only those that no mask took out of the loss
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lag: NDArray[np.int64]
+    # Further columns under the names of `TokenBatch`, the same names in all sequences of a batch.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """What was measured or made of it, under the names of `TokenBatch`; the same names in all sequences of a
-    batch."""
 
     def __post_init__(self) -> None:
         fields = ("keep", "behaviour_logprobs", "advantages", "lag")
         columns = {**{name: getattr(self, name) for name in fields}, **self.columns}
-        wrong = {
-            name: len(column) for name, column in columns.items() if len(column) != len(self.response_ids)
-        }
-        if wrong:
-            raise ShapeError(
-                f"sequence has {len(self.response_ids)} response tokens, but {wrong}; one entry per "
-                "response token is needed"
-            )
+        size = len(self.response_ids)
+        if wrong := {name: len(column) for name, column in columns.items() if len(column) != size}:
+            raise ShapeError(f"sequence has {size} response tokens, but {wrong}; give each token one entry")
         if len(self.prompt_ids) == 0:
             raise ShapeError(
-                "sequence has an empty prompt; the first response token needs a token before it that "
-                "predicts it"
+                "sequence has an empty prompt; a token before the first response token predicts it"
             )
 
     @property
     def tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Return the number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `budget_tokens` with even loads, in as few rounds of `ranks`
-    bins as possible.
+    """Put indices of `lengths` into bins of at most `budget_tokens`, with even loads and in few rounds.
 
-    First-fit decreasing says how many rounds. Their bins are filled anew, if that fits: each item, longest
-    first, goes to the emptiest bin. So every rank has work in every round, as long as there are as many
-    items. Raises ShapeError when an item alone is over the budget.
+    First-fit decreasing gives the number of rounds of `ranks` bins. Then each item, longest first, goes to
+    the emptiest of these bins; if that does not fit, first fit stays. So every rank has work in every round,
+    if there are enough items. Raises ShapeError if an item alone is over the budget.
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
@@ -81,9 +69,8 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> l
     bins: list[list[int]] = []
     loads: list[int] = []
     for i in order:
-        place = next((b for b, load in enumerate(loads) if load + lengths[i] <= budget_tokens), None)
-        if place is None:
-            place = len(bins)
+        fitting = (b for b, load in enumerate(loads) if load + lengths[i] <= budget_tokens)
+        if (place := next(fitting, len(bins))) == len(bins):
             bins.append([])
             loads.append(0)
         bins[place].append(i)
@@ -94,7 +81,7 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> l
 def _balance(
     order: Sequence[int], lengths: Sequence[int], budget_tokens: int, num_bins: int
 ) -> list[list[int]] | None:
-    """None where the even spread does not fit into `num_bins`."""
+    """Return None if the even spread does not fit into `num_bins`."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for i in order:
@@ -107,11 +94,10 @@ def _balance(
 
 
 def share_out(bins: Sequence[Sequence[int]], ranks: int, lengths: Sequence[int]) -> list[list[list[int]]]:
-    """The bins of each rank: the same number for every rank, empty ones where they do not divide, rounds of
-    equal work.
+    """Return the bins of each rank, with empty ones added so that all ranks have the same number.
 
-    Ranks meet in a collective after every micro-batch, so bins of similar size are dealt in the same round;
-    the direction alternates, so that no rank gets the larger bin of every round.
+    Ranks meet in a collective after every micro-batch, so a round deals bins of similar size. The direction
+    alternates, so that no rank gets the larger bin of every round.
     """
     order = sorted(range(len(bins)), key=lambda b: (-sum(lengths[i] for i in bins[b]), b))
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -124,7 +110,7 @@ def share_out(bins: Sequence[Sequence[int]], ranks: int, lengths: Sequence[int])
 
 
 def deal(sequences: Sequence[TrainSample], budget_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Indices of the sequences with a kept token: of each rank, of each of its micro-batches."""
+    """Return the indices of sequences with a kept token, for each rank and each of its micro-batches."""
     kept = [i for i, sequence in enumerate(sequences) if sequence.keep.any()]
     lengths = [sequences[i].tokens for i in kept]
     shares = share_out(pack(lengths, budget_tokens, ranks), ranks, lengths)
@@ -132,11 +118,9 @@ def deal(sequences: Sequence[TrainSample], budget_tokens: int, ranks: int) -> li
 
 
 def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroBatch:
-    """The sequences end to end; only kept tokens become action tokens. No sequences give an empty
-    micro-batch."""
+    """Lay the sequences end to end; kept tokens become action tokens. There may be no sequences."""
     starts = np.cumsum([0] + [sequence.tokens for sequence in sequences])
-    # A response token at response offset r stands at start + prompt + r and is predicted by the token before
-    # it.
+    # Response token r stands at start + prompt + r; the token before it predicts it.
     kept = [np.flatnonzero(sequence.keep) for sequence in sequences]
     sources = [
         start + len(sequence.prompt_ids) + r - 1

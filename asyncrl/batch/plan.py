@@ -1,4 +1,4 @@
-"""From groups to packed micro-batches: samples, advantages, masks, counts. Every rank makes the same plan.
+"""Plans a step: groups become samples, advantages, masks and packed micro-batches, equal on every rank.
 
 Axes in names:  T action tokens of the batch before any mask.
 """

@@ -1,4 +1,4 @@
-"""From a config to a `Recipe`: here, before the first step, the names of an algorithm become functions."""
+"""Makes the `Recipe` from the config: before the first step, the names of an algorithm become functions."""
 
 import inspect
 from collections.abc import Callable, Sequence

@@ -66,7 +66,7 @@ def test_a_hook_that_cannot_work_is_refused_at_start(load, name, params, message
 
 
 def test_a_name_without_a_place_is_refused():
-    with pytest.raises(ConfigError, match=r"`Counting` is no `path\.py:Class` or"):
+    with pytest.raises(ConfigError, match=r"`Counting` is not a class; write `path\.py:Class` or"):
         Hooks.load([Choice(name="Counting")])
 
 

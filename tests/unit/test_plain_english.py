@@ -32,8 +32,6 @@ QUOTING = {"docs/style.md"}
 """Pages that show what to avoid."""
 
 CEILINGS: dict[str, int] = {
-    "algo": 2,
-    "batch": 12,
     "buffer": 12,
     "learner": 2,
     "rewards": 9,
