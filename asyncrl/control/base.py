@@ -1,9 +1,8 @@
 """The control plane: which generators are members, which weights they have, and orders to change them.
 
 A generator says hello, is welcomed or refused, then sends a heartbeat every `heartbeat_s`. The learner
-answers with orders: adopt a version, stop. Messages carry no weights, and no clocks of two hosts are
-compared. On the learner's side one thread owns the membership and the senders; on the generator's side there
-is one asyncio task.
+answers with orders: adopt a version, stop. Messages carry no weights, and clocks of two hosts are never
+compared. The learner's side is one thread, the generator's side one asyncio task.
 """
 
 import re
@@ -19,7 +18,7 @@ STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updatin
 
 
 def _check_names(*names: str) -> None:
-    """Raise ValueError for a name that is unfit for leases, logs, file names and screens."""
+    """Raise ValueError for a name that cannot be used in leases, logs, file names and screens."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -57,7 +56,6 @@ class Hello:
     rows: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         _check_names(self.generator_id, self.incarnation)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
@@ -75,12 +73,10 @@ class Heartbeat:
     version: int
     # One of `STATES`.
     state: str
-    # Counters and rates for the dashboard: sampled_tokens, tokens_per_s, running_requests, idle_s, paused_s,
-    # groups, ...
+    # Counters and rates for the dashboard: sampled_tokens, tokens_per_s, idle_s, groups, ...
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         _check_names(self.generator_id, self.incarnation)
         if self.state not in STATES:
             raise ValueError(f"the state is {self.state[:40]!r}; known are {', '.join(STATES)}")
@@ -91,13 +87,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """generator -> learner: the generator leaves on its own account."""
+    """generator -> learner: the generator leaves the run."""
 
     generator_id: str
     incarnation: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         _check_names(self.generator_id, self.incarnation)
 
 
@@ -150,16 +145,13 @@ class LearnerControl(Protocol):
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Counts of: joined, left, died, updates, updates_failed, senders_killed, senders_not_started.
-
-        Also `probe_max` of the last update.
-        """
+        """Counts of joined and dead generators, updates, senders and messages, and the last `probe_max`."""
         ...
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
-        """End the thread, and with `farewell` tell all generators that the run is over.
+        """End the thread and the senders; with `farewell`, also end the generators.
 
-        Without `farewell`, generators go on, and call the next learner at the same endpoint.
+        Without `farewell`, generators continue, and join the next learner at the same endpoint.
         """
         ...
 
@@ -172,7 +164,7 @@ class GeneratorControl(Protocol):
         ...
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """Wait for the next order. A lost learner is no error: the generator reconnects until a Stop."""
+        """Wait for the next order. The loss of the learner is not an error: the generator reconnects."""
         ...
 
     async def report(self, report: UpdateReport) -> None:

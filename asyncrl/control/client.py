@@ -3,8 +3,7 @@
     joining --welcome--> member --no answer to heartbeats, or unknown to the learner--> joining again
 
 A refusal of the first hello is an error; a later refusal (another learner took over the endpoint) ends the
-generator with a `Stop`. If the learner is lost, the generator goes on with the weights it has, and keeps
-calling.
+generator with a `Stop`. A generator that has lost the learner keeps sampling, and keeps saying hello.
 """
 
 import asyncio
@@ -49,25 +48,21 @@ class ControlClient:
         keys: GeneratorKeys | None = None,
         find_learner: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """Make a client that is not yet connected; a tcp:// endpoint needs `keys`.
+        """Make a client that is not yet connected.
 
         Args:
-            endpoint: where the learner listens.
-            heartbeat_s: interval between heartbeats.
+            endpoint: address at which the learner listens.
+            heartbeat_s: time between two heartbeats.
             timeout_s: bound on sending a report.
             join_s: bound on the wait for the first answer.
             wire_key: key of the messages' checksums.
-            keys: keys of the encrypted connection.
-            find_learner: returns where the learner listens now, or "". Called while the learner is silent,
+            keys: keys of the encrypted connection, which a tcp:// endpoint needs.
+            find_learner: returns the learner's present endpoint, or "". Called while the learner is silent,
                 because a restarted learner may have another address.
         """
-        self._endpoint = endpoint
-        self._heartbeat_s = heartbeat_s
-        self._timeout_s = timeout_s
-        self._join_s = join_s
-        self._wire_key = wire_key
-        self._keys = keys
-        self._find_learner = find_learner
+        self._endpoint, self._find_learner = endpoint, find_learner
+        self._heartbeat_s, self._timeout_s, self._join_s = heartbeat_s, timeout_s, join_s
+        self._wire_key, self._keys = wire_key, keys
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
         self._is_member = False
@@ -77,7 +72,6 @@ class ControlClient:
         self._task: asyncio.Task[None] | None = None
 
     async def join(self, hello: Hello) -> Welcome:
-        """See `GeneratorControl`."""
         self._hello, self._heard_at_s = hello, time.monotonic()
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._connect()
@@ -103,21 +97,19 @@ class ControlClient:
             if self._keys is None:
                 self._context.destroy(linger=0)
                 raise ControlError(
-                    f"control plane: {self._endpoint} is reached over the network, and this generator has "
-                    "no keys of the run; let it have the join.key of the learner's run directory "
-                    "(docs/security.md)"
+                    f"control plane: {self._endpoint} is a network address, but this generator has no keys "
+                    "of the run; give it the join.key of the learner's run directory (docs/security.md)"
                 )
             present_keys(self._socket, self._keys)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the learner is away
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # The learner recognises the connection by its identity. It is secret, so that no other process can
-        # send messages in the name of this generator.
+        # A secret identity, so that no other process can send messages in the name of this generator.
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
         self._socket.connect(self._endpoint)
 
     async def next_order(self) -> UpdateOrder | Stop:
-        """See `GeneratorControl`. Raises ControlError if the background task has failed."""
+        """Raises ControlError if the background task has failed."""
         await self._arrived.wait()
         if self._order is None:
             assert self._task is not None
@@ -128,35 +120,29 @@ class ControlClient:
         return order
 
     async def report(self, report: UpdateReport) -> None:
-        """See `GeneratorControl`. A report that cannot be sent in time is dropped: the learner will repeat
-        it."""
+        """Drop a report that cannot be sent in time: the learner repeats the update."""
         report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
         deadline_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
             if time.monotonic() > deadline_s:
-                log.warning(
-                    "the report on version %d found no learner for %g s and is dropped",
-                    report.version,
-                    self._timeout_s,
-                )
+                dropped = "the report on version %d is dropped: no learner was connected for %g s"
+                log.warning(dropped, report.version, self._timeout_s)
                 return
             await asyncio.sleep(_RETRY_S)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """See `GeneratorControl`. Metrics that are not finite are left out: the learner would reject them."""
+        """Leave out metrics that are not finite: the learner would reject them."""
         finite = {name: value for name, value in heartbeat.metrics.items() if math.isfinite(value)}
         self._beat = replace(heartbeat, metrics=finite)
 
     async def leave(self) -> None:
-        """See `GeneratorControl`."""
         if self._task is None or self._hello is None:
             return
         self._task.cancel()
         await asyncio.wait([self._task], timeout=self._timeout_s)
         if self._is_member:
-            await self._send(
-                Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation)
-            )
+            hello = self._hello
+            await self._send(Leave(generator_id=hello.generator_id, incarnation=hello.incarnation))
         self._socket.close(linger=_FLUSH_MS)
         await asyncio.to_thread(self._context.term)
         self._task = None
@@ -167,7 +153,9 @@ class ControlClient:
         while True:
             if time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
                 if self._is_member:
-                    log.warning("the learner is silent; going on with the weights at hand, and calling it")
+                    log.warning(
+                        "the learner is silent; sampling continues, and so do the attempts to reach it"
+                    )
                     self._is_member = False
                 await self._reconnect_if_moved()
             await self._send_heartbeat()
@@ -180,7 +168,7 @@ class ControlClient:
             with contextlib.suppress(TimeoutError):
                 endpoint = await asyncio.wait_for(self._find_learner(), self._timeout_s)
         if endpoint not in ("", self._endpoint):
-            log.warning("the learner listens at %s now, no longer at %s", endpoint, self._endpoint)
+            log.warning("the learner has moved from %s to %s", self._endpoint, endpoint)
             self._endpoint = endpoint
             self._socket.close(linger=0)
             self._connect()
@@ -190,8 +178,7 @@ class ControlClient:
             if not await self._socket.poll(remaining_s * 1000):
                 return
             try:
-                # Not blocking: the message that `poll` saw may be gone, together with the learner that sent
-                # it.
+                # The message that `poll` saw may be gone, together with the learner that sent it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
             except zmq.Again:
                 continue
@@ -210,9 +197,8 @@ class ControlClient:
             case Refused(reason=reason) if self._answer.done():
                 self._put(Stop(reason=f"refused when coming back: {reason}"))
             case Refused(reason=reason):
-                self._answer.set_exception(
-                    ControlRefused(f"control plane: the learner refused this generator: {reason}")
-                )
+                refusal = f"control plane: the learner refused this generator: {reason}"
+                self._answer.set_exception(ControlRefused(refusal))
             case UnknownMember():
                 self._is_member = False
                 await self._send(self._current_hello())
@@ -222,13 +208,13 @@ class ControlClient:
                 raise WireError(f"{type(message).__name__} is for the learner")
 
     def _put(self, order: UpdateOrder | Stop) -> None:
-        """Set the next order: it replaces an older one, but not a stop."""
+        """Set the next order, which replaces an older one, but not a stop."""
         if not isinstance(self._order, Stop):
             self._order = order
         self._arrived.set()
 
     async def _send_heartbeat(self) -> None:
-        """A heartbeat of a member, or the hello of a generator that is not one yet."""
+        """Send a member's heartbeat, or the hello of a generator that is not a member."""
         await self._send(self._beat if self._is_member and self._beat is not None else self._current_hello())
 
     def _current_hello(self) -> Hello:

@@ -43,7 +43,7 @@ def require_keys(socket: "zmq.Socket[bytes]", keys: LearnerKeys) -> ThreadAuthen
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    # Without it a connection is accepted while no authenticator answers for the domain.
+    # Otherwise connections are accepted while no authenticator answers for the domain.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return authenticator
 
@@ -56,7 +56,7 @@ def present_keys(socket: "zmq.Socket[bytes]", keys: GeneratorKeys) -> None:
 
 
 class _AllowList:
-    """The authenticator calls it with the key of every new connection."""
+    """Decides on the key of every new connection; the authenticator calls it."""
 
     def __init__(self, allowed: bytes) -> None:
         self._allowed = z85.encode(allowed)

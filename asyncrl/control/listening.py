@@ -13,15 +13,14 @@ from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
 from asyncrl.errors import ControlError
 
 _MAX_SOCKET_PATH_BYTES = 107
-# Idle connections of strangers take a descriptor each until the handshake times out; the learner needs some
-# as well.
+# Enough for the learner and for strangers' connections, which take one each until the handshake times out.
 _WANTED_DESCRIPTORS = 1 << 16
 
 
 def listen(
     context: "zmq.Context[Any]", endpoint: str, keys: LearnerKeys | None
 ) -> "tuple[zmq.Socket[bytes], ThreadAuthenticator | None]":
-    """A bound ROUTER and its authenticator, to be stopped before the context ends. Raises ControlError."""
+    """A bound ROUTER, and its authenticator: stop it before the context ends. Raises ControlError."""
     _require_private(endpoint, keys)
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     set_options(router, max_bytes=MAX_REPORT_BYTES)
@@ -33,7 +32,7 @@ def listen(
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A generator that connects again takes over its identity; no other process knows it.
+    # A generator that reconnects keeps its identity, which no other process knows.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         router.bind(endpoint)
@@ -59,10 +58,8 @@ def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
         )
     if scheme not in ("ipc", "tcp") or (scheme == "tcp" and is_everywhere(address.rpartition(":")[0])):
         raise ControlError(
-            f"control plane: {endpoint} is no address of one interface; use ipc://PATH, or "
+            f"control plane: {endpoint} is not an address of one interface; use ipc://PATH, or "
             "tcp://ADDRESS:PORT with this host's address in the network of the generators"
         )
     if scheme == "tcp" and keys is None:
-        raise ControlError(
-            f"control plane: {endpoint} would listen to everybody; over a network the run's keys are needed"
-        )
+        raise ControlError(f"control plane: {endpoint} is a network address, which needs the run's keys")

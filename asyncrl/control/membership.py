@@ -5,10 +5,9 @@
       '-----> member --> left           sent a Leave
                  '-----> died           silent for `timeout_s`, or replaced by its own restarted process
 
-A restarted generator has a new incarnation: it becomes a new member, and the old one counts as dead. It is no
-duplicate if the old owner stays silent for `challenge_s` after the first hello of the new one. The first
-third of that time does not count: after a pause of the learner, old messages of the dead owner are read among
-the new hellos.
+A restarted generator has a new incarnation. It replaces the old one, which counts as dead, if the old one
+stays silent for `challenge_s` after the first hello of the new one. Messages in the first third of that time
+do not count: after a pause of the learner, it reads old messages of the dead process among the new hellos.
 """
 
 from collections.abc import Mapping
@@ -36,16 +35,14 @@ class Member:
 
     @property
     def holder(self) -> str:
-        """See `holder_name`."""
         return holder_name(self.hello.generator_id, self.hello.incarnation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Joined:
     """The newcomer is a member; `replaced` is the dead holder that had its name, if any."""
 
-    member: Member
-    replaced: str | None = None
+    replaced: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Deferred:
 
 
 class Membership:
-    """The members by generator id."""
+    """The members of the run."""
 
     def __init__(
         self,
@@ -71,29 +68,19 @@ class Membership:
         host_digest: str = "",
         rows: str = "",
     ) -> None:
-        """`timeout_s`: silence that counts as death; `challenge_s`: the same while the name is disputed."""
-        self._host_digest = host_digest
-        self._rows = rows
-        self._release = release
-        self._config_hash = config_hash
-        self._timeout_s = timeout_s
-        self._challenge_s = challenge_s
-        self._members: dict[str, Member] = {}
+        """Silence of `timeout_s` counts as death, of `challenge_s` while another process wants the name."""
+        self._release, self._config_hash = release, config_hash
+        self._host_digest, self._rows = host_digest, rows
+        self._timeout_s, self._challenge_s = timeout_s, challenge_s
+        self.members: dict[str, Member] = {}  # by generator id
         self._challenges: dict[str, tuple[str, float]] = {}  # generator id -> incarnation, since
-        self.joined = 0
-        self.left = 0
-        self.died = 0
-
-    @property
-    def members(self) -> Mapping[str, Member]:
-        """The members by generator id."""
-        return self._members
+        self.joined = self.left = self.died = 0
 
     def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Deferred | Refused:
         """The decision on a hello that came at `now_s`."""
         if reason := self._objection(hello):
             return Refused(reason=reason)
-        old = self._members.get(hello.generator_id)
+        old = self.members.get(hello.generator_id)
         if old is None:
             return self._join(hello, now_s, replaced=None)
         if old.hello.incarnation == hello.incarnation:
@@ -119,12 +106,8 @@ class Membership:
         member = self._find(beat.generator_id, beat.incarnation)
         if member is None:
             return False
-        member.heard_at_s, member.state, member.version, member.metrics = (
-            now_s,
-            beat.state,
-            beat.version,
-            beat.metrics,
-        )
+        member.heard_at_s = now_s
+        member.state, member.version, member.metrics = beat.state, beat.version, beat.metrics
         return True
 
     def leave(self, leave: Leave) -> str | None:
@@ -133,14 +116,14 @@ class Membership:
         if member is None:
             return None
         self.left += 1
-        del self._members[leave.generator_id]
+        del self.members[leave.generator_id]
         return member.holder
 
     def expire(self, now_s: float) -> list[str]:
         """Remove the members that have been silent for too long and return their holder names."""
-        dead = [member for member in self._members.values() if now_s - member.heard_at_s > self._timeout_s]
+        dead = [member for member in self.members.values() if now_s - member.heard_at_s > self._timeout_s]
         for member in dead:
-            del self._members[member.hello.generator_id]
+            del self.members[member.hello.generator_id]
         self.died += len(dead)
         # A challenger that gave up must not shorten the time of a later challenge.
         self._challenges = {
@@ -160,7 +143,7 @@ class Membership:
                 silent_s=max(now_s - member.heard_at_s, 0.0),
                 metrics=dict(member.metrics),
             )
-            for generator_id, member in sorted(self._members.items())
+            for generator_id, member in sorted(self.members.items())
         ]
 
     def _objection(self, hello: Hello) -> str:
@@ -171,36 +154,31 @@ class Membership:
             )
         if hello.config_hash != self._config_hash:
             return (
-                f"generator has config {hello.config_hash}, the run has {self._config_hash}; "
-                "start the generator without a config to get the run's"
+                f"generator has config {hello.config_hash}, the run has {self._config_hash}; start the "
+                "generator without a config to get the run's"
             )
         if hello.host_digest not in ("", self._host_digest):
             return (
-                "generator took its config from a record of this run that is out of date: the run was "
-                "resumed with other keys of reward, model or run.environment, or the store gave it an old "
-                "record; start the generator again, and if that does not help, find out what else writes "
-                "into the store"
+                "generator has read a record of this run that is out of date: the run was resumed with other "
+                "keys of reward, model or run.environment, or the store returned an old record; start the "
+                "generator again, and if that does not help, find out what else writes to the store"
             )
-        if len(self._members) >= MAX_MEMBERS and hello.generator_id not in self._members:
-            return (
-                f"the run has {MAX_MEMBERS} generators, each with a process that sends to it; that is the "
-                "most allowed"
-            )
+        if len(self.members) >= MAX_MEMBERS and hello.generator_id not in self.members:
+            return f"the run has {MAX_MEMBERS} generators, the most allowed, as each needs a sender process"
         if hello.rows != self._rows:
             return (
-                f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; "
-                "another file lies there under the same path, or it has changed since; give the "
-                "generator's host the learner's file, and start the generator again"
+                f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; the "
+                "file at this path differs between the hosts, or has changed; copy the learner's file to "
+                "the generator's host, and start the generator again"
             )
         return ""
 
     def _join(self, hello: Hello, now_s: float, *, replaced: str | None) -> Joined:
         self.joined += 1
         self._challenges.pop(hello.generator_id, None)
-        member = Member(hello, now_s, version=hello.version)
-        self._members[hello.generator_id] = member
-        return Joined(member=member, replaced=replaced)
+        self.members[hello.generator_id] = Member(hello, now_s, version=hello.version)
+        return Joined(replaced)
 
     def _find(self, generator_id: str, incarnation: str) -> Member | None:
-        member = self._members.get(generator_id)
+        member = self.members.get(generator_id)
         return member if member is not None and member.hello.incarnation == incarnation else None

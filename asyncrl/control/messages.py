@@ -1,4 +1,4 @@
-"""The control plane's messages on the wire, the options of its sockets, and the log of rejected messages."""
+"""The control plane's wire format, the options of its sockets, and the log of rejected messages."""
 
 import logging
 import time
@@ -17,10 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UnknownMember:
-    """learner -> generator: the heartbeat's sender is not a member and must send a hello.
-
-    The learner has restarted, or has counted the generator as dead.
-    """
+    """learner -> generator: the heartbeat's sender is not a member, or no longer, and must say hello."""
 
 
 CODEC = MessageCodec(
@@ -31,7 +28,7 @@ CODEC = MessageCodec(
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
 # Largest message that the learner accepts; generators send a few KiB.
 MAX_REPORT_BYTES = 1 << 15
-# Longer reasons of a report are cut off before they are sent.
+# A report's reason is cut off here before it is sent.
 MAX_REASON_CHARACTERS = 4000
 _QUEUED_MESSAGES = 64
 _HANDSHAKE_MS = 5_000

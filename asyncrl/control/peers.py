@@ -1,20 +1,19 @@
-"""Which connection belongs to which member, and how many messages each may send.
+"""The connections of the members, and the limits on their messages.
 
-A connection is known by the identity that its generator drew at random and sends to the learner alone. The
-names of members are not secret (leases carry them), so a name alone proves nothing: messages in the name of a
-member are accepted only over the connection on which it joined.
+A generator draws its connection's identity at random and sends it to the learner only. Names of members are
+not secret (leases carry them), so a member's messages are accepted only over the connection on which it
+joined.
 """
 
 from dataclasses import dataclass
 
-# Limit on the messages of all connections together that belong to no member: after a restart of the learner a
-# thousand generators may call within a second.
+# Limit on messages of all non-members together: a thousand generators may call within a second of a restart.
 STRANGERS_RATE_S, STRANGERS_BURST = 1000.0, 2000.0
 
 
 @dataclass(slots=True)
 class Budget:
-    """A token bucket: `rate_s` messages a second, `burst` of them without a pause."""
+    """A token bucket: `rate_s` messages per second, `burst` of them without a pause."""
 
     rate_s: float
     burst: float
@@ -43,7 +42,7 @@ class Peers:
         self._strangers = Budget(STRANGERS_RATE_S, STRANGERS_BURST, STRANGERS_BURST)
 
     def admit(self, peer: bytes, now_s: float) -> bool:
-        """Whether to read another message of this connection. Strangers do not use the budgets of members."""
+        """Whether to read another message of this connection; all non-members share one budget."""
         return self._budgets.get(peer, self._strangers).spend(now_s)
 
     def bind(self, peer: bytes, holder: str, now_s: float) -> None:
@@ -53,8 +52,7 @@ class Peers:
 
     def release(self, holder: str) -> None:
         """Forget the connection of a former member."""
-        peer = self._peers.pop(holder, None)
-        if peer is not None:
+        if (peer := self._peers.pop(holder, None)) is not None:
             del self._holders[peer], self._budgets[peer]
 
     def holder(self, peer: bytes) -> str | None:

@@ -5,10 +5,9 @@
                  |                 '----- failed, or too late: sender killed, back-off
                  '-------------------------------------------------------'
 
-A generator that was busy goes straight to the newest version. Generators never wait for each other. After two
-failures in a row, every other attempt uses files, which need no transfer group, if all processes are on one
-host; a success restores the transport. A sender that dies while it has nothing to send is replaced after a
-back-off, too.
+A generator always goes straight to the newest version, and never waits for another one. After two failures in
+a row, every other attempt uses files, which need no transfer group, if all processes are on one host; a
+success restores the transport. A sender that dies while it is idle is replaced after a back-off, too.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
-# After this many updates in a row that arrived and failed the probe, repeating them is pointless.
+# Updates in a row that arrive and fail the probe before the run gives up.
 MOST_REFUSALS = 3
 _BACKOFF = Backoff(0.25, 30.0)
 _UNKNOWN = -1
@@ -52,7 +51,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RestartSender:
-    """Kill the holder's sender, whatever it does, and start another one."""
+    """Kill the holder's sender and start another one."""
 
     holder: str
 
@@ -70,9 +69,9 @@ Action = Prepare | Deliver | RestartSender | CloseSender
 @dataclass(slots=True)
 class _Member:
     transport: str
-    # Transport of every other attempt after two failures; `transport` again if no other can work.
+    # Transport of every other attempt after two failures; the same one if no other can work.
     alternative: str
-    # The version that the generator has reported as applied; -1: unknown, so that any version is newer.
+    # The version that the generator has reported as applied; -1 if unknown, so that any version is newer.
     version: int
     phase: Phase = Phase.IDLE
     target: Weights | None = None
@@ -99,7 +98,7 @@ class UpdateSchedule:
     transport: str
     # Bound on a transfer, and again on the generator's report after it.
     deadline_s: float
-    # Bound on a sender's preparation: its start, the writing of files. The generator samples on meanwhile.
+    # Bound on a sender's start and preparation, for example writing files; the generator keeps sampling.
     preparation_s: float
     # Whether generators see the learner's files.
     one_host: bool = True
@@ -108,19 +107,11 @@ class UpdateSchedule:
     failed: int = 0
     # From the newest report that has one, applied or refused.
     probe_max: float | None = None
-    _members: dict[str, _Member] = field(default_factory=dict)
-
-    def phase(self, holder: str) -> Phase:
-        """The phase of the member's update."""
-        return self._members[holder].phase
-
-    def version(self, holder: str) -> int:
-        """The version that the member has applied; -1 if unknown."""
-        return self._members[holder].version
+    members: dict[str, _Member] = field(default_factory=dict)
 
     def has_sender(self, holder: str) -> bool:
-        """False from the death of the member's sender until its `RestartSender`; ignore its messages."""
-        return self._members[holder].has_sender
+        """False from the death of the member's sender until its `RestartSender`."""
+        return self.members[holder].has_sender
 
     def common_transport(self, offered: Sequence[str]) -> str | None:
         """The preferred transport, else gloo, else files on one host; None if none of them is offered."""
@@ -128,20 +119,19 @@ class UpdateSchedule:
         return next((transport for transport in usable if transport in offered), None)
 
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
-        """Add a member. `transports` must include a common transport.
+        """Add a member whose `transports` include a common one.
 
-        Version 0 is the initial model. Any other version counts as unknown: an earlier learner may have made
-        it.
+        A `version` other than 0, the initial model, counts as unknown: an earlier learner may have made it.
         """
         transport = self.common_transport(transports)
         assert transport is not None, f"{holder} offers {transports}"
         alternative = "disk" if self.one_host and "disk" in transports else transport
-        self._members[holder] = _Member(transport, alternative, version if version == 0 else _UNKNOWN)
+        self.members[holder] = _Member(transport, alternative, version if version == 0 else _UNKNOWN)
         return self._begin(holder, now_s)
 
     def remove(self, holder: str) -> list[Action]:
-        """Remove a member that left or died."""
-        return [CloseSender(holder)] if self._members.pop(holder, None) else []
+        """Remove a former member."""
+        return [CloseSender(holder)] if self.members.pop(holder, None) else []
 
     def announce(self, version: int, now_s: float) -> list[Action]:
         """Bring all members to a version that has been published."""
@@ -149,8 +139,8 @@ class UpdateSchedule:
         return self._begin_all(now_s)
 
     def prepared(self, holder: str, order: UpdateOrder, now_s: float) -> list[Action]:
-        """The sender is ready. The order's version may be newer than the announced one."""
-        member = self._members.get(holder)
+        """The sender is ready with an order, whose version may be newer than the announced one."""
+        member = self.members.get(holder)
         if member is None or member.phase is not Phase.PREPARING:
             return []
         member.phase, member.target, member.until_s = Phase.UPDATING, order.weights, now_s + self.deadline_s
@@ -158,7 +148,7 @@ class UpdateSchedule:
 
     def sent(self, holder: str, now_s: float) -> list[Action]:
         """The transfer is complete; the generator now has `deadline_s` to apply the weights."""
-        member = self._members.get(holder)
+        member = self.members.get(holder)
         if member is not None and member.phase is Phase.UPDATING:
             member.until_s = now_s + self.deadline_s
         return []
@@ -169,7 +159,7 @@ class UpdateSchedule:
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""
-        member = self._members.get(holder)
+        member = self.members.get(holder)
         if member is None or member.phase is not Phase.UPDATING:
             return []
         if Weights(report.version, report.lineage) != member.target:
@@ -177,8 +167,7 @@ class UpdateSchedule:
         if report.applied or report.probe_max > 0:
             self.probe_max = report.probe_max
         if not report.applied:
-            # Otherwise the weights did not arrive, so the probe tells nothing about them.
-            if report.probe_max > 0:
+            if report.probe_max > 0:  # otherwise the weights did not arrive
                 member.refused, member.reason = member.refused + 1, report.reason
             return self._fail(holder, now_s)
         self.updates += 1
@@ -188,28 +177,29 @@ class UpdateSchedule:
 
     @property
     def hopeless(self) -> str | None:
-        """The reason of the refusals, if every generator has refused `MOST_REFUSALS` updates in a row."""
-        members = self._members.values()
+        """The message that ends the run, if every generator has refused `MOST_REFUSALS` updates in a row."""
+        members = list(self.members.values())
         if not members or min(member.refused for member in members) < MOST_REFUSALS:
             return None
-        return next(member.reason for member in members)
+        reason = members[0].reason
+        return f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: {reason}"
 
     def tick(self, now_s: float) -> list[Action]:
         """Apply the deadlines and back-offs that have passed by `now_s`."""
-        late = [h for h, m in self._members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
+        late = [h for h, m in self.members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
         actions = [action for holder in late for action in self._fail(holder, now_s)]
         return actions + self._begin_all(now_s)
 
     def postpone(self, holder: str) -> None:
-        """A `Prepare` found no version to send at this moment; the next tick repeats it."""
-        member = self._members[holder]
+        """Repeat with the next tick a `Prepare` that found no version to send."""
+        member = self.members[holder]
         member.phase, member.until_s = Phase.IDLE, 0.0
 
     def _begin_all(self, now_s: float) -> list[Action]:
-        return [action for holder in self._members for action in self._begin(holder, now_s)]
+        return [action for holder in self.members for action in self._begin(holder, now_s)]
 
     def _begin(self, holder: str, now_s: float) -> list[Action]:
-        member = self._members[holder]
+        member = self.members[holder]
         if member.phase is not Phase.IDLE or now_s < member.until_s:
             return []
         if not member.has_sender:  # the next call prepares: perhaps no sender can be started now
@@ -221,7 +211,7 @@ class UpdateSchedule:
         return [Prepare(holder, member.next_transport)]
 
     def _fail(self, holder: str, now_s: float) -> list[Action]:
-        member = self._members.get(holder)
+        member = self.members.get(holder)
         if member is None or not member.has_sender:
             return []
         phase, member.phase = member.phase, Phase.IDLE

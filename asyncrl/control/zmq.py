@@ -2,18 +2,15 @@
 
 In the learner process, rank 0:
 
-    publisher = SharedMemoryPublisher(layout, probe_ids=..., directory=run / "weights", deadline_s=...,
-    interface=...) hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo",
-                     deadline_s=config.weights.deadline_s, release=__version__, config_hash=...,
-                     on_dead=buffer_revoke)
+    publisher = SharedMemoryPublisher(layout, ...)
+    hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo", ...)
     publisher.publish(version, parameters, probe_logprobs)      # copies the weights
-    hub.announce(version)                                       # returns at once; generators follow alone
+    hub.announce(version)                                       # does not wait for generators
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
 
 One update: the sender prepares -> the generator gets the order, and the sender starts -> both meet in their
-two-party group -> the generator reports. After any failure the sender is killed and replaced after a
-back-off; see `updates`.
+two-party group -> the generator reports. After a failure the sender is killed, and replaced after a back-off.
 """
 
 import contextlib
@@ -34,15 +31,7 @@ from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership, holder_name
 from asyncrl.control.messages import CODEC, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
-from asyncrl.control.updates import (
-    MOST_REFUSALS,
-    Action,
-    CloseSender,
-    Deliver,
-    Prepare,
-    RestartSender,
-    UpdateSchedule,
-)
+from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.progress import Attention
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
@@ -52,12 +41,11 @@ log = logging.getLogger(__name__)
 # Longest time between two checks of the deadlines.
 _ROUND_MS = 100
 _MESSAGES_PER_ROUND = 1000
-# Time for a sender to start, on top of the deadline of its transfer; the generator samples on meanwhile.
+# Time for a sender to start, on top of the deadline of its transfer; the generator keeps sampling meanwhile.
 _SENDER_START_S = 60.0
 _STOP_S = 10.0
 _FLUSH_MS = 1000
-# Most newcomers that have been welcomed and have sent nothing since. A member gets its sender, which is a
-# process, with its second message.
+# Most welcomed newcomers without a sender. A sender is a process, so it starts at the second message.
 MAX_GREETED = 64
 
 
@@ -87,13 +75,12 @@ class ControlHub:
             endpoint: ipc://PATH, or tcp://ADDRESS:PORT with the address of one interface of this host, which
                 the publisher gets as well; tcp:// needs `keys`.
             release, config_hash, host_digest, rows: a generator whose `Hello` has others is refused.
-            on_dead: called, in a thread of its own, with the holder name of a generator that died or was
-                replaced. Its failure is logged, because the leases that it revokes expire anyway.
+            on_dead: revokes the leases of a generator (by holder name) that died or was replaced; called in a
+                thread of its own. Its failure is logged, because leases expire anyway.
             on_report: called in the hub's thread with generator id and report of every update.
         """
         self._publisher, self._wire_key = publisher, wire_key
-        self._on_dead = on_dead
-        self._on_report = on_report
+        self._on_dead, self._on_report = on_dead, on_report
         patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
         self._membership = Membership(
             release=release, config_hash=config_hash, host_digest=host_digest, rows=rows, **patience
@@ -101,14 +88,12 @@ class ControlHub:
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )
-        self._peers, self._attention = (
-            Peers(heartbeat_s=config.heartbeat_s),
-            Attention(lambda: time.monotonic()),
-        )
+        self._peers = Peers(heartbeat_s=config.heartbeat_s)
+        self._attention = Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
         self._killed = self._not_started = 0
-        # Rounds of the thread, about ten a second; a count that stands still shows that the thread hangs.
+        # Rounds of the thread, about ten a second. If the number does not grow, the thread hangs.
         self.rounds = 0
         self._rejections = Rejections()
         self._announced: int | None = None
@@ -134,33 +119,25 @@ class ControlHub:
     # --- called by the learner, from any thread ---------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """See `LearnerControl`. Raises ControlError if the control plane has broken down."""
         self.check()
         self._announced = version
         self._wake_up()
 
     def check(self) -> None:
-        """See `LearnerControl`."""
         if self._failure is not None:
             raise ControlError(
                 f"the control thread died: {self._failure!r}; its traceback is in the log"
             ) from self._failure
         if self._hopeless is not None:
-            raise UpdatesRefused(
-                f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: "
-                f"{self._hopeless}"
-            )
+            raise UpdatesRefused(self._hopeless)
 
     def members(self) -> list[MemberStatus]:
-        """See `LearnerControl`."""
         return list(self._statuses)
 
     def counters(self) -> Mapping[str, float]:
-        """See `LearnerControl`; also `messages_rejected`."""
         return dict(self._counters)
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
-        """See `LearnerControl`. Kills the senders."""
         self._farewell = farewell
         self._stop_reason = reason
         self._wake_up()
@@ -194,8 +171,7 @@ class ControlHub:
 
     def _round(self) -> None:
         self._wait()
-        # While this process was paused, heartbeats may not have reached ZeroMQ's queue: the pause is not
-        # counted as silence of the generators.
+        # A pause of this process is not silence of the generators: their heartbeats may not be queued yet.
         self._attention.look()
         self._read_messages()
         now_s = time.monotonic()
@@ -222,9 +198,7 @@ class ControlHub:
 
     def _live_senders(self) -> dict[str, Sender]:
         """All but the dead ones, whose end of stream would wake this thread without a pause."""
-        return {
-            holder: sender for holder, sender in self._senders.items() if self._schedule.has_sender(holder)
-        }
+        return {name: sender for name, sender in self._senders.items() if self._schedule.has_sender(name)}
 
     def _read_messages(self) -> None:
         for _ in range(_MESSAGES_PER_ROUND):
@@ -234,28 +208,22 @@ class ControlHub:
                 return
             try:
                 self._handle(*frames)
-            except Exception as error:  # noqa: BLE001 - one bad message must not keep the others from being handled
+            except Exception as error:  # noqa: BLE001 - a bad message must not stop the handling of others
                 self._rejections.add(error)
 
     def _handle(self, peer: bytes, data: bytes) -> None:
-        now_s = time.monotonic()
+        now_s, member = time.monotonic(), self._peers.holder(peer)
+        sender = f"the connection of {member}" if member else "a connection that is not a member"
         if not self._peers.admit(peer, now_s):
-            raise WireError(
-                f"{self._peers.holder(peer) or 'connections that are not members'} sent too many messages"
-            )
-        message, member = CODEC.decode(data, self._wire_key), self._peers.holder(peer)
-        if isinstance(message, UpdateReport):
-            if member is None:
-                raise WireError(
-                    f"a report on version {message.version} from a connection that is not a member"
-                )
+            raise WireError(f"{sender} sent too many messages")
+        message = CODEC.decode(data, self._wire_key)
+        if isinstance(message, UpdateReport) and member is not None:
             self._handle_report(member, message, now_s)
             return
         if not isinstance(message, Hello | Heartbeat | Leave):
-            raise WireError(f"{type(message).__name__} is for generators, {member} sent it to the learner")
+            raise WireError(f"{sender} must not send the learner this message: {type(message).__name__}")
         holder = holder_name(message.generator_id, message.incarnation)
         if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:
-            sender = f"the connection of {member}" if member else "a connection that is not a member"
             raise WireError(
                 f"{sender} sent a message in the name of {holder}: identity and generator_id do not match"
             )
@@ -275,16 +243,13 @@ class ControlHub:
     def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
         holder = holder_name(hello.generator_id, hello.incarnation)
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
-            raise WireError(
-                f"{MAX_GREETED} newcomers were welcomed and have sent nothing since; {holder} has to call "
-                "again"
-            )
-        transport = self._schedule.common_transport(hello.transports)
+            raise WireError(f"{MAX_GREETED} newcomers have no sender yet; {holder} must send another hello")
+        transport, offered = self._schedule.common_transport(hello.transports), ", ".join(hello.transports)
         answer: Joined | AlreadyMember | Deferred | Refused
         if transport is None:
             answer = Refused(
-                reason=f"generator takes weights over {', '.join(hello.transports) or 'nothing'}, the "
-                f"learner sends over {self._schedule.transport}; set the same weights.transport for both"
+                reason=f"the generator receives weights over {offered or 'nothing'}, the learner sends over "
+                f"{self._schedule.transport}; set the same weights.transport for both"
             )
         else:
             answer = self._membership.hello(hello, self._attention.now_s)
@@ -296,19 +261,17 @@ class ControlHub:
             self._start_sender(holder, now_s)
         elif isinstance(answer, Joined):
             log.info("generator %s joined with version %d", holder, hello.version)
-            if answer.replaced is not None:
-                log.warning(
-                    "generator %s has been replaced by %s and is counted dead", answer.replaced, holder
-                )
-                self._remove_dead(answer.replaced)
+            if (dead := answer.replaced) is not None:
+                log.warning("generator %s has been replaced by %s and is counted dead", dead, holder)
+                self._remove_dead(dead)
             self._peers.bind(peer, holder, now_s)
             self._greeted[holder] = hello
             self._send(holder, Welcome(version=self._schedule.newest))
             if transport != self._schedule.transport:
                 log.warning(
-                    "generator %s takes %s but not %s: its weights go over %s, which is slower; start it "
-                    "with the learner's weights.transport, on a device that has it",
-                    *(holder, ", ".join(hello.transports), self._schedule.transport, transport),
+                    "generator %s can receive over %s, but not over %s: its weights go over %s, which is "
+                    "slower; start it with the learner's weights.transport, on a device that has it",
+                    *(holder, offered, self._schedule.transport, transport),
                 )
 
     def _start_sender(self, holder: str, now_s: float) -> None:
@@ -327,15 +290,11 @@ class ControlHub:
         )
 
     def _handle_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
+        generator_id, _, _ = holder.rpartition(":")
         if not report.applied:
-            log.warning(
-                "generator %s refused version %d: %s",
-                holder.rpartition(":")[0],
-                report.version,
-                report.reason,
-            )
+            log.warning("generator %s refused version %d: %s", generator_id, report.version, report.reason)
         try:
-            self._on_report(holder.rpartition(":")[0], report)
+            self._on_report(generator_id, report)
         finally:
             self._carry_out(self._schedule.reported(holder, report, now_s))
 
@@ -387,16 +346,14 @@ class ControlHub:
         self._remove(holder)
         try:
             self._revoker.submit(self._revoke, holder)
-        except (
-            RuntimeError
-        ) as error:  # the first call starts the thread, which the host may not be able to do
-            log.warning("the leases of %s are not revoked (%s); they run out by themselves", holder, error)
+        except RuntimeError as error:  # the host cannot start the thread, which starts with the first call
+            log.warning("the leases of %s are not revoked (%s); they expire anyway", holder, error)
 
     def _revoke(self, holder: str) -> None:
         try:
             self._on_dead(holder)
         except AsyncRLError:
-            log.exception("the leases of %s could not be revoked; they run out by themselves", holder)
+            log.exception("the leases of %s could not be revoked; they expire anyway", holder)
 
     def _send(self, holder: str, message: Any) -> bool:
         """Send to a member; False if it cannot be reached at this moment."""

@@ -1,13 +1,12 @@
-"""Reward functions, and the interface of what scores rollouts with them.
+"""Reward functions, and the interface of a scorer, which calls them.
 
 A reward function is any callable
 
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None]
 
-It gets those columns of the dataset row that it names (or all with `**columns`), and may be `async`. It
-returns a finite number, or a pair of the number and the answer it found in the response (None if there is
-none), by which votes are counted. If it raises, hangs or returns anything else, the ticket has failed; that
-is never a score of 0.
+It gets the columns of the dataset row that it names (or all with `**columns`), and may be `async`. It returns
+a finite number, or a pair of the number and the answer in the response (None without one), for votes. If it
+raises, hangs or returns anything else, the ticket fails; that is never a score of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ class Score:
     total: float
     # Unweighted parts, by name.
     parts: Mapping[str, float]
-    # As in `Rollout`; the first answer, if several functions return one.
+    # As in `Rollout`; the first one, if several functions return answers.
     answer: str | None = None
 
 
@@ -43,7 +42,7 @@ class Scorer(Protocol):
     """Scores the responses of a group."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input. Raises RewardError: a function raised, timed out, or gave no finite number."""
+        """One score per input. Raises RewardError if a function raises, hangs, or returns anything else."""
         ...
 
     async def close(self) -> None: ...

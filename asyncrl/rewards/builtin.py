@@ -1,6 +1,6 @@
 """The built-in reward functions. A wrong answer scores 0; a row that cannot be scored raises ValueError.
 
-Functions that look for one answer return it as well, in a normal form: equal numbers are equal texts.
+Functions that look for one answer also return it, in a normal form: equal numbers are equal texts.
 """
 
 import re
@@ -14,7 +14,7 @@ _FINAL = re.compile(r"####\s*(" + _NUMBER.pattern + ")")
 
 
 def exact_match(prompt: str, response: str, answer: object) -> tuple[float, str]:
-    """1 if the response equals the column `answer`, apart from white space around them."""
+    """1 if the response equals the column `answer`, apart from surrounding white space."""
     return float(response.strip() == str(answer).strip()), response.strip()
 
 
@@ -28,10 +28,7 @@ def arithmetic(prompt: str, response: str, answer: object) -> tuple[float, str |
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
-    """1 if the final answer equals the number after `#### ` in column `answer`.
-
-    The final answer is the number after the last `####` of the response, or, without `####`, its last number.
-    """
+    """1 if the response's number after its last `####`, else its last number, is that of column `answer`."""
     reference = _FINAL.findall(answer)
     if not reference:
         raise ValueError(f"column `answer` holds no `#### number`: {answer[-80:]!r}")
@@ -43,9 +40,8 @@ def words_used(prompt: str, response: str, words: Sequence[str]) -> float:
     """Share of the column `words` that the response uses as whole words, plural included, in any case."""
     if isinstance(words, str) or not words:
         raise ValueError(f"column `words` must be a list of at least one word, found {words!r}")
-    return sum(
-        bool(re.search(rf"\b{re.escape(word)}(s|es)?\b", response, re.IGNORECASE)) for word in words
-    ) / len(words)
+    used = [re.search(rf"\b{re.escape(word)}(s|es)?\b", response, re.IGNORECASE) for word in words]
+    return sum(map(bool, used)) / len(words)
 
 
 def _compare(found: str | None, expected: Decimal) -> tuple[float, str | None]:

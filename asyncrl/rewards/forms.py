@@ -1,15 +1,15 @@
-"""The forms that a reward function may have, by the names of its parameters: asyncrl's, TRL's, verl's.
+"""The forms of a reward function, known by the names of its parameters: asyncrl's, TRL's, verl's.
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
 
-A function of any form is called for one response at a time: TRL's lists have one item. If the prompts of the
-data are chat messages, TRL's functions get messages, as in TRL.
+Every function is called for one response at a time, so TRL's lists have one item. If the prompts of the data
+are chat messages, TRL's functions get messages, as in TRL.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,23 +19,25 @@ ALLOWED = (
     "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's "
     "(data_source, solution_str, ground_truth, extra_info=None) -> float are known by these names"
 )
-# In place of an answer: the function returns no answers. (None means that the response contains none.)
+# Stands for the answer if a function returns no answers. (None means that the response contains none.)
 UNSAID = object()
-# Argument beside the row's columns: whether the response was cut off.
+# Argument in addition to the row's columns: whether the response was cut off.
 TRUNCATED = "truncated"
-# Arguments that TRL's trainer passes to reward functions and asyncrl does not have.
+# Arguments that TRL's trainer passes to reward functions, but asyncrl does not have.
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+Arguments = tuple[tuple[str, ...], dict[str, Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a function is called. This class is asyncrl's own form; the other forms override what differs."""
+    """asyncrl's own form of calling a function; the other forms override what differs."""
 
     # Names of the parameters that may be passed by name.
     accepted: frozenset[str]
-    # Those of them that have no default.
+    # The accepted ones without a default.
     required: frozenset[str]
     # Whether the function has a `**` parameter.
     takes_all: bool
@@ -44,20 +46,17 @@ class Form:
         """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - {TRUNCATED})
 
-    def arguments(
-        self, prompt: str, response: str, row: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
         """Positional and named arguments of the call for one response."""
-        return (prompt, response), self._wanted(row, without={"prompt", "response"})
+        return (prompt, response), self._wanted(row, without=("prompt", "response"))
 
     def read(self, returned: Any) -> tuple[Any, Any]:
-        """Score and answer (`UNSAID` if there is none) from the returned value; neither is checked yet."""
+        """Score and answer (or `UNSAID`) from the returned value; neither is checked yet."""
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
-    def _wanted(self, values: Mapping[str, Any], *, without: set[str]) -> dict[str, Any]:
-        return {
-            k: v for k, v in values.items() if (self.takes_all or k in self.accepted) and k not in without
-        }
+    def _wanted(self, values: Mapping[str, Any], *, without: Container[str] = ()) -> dict[str, Any]:
+        names = values.keys() if self.takes_all else values.keys() & self.accepted
+        return {name: value for name, value in values.items() if name in names and name not in without}
 
 
 class TRLForm(Form):
@@ -66,14 +65,12 @@ class TRLForm(Form):
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
 
-    def arguments(
-        self, prompt: str, response: str, row: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
         messages = row.get("prompt")
         is_chat = isinstance(messages, list)
         completion = [{"role": "assistant", "content": response}] if is_chat else response
         given = {"prompts": messages if is_chat else prompt, "completions": completion}
-        values = self._wanted(row, without={"prompt", "response"}) | self._wanted(given, without=set())
+        values = self._wanted(row, without=("prompt", "response")) | self._wanted(given)
         return (), {name: [value] for name, value in values.items()}
 
     def read(self, returned: Any) -> tuple[Any, Any]:
@@ -81,8 +78,7 @@ class TRLForm(Form):
             [one] = returned
         except (TypeError, ValueError):
             raise RewardError(
-                f"returned {str(returned)[:80]!r} for one completion; a function of TRL's form returns a "
-                "list of one number"
+                f"returned {str(returned)[:80]!r} for one completion; TRL's form returns a list of one number"
             ) from None
         return one, UNSAID
 
@@ -91,30 +87,24 @@ class VerlForm(Form):
     """verl's form: the answer is column `ground_truth`, or `ground_truth` in column `reward_model`."""
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
-        missing = Form.lacking(self, row)
-        given = {"data_source", "solution_str", "extra_info"} | (
-            {"ground_truth"} if _ground_truth(row) is not None else set()
-        )
-        return [name for name in missing if name not in given]
+        given = ["data_source", "solution_str", "extra_info"]
+        if _ground_truth(row) is not None:
+            given.append("ground_truth")
+        return [name for name in Form.lacking(self, row) if name not in given]
 
-    def arguments(
-        self, prompt: str, response: str, row: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
         given = {
             "data_source": row.get("data_source", ""),
             "extra_info": row.get("extra_info"),
             "solution_str": response,
+            "ground_truth": _ground_truth(row),
         }
-        given["ground_truth"] = _ground_truth(row)
-        others = self._wanted(row, without={"prompt", "response"})
-        return (), others | self._wanted(given, without=set())
+        return (), self._wanted(row, without=("prompt", "response")) | self._wanted(given)
 
     def read(self, returned: Any) -> tuple[Any, Any]:
-        return (
-            (returned.get("score"), returned.get("pred", UNSAID))
-            if isinstance(returned, Mapping)
-            else (returned, UNSAID)
-        )
+        if isinstance(returned, Mapping):
+            return returned.get("score"), returned.get("pred", UNSAID)
+        return returned, UNSAID
 
 
 def form_of(parameters: Sequence[inspect.Parameter]) -> Form:

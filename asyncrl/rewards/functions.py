@@ -19,8 +19,7 @@ ANSWER_CHARACTERS = 64
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function`, `path.py:function` or a built-in's name means.
-    Raises RewardError."""
+    """Load `package.module:function`, `path.py:function` or a built-in. Raises RewardError."""
     if ":" not in name:
         if name in BUILTINS:
             return BUILTINS[name]
@@ -35,14 +34,15 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
-    """A caller that hands `function` what its form asks for, awaits it if it is async, and checks what it
-    returns.
+    """Wrap a function of any form, async or not, as (prompt, response, columns) -> (reward, answer).
 
-    It returns the reward and the answer (see `Rollout.answer`). Raises RewardError for a function of no known
-    form; the caller for a missing column and for anything that is no finite number or no answer. What the
-    function itself raises passes through.
+    Raises RewardError for an unknown form. The wrapper raises it for a missing column, and for a returned
+    value that is not a finite number or not an answer; exceptions of the function itself pass through.
     """
-    form = _form_of(function)
+    try:
+        form = form_of(list(inspect.signature(function).parameters.values()))
+    except ValueError:  # some built-in types have no signature
+        form = Form(accepted=frozenset(), required=frozenset(), takes_all=False)
 
     def call(prompt: str, response: str, columns: Mapping[str, Any]) -> tuple[float, str | None]:
         if missing := form.lacking(columns):
@@ -55,21 +55,11 @@ def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]]
     return call
 
 
-def _form_of(function: Callable[..., Any]) -> Form:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # some built-in types have no signature
-        return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
-    return form_of(parameters)
-
-
 def checked_reward(value: object) -> float:
     """`value` as a float, or RewardError: a bool, None, text, NaN or infinity is a mistake, not a reward."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RewardError(
-            f"returned {type(value).__name__} `{str(value)[:80]}`; a reward is one finite number (float or "
-            "int)"
-        )
+        found = f"{type(value).__name__} `{str(value)[:80]}`"
+        raise RewardError(f"returned {found}; a reward is one finite number (float or int)")
     try:
         number = float(value)
     except OverflowError:
@@ -80,14 +70,13 @@ def checked_reward(value: object) -> float:
 
 
 def checked_answer(answer: object) -> str:
-    """`answer` as a short text, empty for none; RewardError for what two equal answers need not have in
-    common."""
+    """`answer` as a short text, empty for None. Raises RewardError for another type than text and number."""
     if answer is None:
         return ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+        found = f"{type(answer).__name__} `{str(answer)[:80]}`"
         raise RewardError(
-            f"returned {type(answer).__name__} `{str(answer)[:80]}` as the answer; an answer is a text, a "
-            "number, or None where the response has none"
+            f"returned {found} as the answer; an answer is a text, a number, or None if the response has none"
         )
     data = str(answer).strip().encode("utf-8", "replace")
     text = data.decode()

@@ -1,10 +1,9 @@
 """Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
 
 Each worker scores one response at a time. The time limit of a call starts when the worker reports that it has
-begun, so waiting for a free worker does not count. A worker that is late, dies, or is interrupted within a
-call is killed with its process group, and the next call starts another one; so no reply can be mistaken for
-that of another call. Before a worker reports that it has begun, no user code has seen the response. If it
-fails before that, the call is repeated with another worker.
+begun; until then, no user code has seen the response, and a call that fails is repeated with another worker.
+A worker that is late, dies, or is interrupted within a call is killed with its process group, so no reply can
+be mistaken for that of another call. The next call starts another worker.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ AGAIN_S = 1.0
 # Limit for killed workers to end when the pool closes.
 END_S = 5.0
 MAX_REPLY_BYTES = 64 * 1024
-# The end of what user code prints is kept for the error message. The rest is read, counted and discarded.
+# Output of user code is counted, and only its end is kept, for the error message.
 OUTPUT_TAIL_BYTES = 4096
 
 
@@ -51,7 +50,7 @@ class RewardPool:
     """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
 
     def __init__(self, config: RewardConfig, run_root: Path) -> None:
-        """`run_root` holds keys, sockets and checkpoints; a sandbox does not show it."""
+        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints."""
         self._config = config
         self._sandbox = sandbox_of(config, run_root)
         self._workers = [_Worker(config, self._sandbox) for _ in range(config.workers)]
@@ -60,14 +59,13 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def start(self) -> None:
-        """Start all workers, so that a function that cannot be loaded stops the run and not the first
-        tickets."""
+        """Start all workers, so that a function that cannot be loaded fails the run, not a ticket."""
         if self._sandbox and (problem := self._sandbox.problem()):
             raise RewardError(problem)
         await asyncio.gather(*(worker.load() for worker in self._workers))
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input; the first failure ends the call with RewardError and gives up the others."""
+        """One score per input. The first failure cancels the others and raises RewardError."""
         tasks = [asyncio.create_task(self._score_one(one)) for one in inputs]
         try:
             return await asyncio.gather(*tasks)
@@ -110,15 +108,22 @@ class _Worker:
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
         self._printed = _Printed()
+        # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
-        """Of the output of this process and of killed ones that are still ending."""
 
     async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
-        """All reward parts of one response, and its answer. A worker that fails or gets out of step is
-        killed."""
+        """All reward parts of one response, and its answer. A worker that fails is killed."""
         in_step = False
+        columns = {"truncated": one.truncated} | dict(one.row)
+        request = _packed({"prompt": one.prompt, "response": one.response, "columns": columns})
+
+        async def begin() -> None:
+            await self.start()
+            await self._send(request)
+            await self._receive("started", bool, START_S, "the beginning of a call")
+
         try:
-            await self._begin(_packed(_request(one)))
+            await self._insist(begin, (RewardError, OSError), "begin a call")
             parts: dict[str, float] = {}
             answer: str | None = None
             is_spent = False
@@ -127,7 +132,7 @@ class _Worker:
                     "value", float, self._config.timeout_s, f"reward part `{function.part}`"
                 )
                 if "error" in reply:
-                    # What failed there may have filled /tmp or used up descriptors.
+                    # In a sandbox, the failed call may have filled /tmp or used up descriptors.
                     in_step = self._sandbox is None
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
                 parts[function.part] = reply["value"]
@@ -140,40 +145,29 @@ class _Worker:
                 self.kill()
 
     async def load(self) -> None:
-        """`start`, repeated with another process if this one dies or hangs. An error that it reports is not
-        repeated."""
+        """Start; if the process dies or hangs, start another one. A reported error is raised immediately."""
         await self._insist(self.start, (_Lost, OSError), "load the functions")
-
-    async def _begin(self, request: bytes) -> None:
-        """Send a call; if the process does not begin it, send it to another one."""
-
-        async def begin() -> None:
-            await self.start()
-            await self._send(request)
-            await self._receive("started", bool, START_S, "the beginning of a call")
-
-        await self._insist(begin, (RewardError, OSError), "begin a call")
 
     async def _insist(
         self, attempt: Callable[[], Awaitable[None]], may_pass: tuple[type[Exception], ...], what: str
     ) -> None:
+        """Repeat the attempt, each time with a new process, while it raises an error that `may_pass`."""
         for left in reversed(range(BEGINNINGS)):
             try:
                 await attempt()
-            except may_pass as error:  # such as no memory for one more process
+            except may_pass as error:  # for example, no memory for another process
                 self.kill()
                 if not left:
                     raise RewardError(
                         f"{BEGINNINGS} reward workers in a row did not {what}; the last: {error}"
                     ) from error
-                log.warning("a reward worker did not %s, which another one is asked to do: %s", what, error)
+                log.warning("a reward worker did not %s, so another one is started: %s", what, error)
                 await asyncio.sleep(AGAIN_S)
             else:
                 return
 
     async def start(self) -> None:
-        """Start the process and have it load the functions, unless it is running. Raises RewardError and
-        OSError."""
+        """Start the process, which loads the functions, unless it is running. Raises RewardError, OSError."""
         if self._process is not None and self._process.returncode is None:
             return
         self.kill()
@@ -182,24 +176,24 @@ class _Worker:
         reader = asyncio.create_task(_read_output(self._process, self._printed))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
-        ready = False
+        memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
+        orders = {
+            "functions": [[function.part, function.function] for function in self._config.functions],
+            "limits": memory | (limits() if self._sandbox else {}),
+            "sandboxed": self._sandbox is not None,
+        }
         try:
-            await self._send(_packed(self._orders()))
+            await self._send(_packed(orders))
             reply = await self._receive("ready", bool, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
-            ready = True
-        finally:
-            if not ready:
-                self.kill()
+        except BaseException:
+            self.kill()
+            raise
 
     async def _fork(self) -> asyncio.subprocess.Process:
-        command = [
-            sys.executable,
-            "-m",
-            "asyncrl.rewards.worker",
-            str(PARENT_PID if self._sandbox else os.getpid()),
-        ]
+        parent = PARENT_PID if self._sandbox else os.getpid()
+        command = [sys.executable, "-m", "asyncrl.rewards.worker", str(parent)]
         with contextlib.ExitStack() as stack:
             filters = []
             if self._sandbox:
@@ -217,7 +211,7 @@ class _Worker:
             )
 
     def kill(self) -> None:
-        """Kill the process with its group. The next call starts another one."""
+        """Kill the process with its group."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -229,7 +223,7 @@ class _Worker:
             log.debug("reward worker %d and its group are gone already", process.pid)
 
     async def wait(self) -> None:
-        """After `kill`: until everything that was killed has ended."""
+        """Wait until all killed processes have ended, at most `END_S`."""
         if not self._readers:
             return
         _, pending = await asyncio.wait(self._readers, timeout=END_S)
@@ -241,14 +235,6 @@ class _Worker:
         """The end of what user code printed in this process."""
         return self._printed.tail.decode("utf-8", "replace").strip()[-500:]
 
-    def _orders(self) -> dict[str, Any]:
-        memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
-        return {
-            "functions": [[function.part, function.function] for function in self._config.functions],
-            "limits": memory | (limits() if self._sandbox else {}),
-            "sandboxed": self._sandbox is not None,
-        }
-
     async def _send(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -257,7 +243,7 @@ class _Worker:
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
             raise _Lost(
-                f"the reward worker takes no calls ({type(error).__name__}){self._output()}"
+                f"the reward worker accepts no calls ({type(error).__name__}){self._output()}"
             ) from error
 
     async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
@@ -268,7 +254,7 @@ class _Worker:
                 (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
                 if length > MAX_REPLY_BYTES:
                     raise RewardError(
-                        f"{doing}: the reward worker's reply is no frame ({length} bytes){self._output()}"
+                        f"{doing}: the reward worker's reply is not a frame ({length} bytes){self._output()}"
                     )
                 reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
@@ -277,39 +263,31 @@ class _Worker:
             raise _Lost(
                 f"{doing}: the worker process died ({await self._status()}){self._output()}"
             ) from error
-        if not isinstance(reply, dict) or not (
+        if isinstance(reply, dict) and (
             "error" in reply
             or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
         ):
-            raise RewardError(
-                f"{doing}: the reward worker is out of step, because user code wrote to its "
-                f"pipe{self._output()}"
-            )
-        return reply
+            return reply
+        wrong = "the reward worker is out of step, because user code wrote to its pipe"
+        raise RewardError(f"{doing}: {wrong}{self._output()}")
 
     async def _status(self) -> str:
         assert self._process is not None
         try:
             async with asyncio.timeout(1.0):
-                status = await self._process.wait()
+                return ending(await self._process.wait())
         except TimeoutError:
-            return "its pipe is closed or speaks nonsense"
-        return ending(status)
+            return "its pipe is closed, or carries no messages"
 
     def _output(self) -> str:
-        text = self._printed.tail.decode("utf-8", "replace").strip()
         dropped = self._printed.total_bytes - len(self._printed.tail)
-        return (
-            f"; it last printed{f' ({dropped:,} bytes before were dropped)' if dropped else ''}: "
-            f"{text[-500:]}"
-            if text
-            else ""
-        )
+        before = f" ({dropped:,} bytes before were dropped)" if dropped else ""
+        return f"; it last printed{before}: {self.printed}" if self.printed else ""
 
 
 @dataclass(slots=True)
 class _Printed:
-    """What user code printed: how much, and its end."""
+    """Output of user code: its size, and its end."""
 
     total_bytes: int = 0
     tail: bytes = b""
@@ -327,14 +305,5 @@ async def _read_output(process: asyncio.subprocess.Process, printed: _Printed) -
 def _packed(message: Mapping[str, Any]) -> bytes:
     try:
         return pack(message, default=str)
-    except ValueError as error:  # nested too deeply, or text that is no Unicode
-        raise RewardError(f"the reward worker cannot be sent this row: {error}; mend the dataset") from error
-
-
-def _request(one: RewardInput) -> dict[str, Any]:
-    """The call as the worker gets it."""
-    return {
-        "prompt": one.prompt,
-        "response": one.response,
-        "columns": {"truncated": one.truncated} | dict(one.row),
-    }
+    except ValueError as error:  # nested too deeply, or text that is not Unicode
+        raise RewardError(f"the reward worker cannot be sent this row: {error}; fix the dataset") from error

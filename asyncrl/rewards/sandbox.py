@@ -3,8 +3,7 @@
 A worker in the sandbox has its own namespaces (users, processes, network, IPC, host name), no capabilities,
 and a filter of system calls (`seccomp`). It can read the system's programs, this Python with its packages,
 the working directory and the directories of reward files, but not the run root, other runs, or files with
-private names. It has its own `/tmp` and `/dev/shm`. It ends with its parent, and everything that it started
-ends with it.
+private names. It has its own `/tmp` and `/dev/shm`. It ends with its parent, and its children end with it.
 """
 
 import os
@@ -26,14 +25,12 @@ from asyncrl.rewards.worker import SCRATCH
 SCRATCH_BYTES = 256 * 2**20
 # RLIMIT_*, soft and hard. The kernel does not enforce NPROC for root.
 LIMITS = {"NOFILE": 1024, "NPROC": 256, "CORE": 0}
-# The first kernel whose NPROC counts the processes of the sandbox alone.
+# The first kernel whose NPROC counts only the processes of the sandbox.
 NPROC_KERNEL = (5, 14)
-# What a worker in the sandbox sees as its parent: it is process 1 of its namespace, so no other process there
-# has its pipes.
+# Parent of a worker in the sandbox, which is process 1 of its namespace.
 PARENT_PID = 0
 PROBE_S = 20.0
-# Private names are searched so many directories below the working directory and the directories of reward
-# files.
+# Directory levels below the working directory and those of reward files that are searched for private names.
 DEPTH = 3
 
 _NAMESPACES = (
@@ -57,17 +54,13 @@ _ALLOW = (
 class Sandbox:
     """The part of the file system that workers see."""
 
+    # Reward functions as in the config.
     functions: Sequence[str]
-    """Reward functions as in the config."""
+    # Hidden, except reward files in it.
     run_root: Path
-    """Empty in there, reward files in it aside."""
 
     def wrap(self, command: Sequence[str], *, filter_fd: int) -> list[str]:
-        """`command` in the sandbox, which reads its filter from `filter_fd`: an inherited
-        `seccomp.open_program()`.
-
-        Paths are the same there, and so is the working directory.
-        """
+        """`command` in the sandbox, with the same paths. `filter_fd` comes from `seccomp.open_program`."""
         words = [*_NAMESPACES.split(), "--seccomp", str(filter_fd), "--proc", "/proc", "--dev", "/dev"]
         for scratch in SCRATCH:
             words += ["--size", str(SCRATCH_BYTES), "--tmpfs", scratch]
@@ -89,69 +82,53 @@ class Sandbox:
             words += ["--ro-bind", str(file), str(file)]
         here = str(Path.cwd())
         words += ["--dir", here, "--chdir", here]
-        # Last, for mount points are made in them; root could write /proc/sys.
+        # Last, because mount points are made in them. Without it, root could write to /proc/sys.
         for made in ("/", "/dev", "/proc", *empty):
             words += ["--remount-ro", made]
         return ["bwrap", *words, "--", *command]
 
     def problem(self) -> str | None:
-        """Why no worker can run in it on this host and what to do, or None."""
+        """The reason why no worker can run in it on this host, and what to do; or None."""
         if shutil.which("bwrap") is None:
             return f"found no program `bwrap`, which makes the sandbox; {_INSTALL}"
         if Path("/") in self._shown():
             return (
-                "it would show every file, for / is the working directory or holds a reward file; use a "
-                "directory of their own"
+                "it would show every file, because / is the working directory or holds a reward file; use "
+                "a subdirectory"
             )
         if not seccomp.is_known():
-            return (
-                f"it has no filter of system calls for {platform.machine()}; run rewards on x86_64 or aarch64"
-            )
+            machine = platform.machine()
+            return f"it has no filter of system calls for {machine}; run rewards on x86_64 or aarch64"
         filter_fd = seccomp.open_program()
         try:
             probe = self.wrap([sys.executable, "-c", ""], filter_fd=filter_fd)
+            own, inherited = environment(), [filter_fd]
             subprocess.run(
-                probe,
-                env=environment(),
-                capture_output=True,
-                check=True,
-                timeout=PROBE_S,
-                pass_fds=[filter_fd],
+                probe, env=own, pass_fds=inherited, timeout=PROBE_S, capture_output=True, check=True
             )
         except subprocess.TimeoutExpired:
             return f"`bwrap` starts nothing within {PROBE_S:g} s; {_ALLOW}"
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip() or f"exit status {error.returncode}"
-            return (
-                f"`bwrap` cannot make a sandbox here: {said}; "
-                f"{_INSTALL if 'Unknown option' in said else _ALLOW}"
-            )
+            remedy = _INSTALL if "Unknown option" in said else _ALLOW
+            return f"`bwrap` cannot make a sandbox here: {said}; {remedy}"
         finally:
             os.close(filter_fd)
         return None
 
     def _shown(self) -> list[Path]:
-        """Parents come first, so that a private directory such as `.venv` can be shown again after it was
-        hidden."""
-        packages = [
-            Path(asyncrl.__file__).parent,
-            Path(sys.prefix),
-            Path(sys.base_prefix),
-            *map(Path, sys.path),
-        ]
+        """The visible directories. Parents come first: `.venv`, a private name, is hidden and shown again."""
+        packages = map(Path, (asyncrl.__path__[0], sys.prefix, sys.base_prefix, *sys.path))
         wanted = [path.absolute() for path in (*self._own(), *packages)]
-        return sorted(
-            {path for one in wanted if one.exists() for path in (one, one.resolve())}
-            - set(map(Path, SCRATCH))
-        )
+        shown = {path for one in wanted if one.exists() for path in (one, one.resolve())}
+        return sorted(shown - set(map(Path, SCRATCH)))
 
     def _private(self, place: Path) -> Iterator[Path]:
-        """The parts of a place that stay hidden: private names, and other runs. Searched `DEPTH` deep where
-        users keep files."""
+        """The hidden parts of a place: private names, `DEPTH` deep where users keep files, and other runs."""
         depth = DEPTH if place in {path for own in self._own() for path in (own, own.resolve())} else 0
         for path, directories, files in os.walk(place):
             here, below = Path(path), len(Path(path).parts) - len(place.parts)
-            if here.resolve() == self.run_root.resolve():  # empty in there
+            if here.resolve() == self.run_root.resolve():  # `wrap` hides it
                 directories.clear()
                 continue
             if below and "run.key" in files:
@@ -159,8 +136,8 @@ class Sandbox:
                 yield here
                 continue
             entries = [here / name for name in (*directories, *files)]
-            yield from (entry for entry in entries if _is_private(entry.name) and not entry.is_symlink())
-            directories[:] = [name for name in directories if below < depth and not _is_private(name)]
+            yield from (one for one in entries if _matches(one.name, _PRIVATE) and not one.is_symlink())
+            directories[:] = [name for name in directories if below < depth and not _matches(name, _PRIVATE)]
 
     def _own(self) -> list[Path]:
         return [path.absolute() for path in (Path.cwd(), *(file.parent for file in self._files()))]
@@ -173,28 +150,23 @@ class Sandbox:
 
 
 def sandbox_of(config: RewardConfig, run_root: Path) -> Sandbox | None:
-    """The one that a config asks for; None without. `run_root` as in `Sandbox`."""
-    return (
-        Sandbox([function.function for function in config.functions], run_root)
-        if config.sandbox == "bubblewrap"
-        else None
-    )
+    """The sandbox that the config asks for, if any."""
+    if config.sandbox != "bubblewrap":
+        return None
+    return Sandbox([function.function for function in config.functions], run_root)
 
 
 def environment() -> dict[str, str]:
-    """Variables of a worker in the sandbox: what Python needs to start, and no secret."""
-    patterns = _VARIABLES.split()
-    kept = {
-        name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)
-    }
+    """Environment variables of a worker in the sandbox: those that Python needs to start, and no secret."""
+    kept = {name: value for name, value in os.environ.items() if _matches(name, _VARIABLES.split())}
     return kept | {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
 
 def limits() -> dict[str, int]:
-    """Of processes in the sandbox, by the name after RLIMIT_."""
+    """Limits of processes in the sandbox, by the name after RLIMIT_."""
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     return {name: value for name, value in LIMITS.items() if name != "NPROC" or kernel >= NPROC_KERNEL}
 
 
-def _is_private(name: str) -> bool:
-    return any(fnmatchcase(name, one) for one in _PRIVATE)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, one) for one in patterns)

@@ -1,17 +1,14 @@
-"""One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. Runs user code, so it may be killed at
-any moment.
+"""One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. It runs user code and may be killed.
 
-Messages on standard input and output, as in `asyncrl.workers`:
+Messages on standard input and output, framed as in `asyncrl.workers`:
 
-    in   {functions: [[part, function], ...],     once        out  {ready: true} | {error: reason}
-          limits: {RLIMIT_ name: value}, sandboxed}
-    in   {prompt, response, columns}              each call   out  {started: true}, then for each part
-                                                                   {value: float, answer: text or nil} |
-                                                                   {error: reason}, up to the first error;
-                                                                   with {spent: true} where it wants to be
-                                                                   replaced
+    in   {functions: [[part, function], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
+    out  {ready: true} | {error: reason}
+    in   {prompt, response, columns}                                                        each call
+    out  {started: true}, then for each part, up to the first error,
+         {value: float, answer: text or nil} | {error: reason}, with {spent: true} to be replaced
 
-User code never sees these pipes: its standard input is empty and what it prints goes to standard error.
+User code never sees these pipes: its standard input is empty, and its output goes to standard error.
 """
 
 import contextlib
@@ -42,52 +39,45 @@ Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]
 def main() -> None:
     """Serve calls until standard input ends."""
     die_with_parent(int(sys.argv[1]))
-    requests, replies = _take_over_pipes()
-    serve(requests, replies)
+    serve(*_take_over_pipes())
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """The protocol of the module docstring, until there are no more requests."""
-    with contextlib.suppress(EOFError):
-        _serve(requests, replies)
-
-
-def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Follow the protocol of the module's docstring until there are no more requests."""
     own_pid = os.getpid()
 
     def reply(message: Mapping[str, Any]) -> None:
         if os.getpid() != own_pid:
-            os._exit(0)  # a child that user code forked came back to us: it must not speak for the worker
+            os._exit(0)  # a child that user code forked returned to this loop: it must not reply
         replies.write(pack(message, default=str))  # dates, decimals and huge integers become text
         replies.flush()
 
-    rewards: list[Reward] = []
-    orders = msgpack.unpackb(receive(requests))
-    is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
-    _restrict(orders.get("limits", {}), is_alone=is_alone)
-    for part, function in orders["functions"]:
-        loaded = _attempt(_load, function)
-        if isinstance(loaded, str):
-            reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
-            return
-        rewards.append(loaded)
-    reply({"ready": True})
-    while True:
-        call = msgpack.unpackb(receive(requests))
-        reply({"started": True})
-        for reward in rewards:
-            judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
-            message = (
-                {"error": judged} if isinstance(judged, str) else {"value": judged[0], "answer": judged[1]}
-            )
-            reply(message | (_tidied() if is_alone else {}))
-            if isinstance(judged, str):
-                break
+    with contextlib.suppress(EOFError):
+        rewards: list[Reward] = []
+        orders = msgpack.unpackb(receive(requests))
+        is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
+        _restrict(orders.get("limits", {}), is_alone=is_alone)
+        for part, function in orders["functions"]:
+            loaded = _attempt(_load, function)
+            if isinstance(loaded, str):
+                reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
+                return
+            rewards.append(loaded)
+        reply({"ready": True})
+        while True:
+            call = msgpack.unpackb(receive(requests))
+            reply({"started": True})
+            for reward in rewards:
+                judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
+                failed = isinstance(judged, str)
+                message = {"error": judged} if failed else {"value": judged[0], "answer": judged[1]}
+                reply(message | (_tidied() if is_alone else {}))
+                if failed:
+                    break
 
 
 def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
-    """Set soft and hard limits, unless they are lower already. In a sandbox, close our pipes to what rewards
-    start."""
+    """Set soft and hard limits, unless they are lower already; in a sandbox, hide the pipes from children."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
@@ -98,33 +88,19 @@ def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
 
 
 def _tidied() -> dict[str, bool]:
-    """In a sandbox: end everything that a call started, and report whether the next call needs a new
-    sandbox."""
-    if os.getpid() != SANDBOXED_PID:  # a child that user code forked came back to us
+    """Kill what a call left running; report whether half of the space for files or of descriptors is used."""
+    if os.getpid() != SANDBOXED_PID:  # a child that user code forked returned to the loop
         return {}
-    _end_everybody()
-    return {"spent": True} if _is_spent() else {}
-
-
-def _end_everybody() -> None:
-    """Kill every process that a reward left running. Only in a sandbox: -1 means every process that we can
-    see."""
     try:
-        os.kill(-1, signal.SIGKILL)
+        os.kill(-1, signal.SIGKILL)  # all processes of the sandbox
         while True:
             os.waitpid(-1, 0)
-    except (ProcessLookupError, ChildProcessError):  # nobody, or nobody left
-        return
-
-
-def _is_spent() -> bool:
-    """Whether earlier calls have used up half of the space for files, or half of the descriptors."""
+    except (ProcessLookupError, ChildProcessError):  # there is none, or none is left
+        pass
     usages = [shutil.disk_usage(place) for place in SCRATCH]
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        any(usage.used > usage.total / 2 for usage in usages)
-        or 2 * len(os.listdir("/proc/self/fd")) > descriptors
-    )
+    is_full = any(usage.used > usage.total / 2 for usage in usages)
+    return {"spent": True} if is_full or 2 * len(os.listdir("/proc/self/fd")) > descriptors else {}
 
 
 def _load(function: str) -> Reward:
@@ -132,24 +108,24 @@ def _load(function: str) -> Reward:
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns, or why there is none as text. User code may raise whatever it likes, `SystemExit`
-    too."""
+    """The result of `work`, or the reason why it failed, as text. User code may raise even `SystemExit`."""
     try:
         return work(*arguments)
     except RewardError as error:
         return str(error)[:MAX_REASON_CHARACTERS]
-    except BaseException as error:  # noqa: BLE001 - it is reported to the parent, which fails the ticket with it
+    except BaseException as error:  # noqa: BLE001 - reported to the parent, which fails the ticket
         return f"raised {described(error)}"[:MAX_REASON_CHARACTERS]
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Our own ends of the pipes; descriptors 0 and 1 are redirected for user code and its children."""
+    """The worker's ends of the pipes. Descriptors 0 and 1 are redirected for user code and its children."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is told with what went wrong after it
+    # The output before an error belongs to the message of the error.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return requests, replies
 
 

@@ -305,12 +305,12 @@ class Hub(ControlHub):
                 require(
                     silent_s > HEARTBEAT_S, "a member was thrown out that had just spoken", holder, silent_s
                 )
-        for holder in self._schedule._members.keys() & living.keys():
+        for holder in self._schedule.members.keys() & living.keys():
             self._check_weights(holder, living[holder].published.weights)
 
     def _check_weights(self, holder: str, truth: Weights) -> None:
-        believed = self._schedule.version(holder)
-        if self._schedule.phase(holder) is Phase.IDLE and believed >= 0:
+        member = self._schedule.members[holder]
+        if member.phase is Phase.IDLE and (believed := member.version) >= 0:
             # A history forgets what is old.
             name = self._learner.history.weights(believed) if believed else Weights(0)
             require(

@@ -471,7 +471,7 @@ def test_idle_connections_of_strangers_take_nothing_that_the_learner_needs():
 
 
 def test_a_hub_says_what_it_cannot_listen_on(stage):
-    with pytest.raises(ControlError, match="no address of one interface"):
+    with pytest.raises(ControlError, match="not an address of one interface"):
         ControlHub(
             "tcp://[::]:0",
             stage.publisher,
