@@ -1,17 +1,20 @@
-"""Everything that the learner shows of its run: metrics, samples, timeline. Nothing in here can fail a
-step."""
+"""Everything that the learner shows of its run: metrics, samples, timeline. A failure here fails no step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.buffer.base import kind_of
 from asyncrl.evaluation import EvalResult
 from asyncrl.learner import Step
-from asyncrl.report.records import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.report.timeline import Timeline
+from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers
+from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
 
+Decode = Callable[[Sequence[int]], str]
 EVAL_SAMPLES = 4
 
 
@@ -19,12 +22,7 @@ class Reporting:
     """Trackers and timeline behind one guard."""
 
     def __init__(
-        self,
-        trackers: Trackers,
-        timeline: Timeline,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        samples_per_step: int,
+        self, trackers: Trackers, timeline: Timeline, decode: Decode, *, samples_per_step: int
     ) -> None:
         self._trackers = trackers
         self._timeline = timeline
@@ -33,7 +31,7 @@ class Reporting:
         self.guard = BestEffort()
 
     def step(self, step: Step, counters: Mapping[str, float]) -> None:
-        """A finished step; `counters` are logged whatever becomes of its metrics."""
+        """Report a finished step. `counters` are logged even if its metrics cannot be computed."""
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
             metrics = step_metrics(step)
@@ -42,37 +40,112 @@ class Reporting:
         with self.guard("samples"):
             dropped = dropped_records(step, self._decode, self._samples_per_step)
             trained = sample_records(step, self._decode, self._samples_per_step)
-            self._trackers.samples([*dropped, *trained])  # newest last: what was trained
+            self._trackers.samples([*dropped, *trained])  # the last one names a tracker's table
         self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
-        """Rounds that have become complete."""
+        """Report rounds that have become complete."""
         for result in results:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
-                self._trackers.samples(
-                    eval_records(result.groups, result.version, self._decode, EVAL_SAMPLES)
-                )
+                records = eval_records(result.groups, result.version, self._decode, EVAL_SAMPLES)
+                self._trackers.samples(records)
 
     def checkpoint(self, version: int, seconds: float) -> None:
-        """A checkpoint that has just been saved."""
+        """Report a checkpoint that has just been saved."""
         self.log({"time/checkpoint": seconds}, step=version)
         with self.guard("timeline"):
             self._timeline.checkpoint(version, seconds)
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
-        """An update that a generator has just reported."""
+        """Report an update that a generator has just finished."""
         with self.guard("timeline"):
             self._timeline.update(generator_id, report)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Numbers by name."""
+        """Report numbers by name."""
         with self.guard("trackers and alarms"):
             self._trackers.log(metrics, step=step)
 
     def close(self) -> None:
-        """Close all."""
+        """Close trackers and timeline."""
         with self.guard("trackers and alarms"):
             self._trackers.close()
         with self.guard("timeline"):
             self._timeline.close()
+
+
+def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
+    """Return `count` rollouts of the step, spread over its groups: the best and the worst of each."""
+    records: list[SampleRecord] = []
+    sequences = iter(step.plan.sequences)
+    for group in step.collected.groups:
+        owned = [next(sequences) for _ in group.rollouts]
+        ranked = sorted(zip(group.rollouts, owned, strict=True), key=lambda pair: -pair[0].reward)
+        for rollout, sequence in (ranked[0], ranked[-1]):
+            if len(records) == count:
+                return records
+            actions = sequence.advantages[rollout.action_mask]
+            advantage = float(actions[0]) if actions.size else 0.0
+            records.append(_record(group, rollout, step.version, decode, kind="train", advantage=advantage))
+    return records
+
+
+def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
+    """Return a record for each of at most `count` groups that were taken and not trained.
+
+    Each reason comes once before any reason comes twice: the most frequent one must not hide the others.
+    """
+    by_reason: dict[str, list[tuple[Group, str]]] = {}
+    for group, reason in step.collected.rejected:
+        by_reason.setdefault(kind_of(reason), []).append((group, reason))
+    turns = [(turn, *item) for found in by_reason.values() for turn, item in enumerate(found)]
+    chosen = sorted(turns, key=lambda item: item[0])[:count]
+    return [_dropped(group, reason, step.version, decode) for _, group, reason in chosen]
+
+
+def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
+    """Return the first rollout of `count` evaluated prompts, after at most `count` prompts that failed."""
+    lost = [(group, f"held-out, {group.dead_reason}") for group in groups if group.dead_reason is not None]
+    records = [_dropped(group, reason, version, decode) for group, reason in lost[:count]]
+    scored = [group for group in groups if group.rollouts][:count]
+    return records + [
+        _record(group, group.rollouts[0], version, decode, kind="eval", advantage=0.0) for group in scored
+    ]
+
+
+def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleRecord:
+    """Return a record of the group's best rollout; a dead group has no rollouts, but a reason."""
+    if group.rollouts:
+        best = max(group.rollouts, key=lambda rollout: rollout.reward)
+        return _record(group, best, step, decode, kind="dropped", reason=reason)
+    return SampleRecord(
+        step=step, ticket_id=group.ticket_id, generator_id=group.generator_id, kind="dropped", reason=reason
+    )
+
+
+def _record(
+    group: Group,
+    rollout: Rollout,
+    step: int,
+    decode: Decode,
+    *,
+    kind: str,
+    advantage: float = math.nan,
+    reason: str = "",
+) -> SampleRecord:
+    return SampleRecord(
+        step=step,
+        ticket_id=group.ticket_id,
+        prompt=decode(rollout.prompt_ids.tolist()),
+        response=decode(rollout.response_ids.tolist()),
+        reward=rollout.reward,
+        parts=dict(rollout.reward_parts),
+        advantage=advantage,
+        versions=[(span.version, span.tokens) for span in rollout.version_spans],
+        finish_reason=rollout.finish_reason,
+        generator_id=group.generator_id,
+        kind=kind,
+        reason=reason,
+        answer=rollout.answer or "",
+    )

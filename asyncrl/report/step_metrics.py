@@ -20,26 +20,19 @@ from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
 
-EQUAL = 1e-6
-"""Rewards closer than this are the same, as for the filter `zero_variance`."""
+EQUAL = 1e-6  # rewards closer than this are the same, as for the filter `zero_variance`
 COLLAPSED = ("below_0", "at_0", "between", "at_1", "above_1")
-LONGEST_LAG = 16
-"""Steps; the last bin of the histograms of lag holds all that is older."""
+LONGEST_LAG = 16  # steps; the last bin of the histograms of lag holds all tokens that are older
 
 
 def step_metrics(step: Step) -> dict[str, float]:
-    """Everything that is known about a step, by name."""
+    """Return everything that is known about a step, by name."""
     sums = merge([*(result.metrics for result in step.results), group_metrics(step.plan.rewards)])
     loss = sums.pop(LOSS, 0.0)
     skipped = sums.pop("skipped_steps", 0.0)
-    if skipped:
-        log.warning(
-            "step %d: %d of %d optimizer steps were left out, as a loss or gradient was not finite; if it "
-            "goes on, look at policy/grad_norm and */ratio/max, and lower learner.optimizer.lr",
-            *(step.version, skipped, len(step.results)),
-        )
-    metrics = finish(sums)
-    metrics |= {
+    hint = "if it goes on, look at policy/grad_norm and */ratio/max, and lower learner.optimizer.lr"
+    _warn_of_skipped(f"step {step.version}", skipped, len(step.results), hint)
+    metrics = finish(sums) | {
         "policy/loss": loss / max(len(step.results), 1),
         "policy/grad_norm": float(np.max([result.grad_norm for result in step.results], initial=0.0)),
         "policy/skipped_steps": skipped,
@@ -47,28 +40,25 @@ def step_metrics(step: Step) -> dict[str, float]:
         "weights/version": step.version,
     }
     metrics |= _critic_metrics(step) | dict(step.coefficients) | dict(step.hook_metrics)
-    return (
-        metrics
-        | _rollout_metrics(step)
-        | _intake_metrics(step)
-        | _staleness_metrics(step)
-        | _time_metrics(step)
-    )
+    metrics |= _rollout_metrics(step) | _intake_metrics(step)
+    return metrics | _staleness_metrics(step) | _time_metrics(step)
+
+
+def _warn_of_skipped(where: str, skipped: float, steps: int, hint: str) -> None:
+    if skipped:
+        message = "%s: %d of %d optimizer steps were left out, as a loss or gradient was not finite; %s"
+        log.warning(message, where, skipped, steps, hint)
 
 
 def _critic_metrics(step: Step) -> dict[str, float]:
-    """The metrics of a critic; none where there is none."""
+    """Return the metrics of the critic, if there is one."""
     values_T, returns_T, results = step.plan.rewards.values_T, step.plan.returns_T, step.critic_results
     if not results or values_T is None or returns_T is None:
         return {}
     sums = merge(result.metrics for result in results)
     loss, skipped = sums.pop(LOSS, 0.0), sums.pop("skipped_steps", 0.0)
-    if skipped:
-        log.warning(
-            "step %d: %d of %d optimizer steps of the critic were left out, as a loss or gradient was not "
-            "finite; if it goes on, look at critic/grad_norm, and lower critic.optimizer.lr",
-            *(step.version, skipped, len(results)),
-        )
+    hint = "if it goes on, look at critic/grad_norm, and lower critic.optimizer.lr"
+    _warn_of_skipped(f"step {step.version}, critic", skipped, len(results), hint)
     return {
         **{name: value for name, value in finish(sums).items() if name.startswith("critic/")},
         "critic/loss": loss / len(results),
@@ -104,49 +94,41 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
 
 
 def _answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Who has an answer, and how often the most frequent one of a group is right; if rewards say what the
-    answer is."""
+    """Return the metrics of answers, if a reward function reads answers from responses."""
     if not (votes := votes_of(groups)):
         return {}
+    answered = [bool(answer) for answers, _ in votes for answer in answers]
+    majority = [maj_at_k(answers, solved, len(answers)) for answers, solved in votes]
     return {
-        "completions/answered_share": float(
-            np.mean([bool(answer) for answers, _ in votes for answer in answers])
-        ),
-        "group/majority": float(
-            np.mean([maj_at_k(answers, solved, len(answers)) for answers, solved in votes])
-        ),
+        "completions/answered_share": float(np.mean(answered)),
+        "group/majority": float(np.mean(majority)),
     }
 
 
 def _intake_metrics(step: Step) -> dict[str, float]:
-    """What was taken, what of it was rejected and how long that was, and what had nothing to compare."""
+    """Return the numbers of groups taken, rejected and with equal rewards, and lengths of rejected ones."""
     collected = step.collected
-    rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # 0 is said too: an alarm rings by them
+    rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # alarms need these two, also when 0
     for group, reason in collected.rejected:
         rejected.setdefault(kind_of(reason), []).append(group)
     lengths = {
         reason: [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
         for reason, groups in rejected.items()
     }
-    collapsed = Counter(
-        _collapsed(group) for group in (*collected.groups, *(group for group, _ in collected.rejected))
-    )
+    taken = (*collected.groups, *(group for group, _ in collected.rejected))
+    collapsed = Counter(_collapsed(group) for group in taken)
+    mean_lengths = {reason: float(np.mean(found)) for reason, found in lengths.items() if found}
     return {
         "groups/trained": len(collected.groups),
         "groups/takes": collected.takes,
         **{f"groups/rejected_{reason}": len(groups) for reason, groups in rejected.items()},
-        **{
-            f"groups/length_rejected_{reason}": float(np.mean(lengths[reason]))
-            for reason in rejected
-            if lengths[reason]
-        },
+        **{f"groups/length_rejected_{reason}": length for reason, length in mean_lengths.items()},
         **{f"groups/collapsed_{where}": collapsed[where] for where in COLLAPSED},
     }
 
 
 def _collapsed(group: Group) -> str | None:
-    """Where the rewards of a group lie if they are all equal: in group-relative training it teaches
-    nothing."""
+    """Return where the rewards of a group lie if they are all equal: it then has no signal."""
     rewards = [rollout.reward for rollout in group.rollouts]
     if len(rewards) < 2 or max(rewards) - min(rewards) > EQUAL:
         return None
@@ -157,8 +139,7 @@ def _collapsed(group: Group) -> str | None:
 
 
 def _staleness_metrics(step: Step) -> dict[str, float]:
-    """Lag per action token, split into what passed while sampling and what passed while waiting; and what
-    masks took out."""
+    """Return the lag of action tokens, split into sampling and waiting, and the shares that were masked."""
     trained = step.version - 1
     lag, in_queue = [], []
     for group in step.collected.groups:
@@ -182,18 +163,17 @@ def _staleness_metrics(step: Step) -> dict[str, float]:
 
 
 def _histogram(steps_T: NDArray[np.int64]) -> dict[int, float]:
-    """Share of the tokens by number of steps."""
+    """Return the share of the tokens by number of steps."""
     counts = np.bincount(np.clip(steps_T, 0, LONGEST_LAG))
     return {steps: float(count) / steps_T.size for steps, count in enumerate(counts)}
 
 
 def _time_metrics(step: Step) -> dict[str, float]:
-    seconds = step.seconds
-    total_s = sum(seconds.values())
+    total_s, waited_s = sum(step.seconds.values()), step.seconds.get("wait_groups", 0.0)
     tokens = sum(len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in step.plan.sequences)
     return {
-        **{f"time/{name}": value for name, value in seconds.items()},
+        **{f"time/{name}": value for name, value in step.seconds.items()},
         "time/step": total_s,
-        "idle/learner": seconds.get("wait_groups", 0.0) / total_s if total_s else 0.0,
-        "perf/learner_tokens_per_s": tokens / max(total_s - seconds.get("wait_groups", 0.0), 1e-9),
+        "idle/learner": waited_s / total_s if total_s else 0.0,
+        "perf/learner_tokens_per_s": tokens / max(total_s - waited_s, 1e-9),
     }

@@ -1,53 +1,118 @@
-"""What the learner knows of a run's timeline: its own steps, the life of every group, the weights' way to
-each generator.
+"""A run's timeline for Perfetto: the learner's steps, the life of every group, the updates of the weights.
 
-Times come from the clock of the process that acted. The moments of a group are put in order: if the clocks of
-two hosts differ, a span of its life is shorter or longer than it was, and never negative.
+The file has events of the Chrome trace format, one per line, in a JSON array that is never closed: Perfetto
+accepts it while it grows. Times come from the clock of the process that acted. The moments of a group are put
+in order, so if the clocks of two hosts differ, a part of its life has the wrong length but never a negative
+one.
 """
 
 import contextlib
+import json
+import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import IO, Any
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.learner import Step
-from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group
 from asyncrl.weights.base import UpdateReport
 
+OPENING, END = b"[\n", b",\n"
+MAX_BYTES = 32 << 20  # size of one file, enough for about 900 steps of 32 groups; there are at most two files
 LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
 # The life of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for
 # the step, trained.
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
 
 
+class TraceWriter:
+    """Slices on tracks of processes. Any thread may write."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        """Append to the file `path`. A full file is renamed to `<stem>.1.json`, replacing the one before."""
+        self._path, self._max_bytes = path, max_bytes
+        self._lock = threading.Lock()
+        self._named: set[tuple[str, str]] = set()
+        self._lanes: dict[str, list[float]] = {}
+        self._file = self._open()
+
+    def slice(
+        self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any
+    ) -> None:
+        """Add an event; its times are Unix seconds. Events of a track that overlap must nest."""
+        start_us, end_us = round(start_at * 1e6), round(end_at * 1e6)
+        event = {"ph": "X", "name": name, "ts": start_us, "dur": end_us - start_us}
+        with self._lock:
+            if (process, track) not in self._named:
+                self._named.add((process, track))
+                for kind, shown in (("process_name", process), ("thread_name", track)):
+                    self._write({"ph": "M", "name": kind}, process, track, {"name": shown})
+            self._write(event, process, track, details)
+
+    def lane(self, process: str, start_at: float, end_at: float) -> str:
+        """Reserve a track of `process` for a time, for events that do not nest, and return its name."""
+        with self._lock:
+            ends = self._lanes.setdefault(process, [])
+            free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))
+            ends[free : free + 1] = [end_at]
+            return f"groups {free + 1:03}"
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+    def _write(self, event: dict[str, Any], process: str, track: str, args: dict[str, Any]) -> None:
+        # The ids of a process and a track are the same in every process and after every restart.
+        pid, tid = (zlib.crc32(name.encode()) >> 1 for name in (process, f"{process} {track}"))
+        event = event | {"pid": pid, "tid": tid, "args": args}
+        self._file.write(json.dumps(event, separators=(",", ":")).encode() + END)
+        self._file.flush()
+        if self._file.tell() > self._max_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"{self._path.stem}.1{self._path.suffix}"))
+            self._named.clear()
+            self._file = self._open()
+
+    def _open(self) -> IO[bytes]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab+")
+        file.seek(0)
+        whole = file.read().rfind(END) + len(END)  # a killed process may have left half a line
+        if whole < len(OPENING + END):
+            file.truncate(0)
+            file.write(OPENING)
+        else:
+            file.truncate(whole)
+        return file
+
+
 class Timeline:
-    """Written as it happens. What cannot be written is left out with one message, the next is tried again;
-    the run goes on."""
+    """Writes events as they happen. Those that cannot be written are left out, with one message."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is written."""
+        """Write to the file `path`, or with None write nothing."""
         self._path = path
         self._trace: TraceWriter | None = None
         self._may_fail = BestEffort()
         self._write(lambda trace: None)
 
     def step(self, step: Step) -> None:
-        """A step that has just ended, with its parts and the groups that it took."""
+        """Write a step that has just ended, with its parts and the groups that it took."""
         self._write(lambda trace: trace_step(trace, step))
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
-        """An update that a generator has just reported."""
+        """Write an update that a generator has just reported."""
         self._write(lambda trace: trace_update(trace, generator_id, report))
 
     def checkpoint(self, version: int, seconds: float) -> None:
-        """A checkpoint that has just been saved."""
-        now_at = time.time()
-        self._write(
-            lambda trace: trace.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at)
-        )
+        """Write a checkpoint that has just been saved."""
+        now_at, name = time.time(), f"checkpoint {version}"
+        self._write(lambda trace: trace.slice(LEARNER, STEPS, name, now_at - seconds, now_at))
 
     def close(self) -> None:
         """Close the file."""
@@ -57,31 +122,27 @@ class Timeline:
                 self._trace.close()
 
     def _write(self, write: Callable[[TraceWriter], None]) -> None:
-        """Two threads call this: the learner's and the control plane's."""
-        if path := self._path:
-            with self._may_fail("writing the timeline"):
-                self._try(write, path)
-
-    def _try(self, write: Callable[[TraceWriter], None], path: Path) -> None:
-        trace = self._trace = self._trace or TraceWriter(path)
-        try:
-            write(trace)
-        except OSError:
-            self._trace = None  # the file may end within a line, which opening it mends
-            with contextlib.suppress(OSError):
-                trace.close()
-            raise
+        """Call `write`. Two threads do this: the learner's and the control plane's."""
+        if not (path := self._path):
+            return
+        with self._may_fail("writing the timeline"):
+            trace = self._trace = self._trace or TraceWriter(path)
+            try:
+                write(trace)
+            except OSError:
+                self._trace = None  # the file may end within a line, which opening it repairs
+                with contextlib.suppress(OSError):
+                    trace.close()
+                raise
 
 
 def trace_step(trace: TraceWriter, step: Step) -> None:
-    """The step with its parts, and the groups that it took."""
+    """Write the step with its parts, and the groups that it took."""
     spans = [(span.name, span.started_at, span.started_at + span.duration_s) for span in step.spans]
     if not spans:
         return
-    (_, started_at, _), (_, _, ended_at) = spans[0], spans[-1]
-    trace.slice(
-        LEARNER, STEPS, f"step {step.version}", started_at, ended_at, groups=len(step.collected.groups)
-    )
+    count = len(step.collected.groups)
+    trace.slice(LEARNER, STEPS, f"step {step.version}", spans[0][1], spans[-1][2], groups=count)
     for span in spans:
         trace.slice(LEARNER, STEPS, *span)
     training = next((start, end) for name, start, end in spans if name == "train")
@@ -98,22 +159,11 @@ def _trace_group(
     if times is None or taken_at is None:
         return
     sampled_at = times.sampling_at + group.sampling_s
-    known = [
-        times.leased_at,
-        times.sampling_at,
-        sampled_at,
-        sampled_at + group.reward_s,
-        times.put_at,
-        taken_at,
-        *training,
-    ]
-    moments = list(accumulate(known, max))
+    sampled = (times.leased_at, times.sampling_at, sampled_at, sampled_at + group.reward_s)
+    moments = list(accumulate((*sampled, times.put_at, taken_at, *training), max))
     versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-    details = {
-        "outcome": outcome,
-        "oldest_version": min(versions, default=-1),
-        "newest_version": max(versions, default=-1),
-    }
+    oldest, newest = min(versions, default=-1), max(versions, default=-1)
+    details = {"outcome": outcome, "oldest_version": oldest, "newest_version": newest}
     process, track = group.generator_id, trace.lane(group.generator_id, moments[0], moments[-1])
     trace.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
     for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
@@ -121,13 +171,8 @@ def _trace_group(
 
 
 def trace_update(trace: TraceWriter, generator_id: str, report: UpdateReport) -> None:
-    """An update that ends now."""
-    now_at = time.time()
-    details = {
-        "outcome": report.reason or "applied",
-        "paused_s": report.paused_s,
-        "probe_max": report.probe_max,
-    }
-    trace.slice(
-        generator_id, WEIGHTS, f"version {report.version}", now_at - report.transfer_s, now_at, **details
-    )
+    """Write an update that ends now."""
+    outcome = report.reason or "applied"
+    details = {"outcome": outcome, "paused_s": report.paused_s, "probe_max": report.probe_max}
+    now_at, name = time.time(), f"version {report.version}"
+    trace.slice(generator_id, WEIGHTS, name, now_at - report.transfer_s, now_at, **details)

@@ -31,24 +31,18 @@ class Metric:
 
 
 def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> dict[str, Metric]:
-    """The metrics that match, or without patterns all metrics. With `to`, write them as .html or .csv too."""
+    """Return the metrics that match, without patterns all. With `to`, also write them as .html or .csv."""
     if to is not None and to.suffix not in FORMATS:
-        raise RunError(
-            f"--to {to}: the file's ending says what to write, allowed are {' and '.join(FORMATS)}"
-        )
+        raise RunError(f"--to {to}: the file's ending is its format, allowed are {' and '.join(FORMATS)}")
     if to is not None and not patterns:
-        raise RunError(
-            f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all that there "
-            "are"
-        )
+        raise RunError(f"--to {to}: found no metric to write; name some, such as 'reward/*', or '*' for all")
     try:
         archive = read_archive(find_run(run))
     except RunNotUp as error:
         if run is None:
             raise
-        raise RunNotUp(
-            f"{error}; if `{run}` is a metric, name the run before it: `asyncrl analyze RUN {run}`"
-        ) from error
+        hint = f"if `{run}` is a metric, name the run before it: `asyncrl analyze RUN {run}`"
+        raise RunNotUp(f"{error}; {hint}") from error
     known = metrics_of(archive)
     chosen = choose(known, patterns) if patterns else known
     if to is not None:
@@ -57,22 +51,18 @@ def analyze_run(run: Path | None, patterns: Sequence[str], to: Path | None) -> d
 
 
 def metrics_of(archive: Archive) -> dict[str, Metric]:
-    """Learner metrics by name, then metrics of generators as `<generator id>/<name>`."""
+    """Return learner metrics by name, then metrics of generators as `<generator id>/<name>`."""
     found = {name: Metric("step", archive.series(name)) for name in archive.names}
     for generator, rows in archive.generators.items():
-        for name in sorted({name for row in rows for name in row if name not in ("time", "step")}):
-            series = tuple(
-                (int(row["time"] - archive.began_at), row[name])
-                for row in rows
-                if {"time", name} <= row.keys()
-            )
+        timed = [(int(row["time"] - archive.began_at), row) for row in rows if "time" in row]
+        for name in sorted({name for _, row in timed for name in row} - {"time", "step"}):
+            series = tuple((seconds, row[name]) for seconds, row in timed if name in row)
             found[f"{generator}/{name}"] = Metric("s", series)
     return {name: metric for name, metric in found.items() if metric.series}
 
 
 def choose(known: Mapping[str, Metric], patterns: Sequence[str]) -> dict[str, Metric]:
-    """Metrics that match, in the order of the patterns. Raises RunError, with similar names, if a pattern
-    matches nothing."""
+    """Return the metrics that match, in the order of the patterns. A pattern without any raises RunError."""
     chosen: dict[str, Metric] = {}
     for pattern in patterns:
         names = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
@@ -85,7 +75,7 @@ def choose(known: Mapping[str, Metric], patterns: Sequence[str]) -> dict[str, Me
 
 
 def statistics(chosen: Mapping[str, Metric]) -> Table:
-    """One row for each metric."""
+    """Return a table with one row for each metric."""
     rows = []
     for name, metric in chosen.items():
         numbers = [value for _, value in metric.series]
@@ -99,8 +89,7 @@ def statistics(chosen: Mapping[str, Metric]) -> Table:
 
 
 def values(chosen: Mapping[str, Metric]) -> Iterator[Table]:
-    """Tables of at most `MOST_ROWS` evenly spread values; metrics measured at the same places share a
-    table."""
+    """Yield tables of at most `MOST_ROWS` evenly spread values, for metrics measured at the same places."""
     together: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, metric in chosen.items():
         together.setdefault((metric.axis, tuple(at for at, _ in metric.series)), []).append(name)

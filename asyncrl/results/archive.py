@@ -1,5 +1,4 @@
-"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card. The run may
-still go on."""
+"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card."""
 
 import math
 from collections.abc import Iterator
@@ -25,15 +24,15 @@ LEARNER = "learner"
 
 @dataclass(frozen=True)
 class Archive:
-    """A run, as its files describe it. Reading it needs neither its processes nor a config that this release
-    accepts."""
+    """A run, as its files describe it. The run may still go on; its config may be of another release."""
 
     directory: RunDirectory
     config: dict[str, Any]
     status: StatusSnapshot | None
     history: History
-    # Unix seconds of every line of the learner, also of steps that a resume repeated.
-    learner_times: list[float]
+    learner_times: list[
+        float
+    ]  # Unix seconds of all lines of the learner, also of steps that a resume repeated
     generators: dict[str, list[Row]]  # metric lines of each generator
     starts: list[Start] = field(default_factory=list)
 
@@ -43,7 +42,7 @@ class Archive:
         return str(self.config.get("run", {}).get("name", self.directory.path.name))
 
     def series(self, name: str) -> Series:
-        """(step, value) of a learner metric."""
+        """Return (step, value) of a learner metric."""
         return self.history.series(name)
 
     @cached_property
@@ -58,7 +57,7 @@ class Archive:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, by its config."""
+        """Number of steps of the whole run, by its config."""
         steps = self.config.get("learner", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -69,17 +68,15 @@ class Archive:
 
     @property
     def began_at(self) -> float:
-        """Unix seconds of the first start; 0 before it."""
+        """Unix seconds of the first start; 0 if none is known."""
         return self.starts[0].time if self.starts else 0.0
 
     @property
     def wall_s(self) -> float:
-        """Sum of the seconds from each start of the learner to its last line, without the pauses between
-        them."""
-        times = self.learner_times
+        """Seconds from each start of the learner to its last line before the next start, summed up."""
         total_s = 0.0
         for begin, end in pairwise([*(start.time for start in self.starts), math.inf]):
-            total_s += max((time for time in times if begin <= time < end), default=begin) - begin
+            total_s += max((at for at in self.learner_times if begin <= at < end), default=begin) - begin
         return total_s
 
     @property
@@ -89,15 +86,11 @@ class Archive:
 
     @property
     def sampled_tokens(self) -> float:
-        """Number of tokens sampled by all generators. Each counts from its own start, so the growth is added
-        up."""
+        """Number of tokens sampled by all generators, each of which counts from 0 after a restart."""
         total = 0.0
         for rows in self.generators.values():
-            counts = [row.get("sampled_tokens", 0.0) for row in rows]
-            total += sum(
-                now - before if now >= before else now
-                for before, now in zip([0.0, *counts], counts, strict=False)
-            )
+            counts = [0.0, *(row.get("sampled_tokens", 0.0) for row in rows)]
+            total += sum(now - before if now >= before else now for before, now in pairwise(counts))
         return total
 
     @property
@@ -117,8 +110,7 @@ class Archive:
 
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """Rollouts in the order in which they were written, one at a time, since the file may be large; none
-    without a file."""
+    """Yield rollouts in the order in which they were written, one at a time: the file may be large."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -128,7 +120,7 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
 
 
 def read_history(directory: RunDirectory) -> tuple[History, list[float]]:
-    """(the learner's metrics by step, Unix seconds of all its lines)."""
+    """Return (the learner's metrics by step, Unix seconds of all its lines)."""
     history, times = History(), []
     for record in Tail(directory.metrics / f"{LEARNER}.jsonl").read():
         history.add(record)
@@ -140,17 +132,14 @@ def read_history(directory: RunDirectory) -> tuple[History, list[float]]:
 def read_archive(directory: RunDirectory) -> Archive:
     """Read a run directory. Raises RunError if its config cannot be read."""
     history, times = read_history(directory)
+    generators = [path for path in sorted(directory.metrics.glob("*.jsonl")) if path.stem != LEARNER]
     return Archive(
         directory=directory,
         config=_config(directory.config),
         status=read_status(directory.status),
         history=history,
         learner_times=times,
-        generators={
-            path.stem: list(map(numbers, Tail(path).read()))
-            for path in sorted(directory.metrics.glob("*.jsonl"))
-            if path.stem != LEARNER
-        },
+        generators={path.stem: list(map(numbers, Tail(path).read())) for path in generators},
         starts=read_starts(directory.starts),
     )
 
@@ -161,7 +150,6 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise RunError(f"{path} cannot be read: {error}; it is written when a run starts") from error
     if not isinstance(values, dict):
-        raise RunError(
-            f"{path} holds {type(values).__name__}, not a mapping; it is written when a run starts"
-        )
+        found = type(values).__name__
+        raise RunError(f"{path} holds {found}, not a mapping; it is written when a run starts")
     return values

@@ -25,7 +25,7 @@ class Chart:
 def lines(
     title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
 ) -> Chart:
-    """A curve for each name; `x` and `y` name the axes."""
+    """Draw a curve for each name; `x` and `y` name the axes."""
     figure = _figure(x, y)
     for index, (name, points) in enumerate(series.items()):
         shown = thinned(points, MOST_POINTS)
@@ -45,8 +45,7 @@ def lines(
 
 
 def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "") -> Chart:
-    """Stacked areas, parts of a whole. The axis cuts off the few sums far above the others, such as the first
-    step's."""
+    """Draw parts of a whole as stacked areas; the axis cuts off few far larger sums, as of the first step."""
     chart = lines(title, series, x=x, y=y)
     chart.figure.update_traces(stackgroup="all", mode="lines", line={"width": 0.5})
     sums: dict[float, float] = {}
@@ -60,36 +59,27 @@ def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str =
 
 
 def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", y: str = "") -> Chart:
-    """Grouped bars: for each name a value by category."""
+    """Draw grouped bars: for each name a value by category."""
     figure = _figure(x, y)
     for index, (name, values) in enumerate(series.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        figure.add_bar(
-            x=[_label(category) for category in values],
-            y=list(values.values()),
-            name=_label(name),
-            marker={"color": colour, "line": {"width": 0}},
-        )
+        marker = {"color": COLOURS[index % len(COLOURS)], "line": {"width": 0}}
+        categories = list(map(_label, values))
+        figure.add_bar(x=categories, y=list(values.values()), name=_label(name), marker=marker)
     figure.update_xaxes(type="category")
     figure.update_layout(bargap=0.35, bargroupgap=0.08)
     return Chart(title, figure)
 
 
 def _label(name: str) -> str:
-    """A label without tags, some of which plotly would read as markup."""
+    """Return a label without tags, some of which plotly would read as markup."""
     return visible(name).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _figure(x: str, y: str) -> Any:
     with from_extra("report"):
         import plotly.graph_objects as go
-    axis = {
-        "gridcolor": GRID,
-        "linecolor": GRID,
-        "zerolinecolor": GRID,
-        "automargin": True,
-        "title": {"standoff": 6},
-    }
+    colours = dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor"), GRID)
+    axis = colours | {"automargin": True, "title": {"standoff": 6}}
     figure = go.Figure()
     figure.update_layout(
         template="none",

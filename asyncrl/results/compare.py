@@ -1,5 +1,6 @@
 """`asyncrl compare`: results and time of several runs, and the settings in which they differ."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.charts import Chart, lines
 from asyncrl.results.page import Section, Table, render_page
-from asyncrl.results.run_charts import CURVES
+from asyncrl.results.run_charts import CURVES, by_minute
 from asyncrl.run.directory import find_run, write_text
-from asyncrl.telemetry.text import duration, number
+from asyncrl.telemetry.history import Points, highest
+from asyncrl.telemetry.text import at_step, duration, number
 
 # Plotted over minutes too: a run with fewer steps may need more time.
 OVER_TIME = ("eval/accuracy", "reward/mean")
@@ -19,7 +21,7 @@ ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
 def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
-    """Tables of results and differences. With `to`, write a page with overlaid curves as well."""
+    """Return tables of results and differences. With `to`, also write a page with overlaid curves."""
     directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
     if len(directories) < 2 or len(directories) < len(runs):
         given = ", ".join(map(str, runs))
@@ -33,7 +35,7 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
 
 
 def compare_page(archives: Mapping[str, Archive]) -> str:
-    """Tables and overlaid curves as a page."""
+    """Return tables and overlaid curves as a page."""
     sections = [
         Section(title="Results", tables=[replace(results(archives), title="")]),
         Section(title="Curves", charts=overlaid(archives)),
@@ -43,16 +45,14 @@ def compare_page(archives: Mapping[str, Archive]) -> str:
 
 
 def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
-    """Archives by the name of the run, or by its directory where two runs have the same name."""
-    names = [archive.name for archive in archives]
-    return {
-        archive.name if names.count(archive.name) == 1 else str(archive.directory.path): archive
-        for archive in archives
-    }
+    """Return archives by the name of the run, or by its directory where two runs have the same name."""
+    count = Counter(archive.name for archive in archives)
+    names = (one.name if count[one.name] == 1 else str(one.directory.path) for one in archives)
+    return dict(zip(names, archives, strict=True))
 
 
 def results(archives: Mapping[str, Archive]) -> Table:
-    """Results, one column for each run."""
+    """Return a table of results with one column for each run."""
     rows: list[tuple[str, Callable[[Archive], str]]] = [
         ("state", lambda run: run.state),
         ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
@@ -71,22 +71,17 @@ def results(archives: Mapping[str, Archive]) -> Table:
         ("time/step in s, mean", lambda run: _mean(run, "time/step")),
         ("alarms", lambda run: ", ".join(run.alarms) or "none"),
     ]
-    return Table(
-        ("", *archives),
-        [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows],
-        "results",
-    )
+    cells = [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows]
+    return Table(("", *archives), cells, "results")
 
 
 def differences(archives: Mapping[str, Archive]) -> list[Table]:
-    """Settings and software versions that are not the same in all runs."""
+    """Return tables of the settings and the software releases that are not the same in all runs."""
     settings = [dict(flat(archive.config)) for archive in archives.values()]
     software = [archive.starts[-1].versions if archive.starts else {} for archive in archives.values()]
+    kinds = (("setting", settings, "settings that differ"), ("software", software, "releases that differ"))
     tables = []
-    for kind, columns, title in (
-        ("setting", settings, "settings that differ"),
-        ("software", software, "releases that differ"),
-    ):
+    for kind, columns, title in kinds:
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
         if differing := [row for row in rows if len(set(row[1:])) > 1]:
@@ -95,7 +90,7 @@ def differences(archives: Mapping[str, Archive]) -> list[Table]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value as text) of a config; a list is one value."""
+    """Yield (dotted key, value as text) of a config; a list is one value."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -105,7 +100,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
-    """Charts with one curve for each run that has the metric."""
+    """Return charts with one curve for each run that has the metric."""
     charts = []
     for curve in CURVES:
         name = curve.names[0]
@@ -114,32 +109,30 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
         if by_step and name in OVER_TIME:
             by_time = {label: over_time(archives[label], name) for label in by_step}
-            charts.append(
-                lines(f"{curve.title} over time", by_time, x="minutes since the first step", y=curve.y)
-            )
+            title, x = f"{curve.title} over time", "minutes since the first step"
+            charts.append(lines(title, by_time, x=x, y=curve.y))
     return charts
 
 
-def over_time(archive: Archive, name: str) -> list[tuple[float, float]]:
-    """(minutes since the end of the first step, value): the time to load models says nothing about
-    learning."""
-    rows = [row for _, row in sorted(archive.history.rows.items()) if "time" in row]
-    began = min((row["time"] for row in rows if "time/step" in row), default=0.0)
-    return [((row["time"] - began) / 60, row[name]) for row in rows if name in row]
+def over_time(archive: Archive, name: str) -> Points:
+    """Return (minutes since the end of the first step, value), so the time to load models does not count."""
+    rows = [archive.history.rows[step] for step in archive.history.steps]
+    began = min((row["time"] for row in rows if {"time", "time/step"} <= row.keys()), default=0.0)
+    return by_minute(rows, name, began)
 
 
 def _at(run: Archive, name: str, index: int) -> str:
     series = run.series(name)
-    return f"{number(series[index][1])} (step {series[index][0]})" if series else "-"
+    return at_step(series[index]) if series else "-"
 
 
 def _best(run: Archive, name: str) -> str:
-    best = max(run.series(name), key=lambda point: (point[1], -point[0]), default=None)
-    return f"{number(best[1])} (step {best[0]})" if best else "-"
+    series = run.series(name)
+    return at_step(highest(series)) if series else "-"
 
 
 def _mean(run: Archive, name: str, share: float = 1.0) -> str:
-    """Mean over the last `share` of the steps, at least one step."""
+    """Return the mean over the last `share` of the steps, at least one step."""
     values = [value for _, value in run.series(name)]
     last = values[-max(1, round(share * len(values))) :]
     return number(sum(last) / len(last)) if last else "-"

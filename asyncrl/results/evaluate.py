@@ -1,8 +1,7 @@
-"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, with the same engine and rewards as in
-training.
+"""`asyncrl eval`: a checkpoint or a model on the held-out prompts, with the engine and rewards of training.
 
-The engine runs in a process of its own session. A terminal's Ctrl-C would otherwise reach all processes of
-vLLM, which then print tracebacks or wait for one another.
+The engine runs in a session of its own. A terminal's Ctrl-C would otherwise reach all processes of vLLM,
+which then print tracebacks or wait for one another.
 """
 
 import asyncio
@@ -35,13 +34,11 @@ from asyncrl.workers import ending
 
 
 def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> dict[str, float]:
-    """Held-out metrics of a run's newest checkpoint or of a model directory. Raises RunError."""
+    """Return held-out metrics of a run's newest checkpoint or of a model directory. Raises RunError."""
     if config_path is None:
         if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
-            raise RunError(
-                f"{model} is a model, not a run; name the config with the held-out prompts: asyncrl eval "
-                f"{model} FILE"
-            )
+            hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"
+            raise RunError(f"{model} is a model, not a run; {hint}")
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
     overrides = [*overrides, f"model.path={model}"]
@@ -60,10 +57,9 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
 
 
 def _status_of(argv: Sequence[str]) -> int:
-    """Exit status of a process that, with all its children, ends with this one. Raises RunError if it was
-    killed."""
+    """Run a process that, with all its children, ends with this one. Raises RunError if it was killed."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
-    # Libraries print to stdout.
+    # What libraries print to stdout goes to stderr.
     process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
     try:
         status = process.wait()
@@ -72,7 +68,7 @@ def _status_of(argv: Sequence[str]) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if status < 0:
-        raise RunError(f"the process that evaluates was {ending(status)}; look for want of memory (dmesg)")
+        raise RunError(f"the process that evaluates was {ending(status)}; look for lack of memory (dmesg)")
     return status
 
 
@@ -80,14 +76,13 @@ def main() -> None:
     """Evaluate in this process: the arguments are the file for the answer, the config, and overrides."""
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     answer, config, *overrides = sys.argv[1:]
+    said: dict[str, object]
     try:
         said = {"metrics": asyncio.run(_evaluate(load_config(Path(config), overrides)))}
     except AsyncRLError as error:
-        Path(answer).write_text(
-            json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8"
-        )
-        sys.exit(USER_ERROR)
+        said = {"error": type(error).__name__, "message": str(error)}
     Path(answer).write_text(json.dumps(said), encoding="utf-8")
+    sys.exit(USER_ERROR if "error" in said else 0)
 
 
 async def _evaluate(config: Config) -> dict[str, float]:
@@ -101,12 +96,10 @@ async def _evaluate(config: Config) -> dict[str, float]:
         config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
     )
     sampler = Sampler(engine, scorer, prompts.decode, "eval")
+    numbered = enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
     try:
         groups = await asyncio.gather(
-            *(
-                sampler.group(prompt, number, limits, spec)
-                for number, prompt in enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
-            )
+            *(sampler.group(prompt, number, limits, spec) for number, prompt in numbered)
         )
     finally:
         await scorer.close()

@@ -1,5 +1,4 @@
-"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a model
-card."""
+"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a card."""
 
 import shutil
 from importlib import resources
@@ -13,29 +12,18 @@ from asyncrl.config.named_files import has_chat_template
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
-from asyncrl.telemetry.text import duration, number, visible, visible_lines
+from asyncrl.telemetry.text import at_step, duration, visible, visible_lines
 
 CARD = "README.md"
 SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
-# Sections of the config that the weights depend on. The others hold hosts, ports and paths, which stay
-# private.
+# Sections of the config on which the weights depend. Hosts, ports and paths, all private, are in others.
 TRAINING_PARTS = (
-    "model",
-    "data",
-    "reward",
-    "batch",
-    "sampling",
-    "staleness",
-    "algorithm",
-    "critic",
-    "learner",
-    "eval",
-)
+    "model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval",
+)  # fmt: skip
 
 
 def export_model(directory: RunDirectory, to: Path) -> Path:
-    """Copy the newest checkpoint's model with its tokenizer to the new directory `to`, and write a model
-    card.
+    """Copy the newest checkpoint's model and tokenizer to the new directory `to`, and write a model card.
 
     Returns the directory that was copied.
     """
@@ -51,24 +39,24 @@ def export_model(directory: RunDirectory, to: Path) -> Path:
 
 
 def newest_export(directory: RunDirectory) -> Path:
-    """The Hugging Face directory in the newest valid checkpoint."""
+    """Return the Hugging Face directory in the newest valid checkpoint."""
     from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 
     newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()
     if newest is None:
         raise RunError(
-            f"{directory.checkpoints} holds no valid checkpoint; checkpoint.every says when one is made"
+            f"{directory.checkpoints} has no valid checkpoint; checkpoint.every sets their interval"
         )
     return newest / EXPORT
 
 
 def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bool) -> str:
-    """The model's origin, training, results up to `step`, and how to serve it from `served_as`."""
+    """Return the model's origin, training, results up to `step`, and how to serve it from `served_as`."""
     rewards = archive.config.get("reward", {}).get("functions", [])
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
-    # Markdown.
+    # In Markdown nothing is escaped.
     environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template).render(
         front_matter=_front_matter(archive),
@@ -90,7 +78,7 @@ def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bo
 
 
 def _front_matter(archive: Archive) -> str:
-    """Metadata for the Hugging Face hub. Paths of this machine are left out."""
+    """Return metadata for the Hugging Face hub, without paths of this machine."""
     values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
     if _is_hub_name(model := _setting(archive, "model.path")):
@@ -101,26 +89,18 @@ def _front_matter(archive: Archive) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not name.endswith((".jsonl", ".parquet"))
-    )
+    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".parquet"))
+    return name.count("/") == 1 and not is_path
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
-    """First and last values up to `step`: later steps are not in these weights."""
-    rows = []
-    for name in SHOWN:
-        series = [point for point in archive.series(name) if point[0] <= step]
-        if series:
-            first, last = (f"{number(value)} (step {at})" for at, value in (series[0], series[-1]))
-            rows.append((name, first, last))
-    return rows
+    """Return first and last values up to `step`: later steps are not in these weights."""
+    known = {name: [point for point in archive.series(name) if point[0] <= step] for name in SHOWN}
+    return [(name, at_step(points[0]), at_step(points[-1])) for name, points in known.items() if points]
 
 
 def _setting(archive: Archive, name: str) -> str:
-    """A setting by its dotted name; `?` if the run has none."""
+    """Return a setting by its dotted name; `?` if the run has none."""
     value: Any = archive.config
     for key in name.split("."):
         value = value.get(key, "?") if isinstance(value, dict) else "?"
@@ -128,5 +108,5 @@ def _setting(archive: Archive, name: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Text as inline code, so that a value of the config is not read as Markdown."""
+    """Return text as inline code, so that a value of the config is not read as Markdown."""
     return f"`{visible(text).replace('`', chr(39))}`"

@@ -51,7 +51,7 @@ class Section:
 
 
 def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The whole file. Raises MissingLibrary without plotly."""
+    """Return the whole file. Raises MissingLibrary without plotly."""
     with from_extra("report"):
         from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
@@ -71,40 +71,32 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """A policy that lets the page run these scripts and style itself; the browser refuses everything else."""
+    """Return a policy that lets the page run these scripts and style itself, and nothing else."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    own = "style-src 'unsafe-inline'; img-src data: blob:"
+    return f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'"
 
 
 def _plain(section: Section, numbers: Iterator[int]) -> dict[str, Any]:
-    """The section for the template: its text made visible, its charts as their numbers on the page."""
+    """Return the section for the template: all text visible, charts as their numbers on the page."""
+
+    def table(one: Table) -> dict[str, Any]:
+        rows = [list(map(visible, row)) for row in one.rows]
+        return {"title": visible(one.title), "head": list(map(visible, one.head)), "rows": rows}
+
+    def sample(one: SampleRecord) -> dict[str, str]:
+        head, details = map(visible, sample_head(one))
+        prompt, response = visible_lines(one.prompt), visible_lines(one.response)
+        return {"head": head, "details": details, "prompt": prompt, "response": response}
+
     return {
         "title": visible(section.title),
         "note": visible(section.note),
         "facts": [(visible(name), visible(value)) for name, value in section.facts],
-        "tables": [
-            {
-                "title": visible(table.title),
-                "head": list(map(visible, table.head)),
-                "rows": [list(map(visible, row)) for row in table.rows],
-            }
-            for table in section.tables
-        ],
+        "tables": list(map(table, section.tables)),
         "charts": [(next(numbers), visible(chart.title)) for chart in section.charts],
-        "samples": [
-            {
-                "head": visible(head),
-                "details": visible(details),
-                "prompt": visible_lines(sample.prompt),
-                "response": visible_lines(sample.response),
-            }
-            for sample in section.samples
-            for head, details in [sample_head(sample)]
-        ],
+        "samples": list(map(sample, section.samples)),
         "text": visible_lines(section.text),
         "text_title": visible(section.text_title),
     }

@@ -1,13 +1,14 @@
 """The charts of a run and the metrics in each. A chart without values is left out."""
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from asyncrl.results.archive import Archive
 from asyncrl.results.charts import Chart, areas, bars, lines
-from asyncrl.telemetry.history import REJECTED, Points, Row, Series
+from asyncrl.telemetry.history import REJECTED, Points, Row, Series, growth_share
 
 MOST_GENERATORS = 8  # generators with their own curve: those that waited most
 BANDS = ("short", "medium", "long")  # the same as in `algo.metrics`, which needs torch
@@ -16,7 +17,7 @@ LENGTH_REJECTED = "groups/length_rejected_"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart over steps."""
+    """The metrics of a chart over steps."""
 
     title: str
     names: tuple[str, ...]  # metrics or globs; `compare` uses the first
@@ -64,13 +65,13 @@ STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
 def learning_charts(archive: Archive) -> list[Chart]:
-    """Reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
+    """Return reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
     charts = []
     for curve in CURVES:
         found: dict[str, Series] = {}
         for name, series in _series(archive, curve.names).items():
-            # A series that repeats an earlier one is left out: the only part of a reward is the reward,
-            # pass@1 is the accuracy. Constant series, such as zeros, are shown for each metric.
+            # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
+            # pass@1 equals the accuracy. Constant series, such as zeros, are shown for each metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series
         if curve.log:
@@ -81,7 +82,7 @@ def learning_charts(archive: Archive) -> list[Chart]:
 
 
 def staleness_charts(archive: Archive) -> list[Chart]:
-    """Age of tokens when they were trained on, and where that age came from."""
+    """Return the age of tokens when they were trained on, and where that age came from."""
     histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
     charts = []
     if any(histograms.values()):
@@ -93,79 +94,50 @@ def staleness_charts(archive: Archive) -> list[Chart]:
 
 
 def dropped_charts(archive: Archive) -> list[Chart]:
-    """Lengths of dropped and trained responses: if dropped ones are longer, dropping teaches brevity."""
-    reasons = sorted(name.removeprefix(REJECTED) for name in archive.names if name.startswith(REJECTED))
+    """Return lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
     charts = []
-    if reasons:
-        counts = {"trained": _total(archive, "groups/trained")} | {
-            reason: _total(archive, REJECTED + reason) for reason in reasons
-        }
-        lengths = {"trained": _mean(archive, "completions/length_mean", "groups/trained")}
-        lengths |= {reason: _mean(archive, LENGTH_REJECTED + reason, REJECTED + reason) for reason in reasons}
+    # (number of groups, mean length) of what was trained, and of each reason to reject.
+    kinds = {"trained": ("groups/trained", "completions/length_mean")}
+    for name in archive.names:
+        if name.startswith(REJECTED):
+            kinds[name.removeprefix(REJECTED)] = (name, name.replace(REJECTED, LENGTH_REJECTED))
+    if len(kinds) > 1:
+        counts = {kind: _total(archive, groups) for kind, (groups, _) in kinds.items()}
         charts.append(bars("Groups", {"groups": counts}, y="groups"))
-        if known := {reason: length for reason, length in lengths.items() if length is not None}:
+        lengths = {kind: _mean(archive, length, groups) for kind, (groups, length) in kinds.items()}
+        if known := {kind: length for kind, length in lengths.items() if length is not None}:
             charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
     by_band = {
         name: {band: mean for band in BANDS if (mean := _mean_of_band(archive, name, band)) is not None}
         for name in ("staleness/masked_share", "policy/left_out", "weight/zero")
     }
     if any(share for shares in by_band.values() for share in shares.values()):
-        charts.append(
-            bars(
-                "Tokens out of the loss, by length of the response",
-                by_band,
-                y="share of them, mean over steps",
-            )
-        )
-    if not archive.series("tokens/short"):
-        return charts
-    trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
-    return [*charts, bars("Trained tokens, by length of the response", trained, y="tokens")]
+        title = "Tokens out of the loss, by length of the response"
+        charts.append(bars(title, by_band, y="share of them, mean over steps"))
+    if archive.series("tokens/short"):
+        trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
+        charts.append(bars("Trained tokens, by length of the response", trained, y="tokens"))
+    return charts
 
 
 def waiting_charts(archive: Archive) -> list[Chart]:
-    """Which side waited for the other: the bottleneck is the side that never waits."""
+    """Return which side waited for the other: the bottleneck is the side that never waits."""
     if not archive.learner_times:
         return []
-    began = archive.began_at
-    rows = archive.history.rows
-    learner = [
-        ((row["time"] - began) / 60, row["idle/learner"])
-        for _, row in sorted(rows.items())
-        if {"time", "idle/learner"} <= row.keys()
-    ]
-    idle = _of_generators(archive, "idle_s", began)
-    paused = _of_generators(archive, "paused_s", began)
+    steps = [archive.history.rows[step] for step in archive.history.steps]
+    idle = {"learner": by_minute(steps, "idle/learner", archive.began_at)} | _of_generators(archive, "idle_s")
+    title, y = "Waiting: learner for groups, generators for tickets", "share of the time"
+    charts = [lines(title, idle, x="minutes", y=y)]
     # `time/sampling_s` and `time/reward_s` are measured per group in the generators, not per step.
-    phases = [
-        name for name in archive.names if name.startswith("time/") and not name.endswith(("_s", "/step"))
-    ]
-    charts = [
-        lines(
-            "Waiting: learner for groups, generators for leave",
-            {"learner": learner, **idle},
-            x="minutes",
-            y="share of the time",
-        )
-    ]
+    names = [name for name in archive.names if name.startswith("time/")]
+    phases = {name.removeprefix("time/"): name for name in names if not name.endswith(("_s", "/step"))}
     if phases:
-        charts.append(
-            areas(
-                "A step of the learner",
-                {name.removeprefix("time/"): archive.series(name) for name in phases},
-                y="s",
-            )
-        )
-    if any(paused.values()):
-        charts.append(
-            lines("Generators standing still for new weights", paused, x="minutes", y="share of the time")
-        )
+        seconds = {phase: archive.series(name) for phase, name in phases.items()}
+        charts.append(areas("A step of the learner", seconds, y="s"))
+    if paused := _of_generators(archive, "paused_s"):
+        charts.append(lines("Generators paused for new weights", paused, x="minutes", y=y))
     speed = {
-        generator: [
-            ((row["time"] - began) / 60, row["tokens_per_s"])
-            for row in rows
-            if {"time", "tokens_per_s"} <= row.keys()
-        ]
+        generator: by_minute(rows, "tokens_per_s", archive.began_at)
         for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
         if rows
     }
@@ -174,42 +146,39 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     return charts
 
 
+def by_minute(rows: Iterable[Row], name: str, began_at: float) -> Points:
+    """Return (minutes since `began_at`, value) of the rows that have the metric."""
+    return [((row["time"] - began_at) / 60, row[name]) for row in rows if {"time", name} <= row.keys()]
+
+
 def growth_shares(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(Unix seconds, share of the time since the line before) of a counter of seconds, which a restart
-    resets."""
-    shares = []
-    for before, now in pairwise(rows):
-        if {name, "alive_s", "time"} <= now.keys():
-            restarted = now["alive_s"] <= before.get("alive_s", 0.0)
-            alive_s = now["alive_s"] - (0.0 if restarted else before.get("alive_s", 0.0))
-            waited_s = now[name] - (0.0 if restarted else before.get(name, 0.0))
-            if alive_s > 0:
-                shares.append((now["time"], min(1.0, max(0.0, waited_s / alive_s))))
-    return shares
-
-
-def _of_generators(archive: Archive, name: str, began: float) -> dict[str, Points]:
-    shares = {generator: growth_shares(rows, name) for generator, rows in archive.generators.items()}
-    worst = sorted(shares, key=lambda generator: -sum(share for _, share in shares[generator]))[
-        :MOST_GENERATORS
+    """Return (Unix seconds, `growth_share` since the line before) for each line that has the counter."""
+    found = [
+        (now["time"], growth_share(before, now, name))
+        for before, now in pairwise(rows)
+        if {name, "time"} <= now.keys()
     ]
+    return [(at, share) for at, share in found if share is not None]
+
+
+def _of_generators(archive: Archive, name: str) -> dict[str, Points]:
+    """Return `growth_shares` by minute of the generators with the largest ones."""
+    shares = {generator: growth_shares(rows, name) for generator, rows in archive.generators.items()}
+    sums = {generator: sum(share for _, share in found) for generator, found in shares.items() if found}
     return {
-        generator: [((at - began) / 60, share) for at, share in shares[generator]]
-        for generator in sorted(worst)
-        if shares[generator]
+        generator: [((at - archive.began_at) / 60, share) for at, share in shares[generator]]
+        for generator in sorted(heapq.nlargest(MOST_GENERATORS, sums, key=sums.__getitem__))
     }
 
 
 def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
-    """The series of all metrics that match, in the order of the patterns."""
-    names = dict.fromkeys(
-        name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)
-    )
+    """Return the series of all metrics that match, in the order of the patterns."""
+    names = [name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)]
     return {name: archive.series(name) for name in names}
 
 
 def _histogram(archive: Archive, where: str) -> Mapping[str, float]:
-    """Mean over the run of `staleness/<where>/<steps>`; a step without a bin had no token of that age."""
+    """Return the mean of `staleness/<where>/<steps>`; a step without a bin had no token of that age."""
     prefix = f"staleness/{where}/"
     bins = sorted(int(name.removeprefix(prefix)) for name in archive.names if name.startswith(prefix))
     measured = len(archive.series(f"{prefix}0"))
@@ -221,7 +190,7 @@ def _total(archive: Archive, name: str) -> float:
 
 
 def _mean(archive: Archive, name: str, weight: str) -> float | None:
-    """Weighted mean over the steps; None without weight."""
+    """Return the weighted mean over the steps; None without weight."""
     weights = dict(archive.series(weight))
     pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
     total = sum(one for _, one in pairs)
@@ -229,7 +198,7 @@ def _mean(archive: Archive, name: str, weight: str) -> float | None:
 
 
 def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
-    """Mean over the steps that had tokens in responses of that length; None without such steps."""
+    """Return the mean over the steps that had tokens in responses of that length; None without such steps."""
     trained = dict(archive.series(f"tokens/{band}"))
     shares = [share for step, share in archive.series(f"{name}/{band}") if share or trained.get(step)]
     return sum(shares) / len(shares) if shares else None

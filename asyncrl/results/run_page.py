@@ -1,7 +1,9 @@
 """`asyncrl report`: a run on one HTML page that opens without a network."""
 
 import heapq
+import math
 import time
+from collections import deque
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +14,8 @@ from asyncrl.results.run_charts import dropped_charts, learning_charts, stalenes
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.text import duration, number
+from asyncrl.telemetry.history import highest
+from asyncrl.telemetry.text import at_step, duration
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean",
@@ -31,7 +34,7 @@ def write_report(run: Path | None, to: Path | None) -> Path:
 
 
 def report_page(archive: Archive) -> str:
-    """The whole page of one run."""
+    """Return the whole page of one run."""
     sections = [
         _summary(archive),
         Section(title="Learning", charts=learning_charts(archive)),
@@ -43,22 +46,18 @@ def report_page(archive: Archive) -> str:
         ),
         Section(
             title="Dropped against trained",
-            note="What is dropped should be as long as what is trained: else a rule against old or useless "
-            "groups has become a filter on length.",
+            note="Dropped responses should be as long as trained ones. Otherwise a rule against old or "
+            "useless groups has become a filter on length.",
             charts=dropped_charts(archive),
         ),
         Section(
-            title="Who waited for whom",
-            note="The slow part is the one that never waits.",
-            charts=waiting_charts(archive),
+            title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
         ),
         *_sample_sections(read_samples(archive.directory.samples)),
         _setup(archive),
     ]
-    model, data = (
-        archive.config.get("model", {}).get("path", "?"),
-        archive.config.get("data", {}).get("train", "?"),
-    )
+    model = archive.config.get("model", {}).get("path", "?")
+    data = archive.config.get("data", {}).get("train", "?")
     subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
     filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
     return render_page(archive.name, subtitle, filled)
@@ -80,23 +79,17 @@ def _summary(archive: Archive) -> Section:
     if audit:
         facts.insert(7, ("groups lost", f"{audit.missing:,} of {audit.issued:,}"))
     message = archive.status.message if archive.status else ""
-    return Section(
-        title="Summary", note=message, facts=facts, tables=[headline_table(archive), *_alarms(archive)]
-    )
+    tables = [headline_table(archive), *_alarms(archive)]
+    return Section(title="Summary", note=message, facts=facts, tables=tables)
 
 
 def headline_table(archive: Archive) -> Table:
-    """First, last and best value of the most important metrics."""
+    """Return first, last and best value of the most important metrics."""
     rows = []
     for name in [name for wanted in HEADLINES for name in archive.names if fnmatchcase(name, wanted)]:
         series = archive.series(name)
-        best = (
-            [max(series, key=lambda point: (point[1], -point[0]))]
-            if name.startswith(HIGHER_IS_BETTER)
-            else []
-        )
-        cells = [f"{number(value)} (step {step})" for step, value in (series[0], series[-1], *best)]
-        rows.append((name, *cells, *([] if best else [""])))
+        best = at_step(highest(series)) if name.startswith(HIGHER_IS_BETTER) else ""
+        rows.append((name, at_step(series[0]), at_step(series[-1]), best))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
 
 
@@ -111,40 +104,26 @@ def _alarms(archive: Archive) -> list[Table]:
 
 
 def _sample_sections(samples: Iterable[SampleRecord]) -> list[Section]:
-    """The newest samples of each kind, the best and the worst, in one pass because the file may be large."""
-    newest: dict[str, list[SampleRecord]] = {"eval": [], "dropped": []}
-    best: list[tuple[float, int, SampleRecord]] = []
-    worst: list[tuple[float, int, SampleRecord]] = []
+    """Return samples of each kind, in one pass because the file may be large."""
+    newest = {kind: deque[SampleRecord](maxlen=SHOWN) for kind in ("eval", "dropped")}
+    extremes: dict[float, list[tuple[float, int, SampleRecord]]] = {1.0: [], -1.0: []}  # heaps, by sign
     for index, sample in enumerate(samples):
         if sample.kind in newest:
-            newest[sample.kind] = [*newest[sample.kind], sample][-SHOWN:]
-        elif sample.reward == sample.reward:  # not NaN
-            _keep(best, (sample.reward, index, sample))
-            _keep(worst, (-sample.reward, index, sample))
+            newest[sample.kind].append(sample)
+        elif not math.isnan(sample.reward):
+            for sign, heap in extremes.items():
+                heapq.heappush(heap, (sign * sample.reward, index, sample))
+                if len(heap) > SHOWN:
+                    heapq.heappop(heap)
+    best, worst = ([sample for *_, sample in sorted(heap, reverse=True)] for heap in extremes.values())
+    kept = "From the samples of each step; of equals the newest."
+    dropped = "From groups that were taken and not trained, with the reason."
     return [
-        Section(title="Held-out samples", note="Newest last.", samples=newest["eval"]),
-        Section(
-            title="Best samples",
-            note="Of those that were kept of each step; the newest of equals.",
-            samples=_sorted(best),
-        ),
-        Section(title="Worst samples", note="The same from the other end.", samples=_sorted(worst)),
-        Section(
-            title="Dropped samples",
-            note="Of groups that were taken and not trained, with the reason.",
-            samples=newest["dropped"],
-        ),
+        Section(title="Held-out samples", note="Newest last.", samples=list(newest["eval"])),
+        Section(title="Best samples", note=kept, samples=best),
+        Section(title="Worst samples", note=kept, samples=worst),
+        Section(title="Dropped samples", note=dropped, samples=list(newest["dropped"])),
     ]
-
-
-def _keep(heap: list[tuple[float, int, SampleRecord]], item: tuple[float, int, SampleRecord]) -> None:
-    heapq.heappush(heap, item)
-    if len(heap) > SHOWN:
-        heapq.heappop(heap)
-
-
-def _sorted(heap: list[tuple[float, int, SampleRecord]]) -> list[SampleRecord]:
-    return [sample for _, _, sample in sorted(heap, reverse=True)]
 
 
 def _setup(archive: Archive) -> Section:
@@ -153,21 +132,15 @@ def _setup(archive: Archive) -> Section:
         last = archive.starts[-1]
         rows = [("hardware of the learner", last.hardware), *last.versions.items()]
         tables.append(Table(("software", "release"), rows, "at the last start"))
-        starts, before = [], archive.starts[0].versions
-        for start in archive.starts:
-            names = sorted(
-                name for name in before | start.versions if before.get(name) != start.versions.get(name)
-            )
-            changes = ", ".join(f"{name} {before.get(name)} -> {start.versions.get(name)}" for name in names)
+        starts = []
+        for before, start in zip([archive.starts[0], *archive.starts], archive.starts, strict=False):
+            old, new = before.versions, start.versions
+            names = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+            changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in names)
             starts.append((_date(start.time), str(start.step), changes))
-            before = start.versions
         tables.append(Table(("started", "from step", "other releases than before"), starts))
-    return Section(
-        title="Setup",
-        tables=tables,
-        text=archive.directory.config.read_text(encoding="utf-8"),
-        text_title="resolved config",
-    )
+    text = archive.directory.config.read_text(encoding="utf-8")
+    return Section(title="Setup", tables=tables, text=text, text_title="resolved config")
 
 
 def _date(at: float) -> str:

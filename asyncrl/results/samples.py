@@ -1,4 +1,4 @@
-"""`asyncrl samples`: rollouts of a run: the newest, best, worst or dropped ones, or new ones as they come."""
+"""`asyncrl samples`: the newest, best, worst or dropped rollouts of a run, or new ones as they come."""
 
 import heapq
 import math
@@ -33,31 +33,24 @@ class Wanted:
     order: Literal["newest", "best", "worst"] = "newest"  # best and worst by reward; of equals the newest
 
     def fits(self, sample: SampleRecord) -> bool:
-        """Whether the sample has the step and kind."""
-        return (self.step is None or sample.step == self.step) and (
-            self.kind is None or sample.kind == self.kind
-        )
+        """Return whether the sample has the step and kind."""
+        return self.step in (None, sample.step) and self.kind in (None, sample.kind)
 
     def choose(self, samples: Iterable[SampleRecord]) -> list[SampleRecord]:
-        """The first `count` samples in this order, in one pass; the newest come in the order in which they
-        were written."""
+        """Return the first `count` samples in this order, in one pass; the newest as in the file."""
         fitting = filter(self.fits, samples)
         if self.order == "newest":
             return list(deque(fitting, maxlen=self.count))
         sign = 1.0 if self.order == "best" else -1.0
-        ranked = (
-            (sign * sample.reward, index, sample)
-            for index, sample in enumerate(fitting)
-            if not math.isnan(sample.reward)
-        )
+        scored = (sample for sample in fitting if not math.isnan(sample.reward))
+        ranked = ((sign * sample.reward, index, sample) for index, sample in enumerate(scored))
         return [sample for _, _, sample in heapq.nlargest(self.count, ranked, key=lambda item: item[:2])]
 
 
 def wanted(
     count: int, step: int | None, kind: str | None, *, best: bool, worst: bool, dropped: bool
 ) -> Wanted:
-    """The selection that the options of the command describe. Raises RunError where they contradict each
-    other."""
+    """Return the selection that the command's options ask for. Raises RunError if they contradict another."""
     if best + worst + dropped > 1:
         raise RunError("--best, --worst and --dropped exclude each other; choose one")
     if kind not in (None, *KINDS):
@@ -72,19 +65,15 @@ def wanted(
 
 
 def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[SampleRecord]:
-    """The selected samples; with `follow` also new ones until the run is over. Raises RunError when there are
-    none."""
+    """Return the selected samples, with `follow` also new ones until the run ends; without any, RunError."""
     directory = find_run(run)
     if follow and wanted.order != "newest":
         raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
     if follow:
         return _followed(directory, wanted)
-    chosen = wanted.choose(read_samples(directory.samples))
-    if not chosen:
-        raise RunError(
-            f"{directory.samples} holds no such sample; telemetry.samples_per_step are written after each "
-            "step"
-        )
+    if not (chosen := wanted.choose(read_samples(directory.samples))):
+        hint = "telemetry.samples_per_step are written after each step"
+        raise RunError(f"{directory.samples} has no such sample; {hint}")
     return chosen
 
 
@@ -100,24 +89,17 @@ def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]
 
 
 def sample_head(sample: SampleRecord) -> tuple[str, str]:
-    """(step, kind and reward of a sample; all other details but its text)."""
+    """Return (step, kind and reward of a sample; all other details but its text)."""
     head = f"step {sample.step}, {KINDS.get(sample.kind, sample.kind)}"
     head += f" ({sample.reason})" if sample.reason else ""
     head += f": reward {number(sample.reward)}" if not math.isnan(sample.reward) else ""
-    parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
-    advantage = (
-        ""
-        if math.isnan(sample.advantage) or sample.kind != "train"
-        else f"advantage {number(sample.advantage)}"
-    )
+    is_trained = sample.kind == "train" and not math.isnan(sample.advantage)
     spans = ", ".join(f"v{version} {tokens}" for version, tokens in sample.versions)
-    tokens = f"tokens by version: {spans}" if spans else ""
-    answer = f"answer {sample.answer}" if sample.answer else ""
     details = (
-        answer,
-        parts,
-        advantage,
-        tokens,
+        f"answer {sample.answer}" if sample.answer else "",
+        ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items()),
+        f"advantage {number(sample.advantage)}" if is_trained else "",
+        f"tokens by version: {spans}" if spans else "",
         sample.finish_reason,
         sample.generator_id,
         f"ticket {sample.ticket_id}",

@@ -24,6 +24,11 @@ def thinned(points: Points, most: int) -> Points:
     return [(run[-1][0], sum(value for _, value in run) / len(run)) for run in runs]
 
 
+def highest(series: Series) -> tuple[int, float]:
+    """Return the point with the highest value; the first of equals."""
+    return max(series, key=lambda point: (point[1], -point[0]))
+
+
 class Tail:
     """Reads a growing JSONL file: each call returns the complete lines added since the last call."""
 

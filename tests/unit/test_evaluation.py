@@ -13,7 +13,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, summarise
-from asyncrl.report.records import eval_records
+from asyncrl.report.reports import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.learner import Step
-from asyncrl.report.records import dropped_records
+from asyncrl.report.reports import dropped_records
 from asyncrl.report.step_metrics import LONGEST_LAG, step_metrics
 from asyncrl.run.starts import read_starts, record_start
 from asyncrl.types import Group, VersionSpan

@@ -100,7 +100,7 @@ def test_curves_and_figures_are_what_was_logged(tmp_path: Path) -> None:
     assert [step for step, _ in page.curves("Held-out accuracy")["eval/accuracy"]] == [10, 20, 30]
     assert page.curves("Mean age of a token")["staleness/in_flight"][7] == (8, 0.91)
     assert page.curves("Groups") == {"groups": [("trained", 0), ("zero_variance", 35 * 3)]}
-    waiting = page.curves("Waiting: learner for groups, generators for leave")
+    waiting = page.curves("Waiting: learner for groups, generators for tickets")
     assert waiting.keys() == {"learner", "g0", "g1"}
     assert [share for _, share in waiting["g0"]] == pytest.approx([0.4] * 34)
     facts = dict(zip(page.text_of["dt"], page.text_of["dd"], strict=True))

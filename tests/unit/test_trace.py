@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
-from asyncrl.report.timeline import LIFE, Timeline, trace_step
+from asyncrl.report.timeline import LIFE, Timeline, TraceWriter, trace_step
 from asyncrl.stopwatch import Span, Stopwatch
-from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport
 from tests.support.steps import group, rollout, step

@@ -25,11 +25,10 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, summarise
 from asyncrl.learner import Step
-from asyncrl.report.records import dropped_records, eval_records, sample_records
+from asyncrl.report.reports import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
-from asyncrl.report.timeline import trace_step
+from asyncrl.report.timeline import TraceWriter, trace_step
 from asyncrl.stopwatch import Span
-from asyncrl.telemetry.trace import TraceWriter
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, FakeTrainer
