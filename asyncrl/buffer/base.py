@@ -1,8 +1,7 @@
-"""The distributed buffer: the interface for generators and for the learner.
+"""The distributed buffer: the interfaces for generators and for the learner.
 
-Every call is idempotent: after a lost reply the caller repeats the call. docs/architecture.md explains the
-protocol, and why no group is lost or trained twice. `memory.py` is its shortest complete statement;
-`functions.lua` runs in the store.
+Every call is idempotent: after a lost reply the caller repeats the call. docs/planes/buffer.md explains why
+no group is lost or trained twice. `memory.py` is the shortest complete implementation.
 
 Life of a ticket id:   issued -> leased -> ready -> taken -> done
                                   |  ^
@@ -34,44 +33,37 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferRules:
-    """Settings that all handles on one lane must share."""
+    """Settings that all handles on one lane share."""
 
     # B of the staleness bound; for the evaluation lane the number of prompts of one evaluation.
     groups: int
     lease_s: float = 60.0
     max_attempts: int = 3
-    # Bound on the holders that die, or lose their lease, while they have a ticket. The last `ALONE_DEATHS` of
-    # them hold no other ticket of the lane, which separates a ticket that kills its holder from tickets held
-    # at the same time.
+    # Holders that may die, or lose their lease, while they have a ticket. The last `ALONE_DEATHS` of them
+    # hold no other ticket of the lane, which separates the culprit from tickets held at the same time.
     max_deaths: int = 5
-    # Upper bound on stored frames, in bytes. Above it, a group is accepted only while the learner is starved,
-    # and then only the oldest unfinished group, or any group if no generator holds the oldest.
+    # Upper bound on stored frames. Above it, a group is accepted only while the learner is starved, and then
+    # only the oldest unfinished group, or any group if no generator holds the oldest.
     max_bytes: int = 4 << 30
 
 
 # Prefix of the reason that replaces the frame of a ticket that was given up. No frame begins with it.
 GIVEN_UP = b"given up: "
-
-
-# A longer reason is cut off.
-REASON_CHARACTERS = 1000
+ALONE_DEATHS = 2
+# The number of dead letters that are kept.
+DEAD_LETTERS = 100
+# The kind of groups that were set aside because processes died while they had them.
+DEADLY = "deadly"
 
 
 def one_line(reason: str) -> str:
-    """The reason on one line, in its stored length."""
-    return " ".join(reason.split())[:REASON_CHARACTERS]
+    """The reason as it is stored: on one line, and cut off after 1000 characters."""
+    return " ".join(reason.split())[:1000]
 
 
 def kind_of(reason: str) -> str:
     """The kind under which a reason is counted: the text before its first colon."""
     return reason.partition(":")[0]
-
-
-ALONE_DEATHS = 2
-# Only the newest are kept.
-DEAD_LETTERS = 100
-# The kind of groups that are set aside because processes died while they had them.
-DEADLY = "deadly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +78,11 @@ class PutOutcome(StrEnum):
     """The result of an attempt to store a group."""
 
     STORED = "stored"
-    # Already stored, taken or done: the generator drops it.
+    # Already stored, taken or done: the generator drops the group.
     DUPLICATE = "duplicate"
     # Above the byte cap: the generator keeps the group, leases nothing, and tries again.
     FULL = "full"
-    # Not issued, as the store knows after a rollback: the generator drops it, the id will be issued again.
+    # Not issued, after a rollback of the store: the generator drops the group; the id will be issued again.
     UNKNOWN = "unknown"
 
 
@@ -105,7 +97,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The number of ids in each place. `issued` is always the sum of the other places."""
+    """The number of ids in each place; `issued` is the sum of the other places."""
 
     issued: int
     leased: int
@@ -130,9 +122,9 @@ class GeneratorBuffer(Protocol):
         """Lease up to `count` tickets under the credit limit: those to be issued again first, then new ones.
 
         An expired lease counts as a death of the ticket's holder. A ticket with `max_deaths` - `ALONE_DEATHS`
-        deaths is a suspect. It is leased alone, to a holder without other tickets; while one waits, a holder
-        that has tickets leases nothing more. After `max_deaths` the next take gives the ticket up, and the
-        reason takes the place of its frame.
+        deaths is a suspect and is leased alone, to a holder without other tickets. While a suspect waits, a
+        holder that has tickets leases nothing more. After `max_deaths` the next take gives the ticket up, and
+        the reason replaces its frame.
         """
         ...
 
@@ -145,14 +137,13 @@ class GeneratorBuffer(Protocol):
         ...
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """Return unused tickets (the generator leaves, or its weights are dirty); this is not a failure."""
+        """Return unused tickets; this does not count as a failure."""
         ...
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
         """Return a ticket whose sampling or reward failed; True if that was its last attempt.
 
-        After the last attempt `tombstone` (an encoded dead `Group`) takes the group's place: the learner gets
-        it in order and counts it as dead.
+        After the last attempt the learner gets `tombstone`, an encoded dead `Group`, in place of the group.
         """
         ...
 
@@ -163,24 +154,22 @@ class LearnerBuffer(Protocol):
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         """Fence older learners and make the store agree with `ledger`; reopens a closed lane.
 
-        Tickets carry `history` from now on. A learner that another learner has followed gets BufferFenced.
+        Tickets carry `history` from now on. Raises BufferFenced if a newer learner has recovered.
 
-        After BufferGap a running learner may recover with the ledger that it has in memory. If it dies before
-        the next checkpoint, the recovery from the checkpoint issues the ids again that only this ledger had.
+        After BufferGap a running learner may recover with the ledger in its memory. If it dies before the
+        next checkpoint, the recovery from the checkpoint issues again the ids that only this ledger had.
         """
         ...
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """Assign the next `count` groups by the anchored window, all or none; None if not enough are ready.
 
-        The number and the chain come from `ledger`; a call for a number that is already assigned returns the
-        same ids. The caller enters the take into its ledger.
+        The take follows those in `ledger`; the caller enters it there. A repeated call returns the same ids.
         """
         ...
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """The stored frames of taken ids, in their order. One that begins with `GIVEN_UP` is of a dead
-        ticket."""
+        """Return the stored frames of taken ids, in their order; one that begins with `GIVEN_UP` is dead."""
         ...
 
     def reject_frame(
@@ -190,32 +179,30 @@ class LearnerBuffer(Protocol):
 
         Does nothing if the id has another frame, which was stored after a rollback had lost this one.
 
-        The rejection counts as a failed attempt. After the last attempt, or if `final`, the ticket is given
-        up: `GIVEN_UP` and the reason replace the frame, the take stays whole, and the learner counts the
-        ticket as dead. If later takes exist, the ticket is given up immediately, too: after a rollback the
-        store could otherwise return the rejected frame when the take is repeated.
+        The rejection counts as a failed attempt. After the last attempt, or if `final`, the ticket is dead:
+        `GIVEN_UP` and the reason replace the frame, and the take stays whole. The same happens if later takes
+        exist, because after a rollback a repeated take could otherwise return the rejected frame.
         """
         ...
 
     def commit(self, number: int, chain: str) -> int:
-        """Delete all groups of takes up to `number`, which a checkpoint must contain. Returns how many."""
+        """Delete the groups of takes up to `number`, which a checkpoint must contain. Returns the count."""
         ...
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
         """Announce the version being trained and the highest id that may be issued; both only grow.
 
-        `waiting`: the learner is blocked on another shard. Generators that keep a group for this full shard
-        cannot lease from any other, so accept the oldest unfinished group despite the byte cap until the next
-        take.
+        `waiting`: the learner waits for another shard. Until the next take, accept the oldest unfinished
+        group despite the byte cap: a generator that keeps a group for a full shard leases from no shard.
         """
         ...
 
     def revoke(self, holder: str) -> int:
-        """Issue all tickets of a dead generator again and count a death for each. Returns how many."""
+        """Issue all tickets of a dead generator again and count a death for each. Returns their number."""
         ...
 
     def dead_letters(self) -> list[DeadLetter]:
-        """The newest `DEAD_LETTERS` groups that were set aside or rejected, newest first."""
+        """Return the newest `DEAD_LETTERS` groups that were set aside or rejected, newest first."""
         ...
 
     def close(self) -> None:

@@ -22,8 +22,7 @@ _call = _Call()
 
 @contextmanager
 def bounded(until_s: float) -> Iterator[None]:
-    """Reads of this thread raise TimeoutError after `until_s` (monotonic), unless a large reply is
-    arriving."""
+    """Reads of this thread raise TimeoutError after `until_s` (monotonic), or later while bytes arrive."""
     before_s, _call.until_s = _call.until_s, until_s
     try:
         yield
@@ -41,14 +40,12 @@ class _Socket:
         return getattr(self._plain, name)
 
     def recv_into(self, *arguments: Any) -> int:
-        """See `socket.recv_into`."""
         _check()
         count: int = self._plain.recv_into(*arguments)
         _call.until_s += count / SLOWEST_BYTES_PER_S
         return count
 
     def recv(self, *arguments: Any) -> bytes:
-        """See `socket.recv`."""
         _check()
         data: bytes = self._plain.recv(*arguments)
         _call.until_s += len(data) / SLOWEST_BYTES_PER_S

@@ -1,10 +1,9 @@
-"""One connection to the store: bounded retries of idempotent calls, and errors that name the store without
-its password.
+"""A connection to the store, with bounded retries of idempotent calls.
 
 The store is a single server or a cluster. A call with a `tag` touches only keys with that hash tag, which one
-node serves. The first node that is asked redirects the call to it (MOVED). From then on that node is asked,
+node serves. The first node that is asked redirects the call to that node (MOVED), which gets the next calls
 until it fails or redirects again. redis-py's RedisCluster does this too, but cannot connect to a single
-server, and asks every node for COMMAND and CLUSTER SLOTS, which a generator's user is not allowed to call.
+server, and calls COMMAND and CLUSTER SLOTS on every node, which a generator's user may not do.
 """
 
 import contextlib
@@ -44,13 +43,11 @@ from asyncrl.progress import beat
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 10.0
-# The client sends only the password: a user with few rights may not send more, and no server may redirect the
-# client.
+# The client sends only the password: a user with few rights may not send more. No server may redirect it.
 PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
-# A batch of frames has megabytes; the client's default reads 32 KiB per system call.
+# Bytes per system call. A batch of frames has megabytes, and the client's default is 32 KiB.
 READ_BYTES = 1 << 20
-# Enough to load a log of hundreds of GiB from a slow disk. After it, the store counts as one that does not
-# answer.
+# The longest wait for a store that loads its data: hundreds of GiB from a slow disk.
 LOADING_S = 3600.0
 BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
@@ -58,9 +55,9 @@ MINIMUM_VERSION = (7, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """A kind of errors: classes of the client, and what the server's answer begins with.
+    """A kind of errors: classes of the client, and beginnings of the server's answers.
 
-    The client has classes for some answers only, and EXEC hides the class of all.
+    The client has classes for some answers only, and EXEC hides all classes.
     """
 
     classes: tuple[type[RedisError], ...]
@@ -71,9 +68,9 @@ class _Errors:
         return is_answer or isinstance(error, self.classes)
 
 
-# The server is starting. It answers, so it is not down.
+# The server is starting: it answers, so it is not down.
 _LOADING = _Errors((BusyLoadingError,), ("LOADING",))
-# The same call may succeed later. InvalidResponse: from a proxy without its store, or cut short.
+# The same call may succeed later. InvalidResponse comes from a proxy without its store, or was cut off.
 _TRANSIENT = _Errors(
     (
         AskError,
@@ -96,8 +93,8 @@ _TRANSIENT = _Errors(
         "UNKILLABLE",
     ),
 )
-# The same call will never succeed: a wrong password, a missing right, a server without functions, a server
-# that accepts only short calls from strangers.
+# The same call will never succeed: a wrong password (also a ConnectionError), a missing right, a server
+# without functions, a server that accepts only short calls without a login.
 _REFUSED = _Errors(
     (AuthenticationError, AuthenticationWrongNumberOfArgsError, AuthorizationError, NoPermissionError),
     (
@@ -109,23 +106,18 @@ _REFUSED = _Errors(
 )
 
 
-def is_transient(error: RedisError) -> bool:
-    """Whether the same call may succeed later. The client's errors of a wrong password are connection
-    errors."""
-    return error in _TRANSIENT and error not in _REFUSED
-
-
 class StoreConnection:
-    """A connection pool to one store; safe to use from several threads.
+    """A connection pool to one store, safe to use from several threads.
 
-    The client's own retries are off: it repeats every command, also those that must not be repeated.
+    The client's own retries are off, because it would also repeat commands that must not be repeated. Errors
+    name the store without its password.
     """
 
     def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
         self.url = _without_password(url)
         self._secret_url, self._password, self._retry_s = url, password, retry_s
         self._by_address: dict[tuple[str, int], redis.Redis] = {}
-        """The other nodes of a cluster, as far as they are known."""
+        """The other known nodes of a cluster."""
         self._by_tag: dict[str, redis.Redis] = {}
         try:
             self.client: redis.Redis = self._connect(url)
@@ -149,8 +141,7 @@ class StoreConnection:
         return client
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
-        """Call `do` with this connection or, in a cluster, with a connection to each node that serves
-        keys."""
+        """Call `do` with this connection or, in a cluster, with one to each node that serves keys."""
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         if server.get("redis_mode") != "cluster":
             do(self)
@@ -175,18 +166,16 @@ class StoreConnection:
         self._by_tag[tag] = self._by_address[address]
 
     def _ask_another(self, tag: str, asked: redis.Redis) -> None:
-        """A node of a cluster failed: ask the next known node, which redirects the call when it knows who
-        serves the keys."""
+        """Ask the next known node after one has failed. It redirects the call to the node with the keys."""
         if tag and self._by_address:
             known = [self.client, *self._by_address.values()]
             self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
-        """The answer to an idempotent `request`, which is repeated for `retry_s` seconds while the store is
-        down.
+        """Return the answer to an idempotent `request`; repeats it for `retry_s` while the store is down.
 
-        A store that says that it is loading its data is waited for up to `LOADING_S`. Whatever the server
-        does, the call ends at most `SOCKET_TIMEOUT_S` later, unless a large answer is still arriving.
+        For a store that is loading its data the limit is `LOADING_S`. In every case the call ends at most
+        `SOCKET_TIMEOUT_S` later, unless a large answer is still arriving.
         """
         began_s, failures = time.monotonic(), 0
         deadline = began_s + self._retry_s
@@ -198,7 +187,7 @@ class StoreConnection:
             except RedisError as error:
                 if tag and isinstance(error, MovedError):
                     self._follow(tag, error)
-                elif is_transient(error):
+                elif error in _TRANSIENT and error not in _REFUSED:
                     self._ask_another(tag, client)
                 else:
                     kind = StoreRefused if error in _REFUSED else StoreError
@@ -217,7 +206,7 @@ class StoreConnection:
             time.sleep(pause_s)
 
     def check(self) -> None:
-        """Refuse a store that is too old or would throw groups away."""
+        """Raise StoreRefused for a store that is too old or would delete stored groups."""
         self.on_every_node(StoreConnection._check_server)
 
     def _check_server(self) -> None:
@@ -230,15 +219,15 @@ class StoreConnection:
         policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
         if policy != "noeviction":
             raise StoreRefused(
-                f"store {self.url} has maxmemory-policy {policy}, which throws stored groups away when "
+                f"store {self.url} has maxmemory-policy {policy}, which deletes stored groups when "
                 "memory is short; set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
             )
 
     def check_room(self, cap_bytes: int) -> None:
-        """Refuse a store whose own memory limit is below the cap on stored groups.
+        """Raise StoreRefused if the store's own memory limit is below the cap on stored groups.
 
-        Over the cap a group that the learner waits for is still let in, over the store's own limit none is:
-        the run would stop.
+        Above the cap the store still accepts a group that the learner waits for. Above its own limit it
+        accepts none, and the run would stop.
         """
         self.on_every_node(lambda node: node._check_room_here(cap_bytes))
 
@@ -252,7 +241,6 @@ class StoreConnection:
             )
 
     def close(self) -> None:
-        """Close the sockets."""
         for client in (self.client, *self._by_address.values()):
             client.close()
 
@@ -263,7 +251,7 @@ def _address(node: Sequence[Any]) -> tuple[str, int]:
 
 
 def reason(error: ResponseError) -> str:
-    """What the server said, without what the client and EXEC put before it in a transaction."""
+    """Return the server's text, without the prefixes that the client and EXEC add in a transaction."""
     return re.split("caused error: |because of: ", str(error))[-1]
 
 

@@ -17,12 +17,13 @@
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
 --   counters      hash  name -> count
 --
--- Functions validate first and then write, because a function that fails half-way is not undone. Only the server's clock
--- is read, and only for the end of leases. All but LEASE, OFFER and PUT are allowed when memory is short: they free it.
+-- Functions validate first and then write, because a function that fails half-way is not undone. The only clock is the
+-- server's, and only the ends of leases depend on it. When memory is short, all functions but LEASE, OFFER and PUT may run.
+--
 -- The server checks the caller's rights at every command in here (users.py). The generators' functions write nothing that
 -- belongs to the learner, and the learner's functions begin with a write of meta, which generators may not do.
--- Generators may have written any value anywhere else. So a number is read as a number or as 0, a member that is not the
--- id of a ticket under way is dropped, and a key of another type is a gap for the learner, which recovers, while
+-- Generators may have written any value to the other keys. So a value that is not a number is read as 0, and a member that
+-- is not the id of a ticket under way is dropped. If a key has another type, the learner gets a gap and recovers, and
 -- generators find nothing to do.
 
 local PLACES = {'meta', 'leased', 'deadlines', 'holders', 'reissue', 'ready', 'frames', 'takes', 'done', 'requests',
@@ -34,9 +35,9 @@ local MOST_NUMBER, MOST_TEXT = 2 ^ 53, 1000000
 local EMPTY_CHAIN = '0000000000000000000000000000000000000000'
 local GIVEN_UP = 'given up: '
 local DEAD_LETTERS, DEAD_LETTER_BYTES = 100, 65536
-local ALONE = 2 -- the last deaths of a ticket before it is given up; it is leased alone for them
+local ALONE = 2 -- a ticket is leased alone for the last deaths before it is given up
 
--- While it loads the library, the server provides neither redis.call nor string.
+-- The server provides neither redis.call nor string while it loads the library.
 local function call(...) return redis.call(...) end
 
 -- The places whose keys have a wrong type.
@@ -51,7 +52,7 @@ local function wrong_types(k)
   return wrong
 end
 
--- `while_wrong` makes the reply while a key has a wrong type; the learner's recovery corrects what was done so far.
+-- `while_wrong` makes the reply while a key has a wrong type; a recovery corrects the effects of the aborted call.
 local function register(name, flags, body, while_wrong)
   local function callback(keys, args)
     local k = {}
@@ -69,7 +70,7 @@ end
 local function meta(k, field) return tonumber(call('HGET', k.meta, field) or '0') end
 local function id_text(id) return string.format('%d', id) end
 
--- A number that a generator may have written: it if it is whole and not negative, else 0.
+-- The number in a text that a generator may have written, or 0 if it is not a whole number >= 0.
 local function whole(text)
   local number = tonumber(text or '') or 0
   return number >= 0 and number <= MOST_NUMBER and math.floor(number) == number and number or 0
@@ -112,7 +113,7 @@ end
 
 local function is_done(k, id) return tonumber(id) <= meta(k, 'watermark') or call('SISMEMBER', k.done, id) == 1 end
 
--- Whether `id` is the id of a ticket that may be under way, written as this library writes ids.
+-- Whether `id` is the id of a ticket that may be under way, in this library's spelling.
 local function is_id(k, id, issued)
   local number = tonumber(id)
   return number and number > 0 and number <= issued and id_text(number) == id and not is_done(k, id)
@@ -127,8 +128,8 @@ end
 
 local function has_frame(k, id) return call('HEXISTS', k.frames, id) == 1 end
 
--- Whether the group of `id` is stored: it is ready, or in a take. A frame alone does not prove it: PUT writes the frame
--- first, and it remains if the store has lost these functions.
+-- Whether the group of `id` is stored: it is ready, or in a take. A frame alone does not prove it, because PUT writes the
+-- frame first, and the frame stays if the store has lost these functions.
 local function is_handed_over(k, id)
   if call('ZSCORE', k.ready, id) then return true end
   for _, n in ipairs(has_frame(k, id) and call('HKEYS', k.takes) or {}) do
@@ -150,7 +151,7 @@ local function issue_again(k, id) -- an id under way
   call('ZADD', k.reissue, id, id)
 end
 
--- Issues again those of `ids` whose holder has died, or lost its lease; returns how many. Other members are dropped.
+-- Issues `ids` again, whose holder died or lost its lease; returns their number. Drops members that are not such ids.
 local function lost_by_holder(k, ids)
   local lost, issued = 0, issued_so_far(k)
   for _, id in ipairs(ids) do
@@ -166,7 +167,7 @@ local function lost_by_holder(k, ids)
   return lost
 end
 
--- Those of `ids` that `holder` has leased.
+-- The members of `ids` that `holder` has leased.
 local function held(k, holder, ids)
   local found = {}
   for _, id in ipairs(ids) do
@@ -175,7 +176,7 @@ local function held(k, holder, ids)
   return found
 end
 
--- Counts a failed attempt. Returns true after the last one: the ticket is dead. Else it issues the id again.
+-- Counts a failed attempt. Returns true if the ticket is dead now; else issues the id again.
 local function is_last_attempt(k, id, most)
   if add(k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
   count(k, 'dead', 1)
@@ -198,7 +199,7 @@ local function drop_frames(k, ids)
   add(k.totals, 'bytes', -freed)
 end
 
--- Whether a frame is the reason of a ticket that was given up.
+-- Whether a frame is the reason for which a ticket was given up.
 local function given_up(frame) return string.sub(frame, 1, #GIVEN_UP) == GIVEN_UP end
 
 -- Adds a dead letter: the reason, and the beginning of the frame if there was one.
@@ -228,7 +229,7 @@ local function stranger(k, args)
   end
 end
 
--- The HSETNX changes nothing; it ends the call of a user without the right to write meta, before any effect.
+-- The HSETNX changes nothing. It ends the call of a user without the right to write meta before any effect.
 local function register_privileged(name, body, while_wrong)
   register(name, {'allow-oom'}, function(k, args)
     call('HSETNX', k.meta, 'epoch', 0)
@@ -238,7 +239,7 @@ end
 
 local function register_for_learner(name, body)
   register_privileged(name, function(k, args) return stranger(k, args) or body(k, args) end, function(k, text)
-    return {'GAP', 'somebody made a key of this lane anew, as another type: ' .. text}
+    return {'GAP', 'a key of this lane was replaced by one of another type: ' .. text}
   end)
 end
 
@@ -253,8 +254,8 @@ local function repeated(k, holder, request)
   return held(k, holder, ids)
 end
 
--- The suspects: ids with so many deaths that they are leased alone, and their deaths. Leased alone, a suspect shows
--- whether it kills its holder, or was only held at the same time as one that does.
+-- The suspects and their deaths. A suspect is leased alone, which shows whether it kills its holder, or was only held at
+-- the same time as a ticket that does.
 local function suspects(k, most)
   local found, counts = {}, call('HGETALL', k.deaths)
   for i = 1, #counts, 2 do
@@ -264,8 +265,8 @@ local function suspects(k, most)
   return found
 end
 
--- What `holder` may lease while there are suspects: nothing more if it has one, a suspect if it has no ticket. Returns
--- nil if no suspect waits.
+-- The ids that `holder` may lease while there are suspects: none if it has a suspect, a suspect if it has no ticket. Nil if
+-- no suspect waits.
 local function alone(k, holder, suspected, limit, most)
   local first, issued = nil, issued_so_far(k)
   for id, deaths in pairs(suspected) do
@@ -281,7 +282,7 @@ local function alone(k, holder, suspected, limit, most)
   return {first}
 end
 
--- Up to `wanted` ids that wait to be issued again, without suspects. Members that are not such ids are dropped.
+-- Up to `wanted` ids that wait to be issued again, without suspects. Drops members that are not such ids.
 local function waiting(k, limit, wanted, suspected)
   local skipped, ids, issued = 0, {}, issued_so_far(k)
   for _ in pairs(suspected) do skipped = skipped + 1 end
@@ -357,8 +358,8 @@ register('offer', {}, function(k, args)
   return outcome
 end, function() return 'full' end)
 
--- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction, because as an argument Lua would
--- hash every byte of the frame
+-- put id max_bytes -> outcome; always after  HSETNX frames id frame  in one transaction, because Lua would hash every byte
+-- of an argument
 register('put', {}, function(k, args)
   local id = args[1]
   local outcome = put_outcome(k, id, call('HSTRLEN', k.frames, id), tonumber(args[2]))
@@ -399,7 +400,7 @@ local function unassign_from(k, number)
   end
 end
 
--- Gives up the tickets that too many holders had when they died; the learner gets them in order, as dead groups.
+-- Gives up the tickets with `most` deaths or more; the learner gets them in order, as dead groups.
 local function bury(k, most)
   local counts, issued = call('HGETALL', k.deaths), issued_so_far(k)
   for i = 1, #counts, 2 do
@@ -415,7 +416,7 @@ local function bury(k, most)
   end
 end
 
--- The lowest `wanted` ids that are ready, in order. Other members are dropped; a recovery puts them into their place.
+-- The lowest `wanted` ready ids, in order. Drops other members, which a recovery puts into their place.
 local function ready_ids(k, wanted)
   local members, ids, issued = call('ZRANGE', k.ready, 0, wanted - 1, 'WITHSCORES'), {}, issued_so_far(k)
   if #members < 2 * wanted then return ids end
@@ -427,7 +428,7 @@ local function ready_ids(k, wanted)
   return ids
 end
 
--- Whether some of `ids` belong to a take; these are dropped from `ready`. Reads every id of all takes.
+-- Whether some of `ids` belong to a take; drops these from `ready`. Reads every id of all takes.
 local function were_taken(k, ids)
   local is_candidate, found = {}, false
   for _, id in ipairs(ids) do is_candidate[id] = true end
@@ -464,7 +465,7 @@ register_for_learner('take', function(k, args)
 end)
 
 -- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without the id, or with the
--- reason in place of its frame. A frame of another digest is left alone: the store has lost the frame that is meant.
+-- reason in place of its frame. A frame with another digest stays: it was stored after the store had lost the rejected one.
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -517,8 +518,8 @@ register_for_learner('commit', function(k, args)
   return {'OK', groups}
 end)
 
--- Keeps the takes that continue the ledger's chain without a gap and whose groups all exist, and deletes the others.
--- Returns the ids of the kept takes, the last number and its chain.
+-- Deletes the takes that do not continue the ledger's chain without a gap, or that lack a group. Returns the ids of the
+-- kept takes, the last number and its chain.
 local function keep_takes(k, number, chain)
   local kept, after = {}, {}
   while true do
@@ -538,7 +539,7 @@ local function keep_takes(k, number, chain)
   return kept, number, chain
 end
 
--- Deletes the fields of `hash` whose id is done or was never issued, such as frames that a PUT without functions has left.
+-- Deletes the fields of `hash` whose id is done or was never issued, such as frames of a PUT without functions.
 local function forget_obsolete(k, hash, issued)
   local obsolete = {}
   for _, id in ipairs(call('HKEYS', hash)) do
@@ -547,7 +548,7 @@ local function forget_obsolete(k, hash, issued)
   each_batch(obsolete, function(...) call('HDEL', hash, ...) end)
 end
 
--- The leases of ids under way, shortened to `lease_ms` from now: id -> {holder, end}.
+-- The leases of ids under way, which end at most `lease_ms` from now: id -> {holder, end}.
 local function sound_leases(k, issued, lease_ms)
   local leases, longest_ms, holders = {}, now_ms() + lease_ms, call('HGETALL', k.holders)
   for i = 1, #holders, 2 do
@@ -558,8 +559,8 @@ local function sound_leases(k, issued, lease_ms)
   return leases
 end
 
--- Puts every id above the watermark into its one place and counts the bytes again; O(ids in flight). It trusts nothing
--- that is in these places.
+-- Puts every id above the watermark into its one place and counts the bytes again; O(ids in flight). Trusts no content
+-- of these places.
 local function rebuild(k, kept, watermark, issued, lease_ms)
   for _, hash in ipairs{k.frames, k.attempts, k.deaths} do forget_obsolete(k, hash, issued) end
   local leases = sound_leases(k, issued, lease_ms)

@@ -14,61 +14,53 @@ log = logging.getLogger(__name__)
 
 # The kind of groups whose ticket failed too often.
 DEAD = "dead"
-# Most bytes of a reason that are read from the store.
-MOST_REASON = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """The checks of one lane."""
 
-    # Frames of another lane are rejected: their ticket ids may be the same.
+    # Frames of other lanes are rejected, because lanes use the same ticket ids.
     lane: str
     decode: Callable[[bytes], Group]
     limits: GroupLimits
-    # Returns why a frame must be set aside unread, because learners died while they trained on it, or None.
+    # Returns a reason if learners died while they trained on this frame; then the frame is not decoded.
     condemned: Callable[[bytes], str | None] = lambda frame: None
 
     def name_of(self, ticket_id: int) -> int:
-        """The id in the frame, and everywhere outside the buffer, of the buffer's ticket `ticket_id`."""
+        """Return the ticket's id outside this lane of the buffer; the frame carries it."""
         return ticket_id
 
     def groups(self, buffer: LearnerBuffer, take: Take) -> list[Group] | None:
-        """The groups of a take, or None after a frame that cannot be decoded.
+        """Return the groups of a take, or None after a frame that cannot be decoded.
 
-        Such a frame is rejected: its id is issued again while it has attempts left, and the caller takes
-        again, which returns the rest of the take. A group that cannot be trained on is returned as a dead
-        group, whose `dead_reason` begins with its kind: dead, untrainable or deadly.
+        The gate rejects such a frame, and the caller takes again, which returns the rest of the take. A group
+        that cannot be trained on is returned as a dead group, whose `dead_reason` begins with its kind: dead,
+        untrainable or deadly.
         """
         groups: list[Group] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
             beat()
             name = self.name_of(ticket_id)
+            where = {"ticket_id": name, "lane": self.lane}
             try:
                 groups.append(self._group(name, frame))
             except WireError as error:
-                where = {"ticket_id": name, "lane": self.lane}
-                log.error(
-                    "the frame of group %d is not valid and counts as a failed attempt: %s",
-                    name,
-                    error,
-                    extra=where,
-                )
+                invalid = "the frame of group %d is not valid and counts as a failed attempt: %s"
+                log.error(invalid, name, error, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")
                 return None
             except _SetAside as verdict:
                 reason = str(verdict)
-                log.error(
-                    "group %d is set aside: %s", name, reason, extra={"ticket_id": name, "lane": self.lane}
-                )
+                log.error("group %d is set aside: %s", name, reason, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, reason, final=True)
                 groups.append(_dead(name, reason))
         return groups
 
     def _group(self, name: int, frame: bytes) -> Group:
-        """The group of a frame. Raises WireError, and _SetAside if its ticket must not be tried again."""
+        """Return the group of a frame. Raises WireError, or _SetAside to give the ticket up."""
         if frame.startswith(GIVEN_UP):
-            given = frame.removeprefix(GIVEN_UP)[:MOST_REASON].decode(errors="replace")
+            given = frame.removeprefix(GIVEN_UP)[:4000].decode(errors="replace")
             # A generator can write this text, and its kind becomes the name of a metric.
             return _dead(name, given if kind_of(given) in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {given}")
         if reason := self.condemned(frame):
@@ -86,8 +78,8 @@ class Gate:
         return group
 
 
-class _SetAside(Exception):  # not an error; its text is the reason
-    pass
+class _SetAside(Exception):
+    """The text is the reason to set a group aside."""
 
 
 def _dead(ticket_id: int, reason: str, *, generator_id: str = "") -> Group:

@@ -1,5 +1,4 @@
-"""Which groups are not trained, and why. A reason begins with its kind, under which it is counted: `kind:
-details`."""
+"""Which groups are not trained, and why. A reason is `kind: details`; reasons are counted by kind."""
 
 import logging
 import re
@@ -19,13 +18,12 @@ log = logging.getLogger(__name__)
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
 
-# The kind of groups that were sampled by weights which the learner lost when it went back to a checkpoint.
+# The kind of groups sampled by weights that the learner lost when it went back to a checkpoint.
 DISCARDED_LINEAGE = "discarded_lineage"
-# Kinds that mean a fault. All other kinds come from filters, or from settings that changed before a resume.
+# Kinds that mean a fault. Other kinds come from filters, or from settings that changed before a resume.
 FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 
-# A kind is the name of a metric and a key of the ledger in every checkpoint, so users' filters cannot make
-# many or long ones.
+# A kind is the name of a metric and a key in every checkpoint, so kinds of users' filters are few and short.
 MOST_KINDS = 20
 KIND_CHARACTERS = 40
 OTHER = "other"
@@ -38,12 +36,11 @@ def make_judge(
     needs_greedy: bool = False,
     history: History = INITIAL,
 ) -> Judge:
-    """Rejects what cannot be trained on, and what the group filters reject.
+    """Return a judge that applies the group filters, and before them rejects a group for these reasons:
 
-    Never trained: tokens of weights that are not in `history`, or newer than the version being trained (the
-    learner lost them when it went back to a checkpoint), groups with a token older than `drop_older_than`
-    (unless `staleness.policy` is drop, only those can be whose ticket was issued for steps that the learner
-    lost), and, where the advantage needs a greedy reward, groups without one (of an earlier algorithm).
+    `discarded_lineage`: the learner lost its weights, which are not in `history` or newer than the version.
+    `stale`: it is older than `drop_older_than`. Its ticket was for lost steps, or `staleness.policy` is drop.
+    `no_greedy_reward`: the advantage needs a greedy reward, and another algorithm sampled the group.
     """
 
     def judge(group: Group, version: int) -> str | None:
@@ -66,10 +63,9 @@ def make_judge(
 
 
 def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: Collection[str]) -> str | None:
-    """Why `group` is not trained, or None. A user's filter that raises costs the group that it was asked
-    about.
+    """Return why `group` is not trained, or None. A group for which a user's filter raises is not trained.
 
-    `known_kinds` are those counted so far: after `MOST_KINDS` of them a new kind counts as `OTHER`.
+    `known_kinds` are the kinds counted so far; after `MOST_KINDS` of them a new kind counts as `OTHER`.
     """
     if group.dead_reason is not None:
         return group.dead_reason
@@ -92,9 +88,9 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     if kind not in known_kinds and len(known_kinds) >= MOST_KINDS:
         if OTHER not in known_kinds:
             log.warning(
-                "filters have given %d kinds of reasons to reject a group; further kinds count as `%s`, "
-                "the first is `%s`. Write what differs from group to group behind a colon: the text before "
-                "it is the kind, the name of a metric",
+                "filters have rejected groups for %d kinds of reasons; further kinds count as `%s`, the "
+                "first is `%s`. Write what differs from group to group after a colon: the text before it is "
+                "the kind, the name of a metric",
                 *(MOST_KINDS, OTHER, one_line(reason)[:200]),
             )
         kind = OTHER
@@ -104,12 +100,11 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
 def too_many_rejected(
     unfit: Counter[str], rejected: Sequence[tuple[Group, str]], takes: int, accepted: str, most: int
 ) -> RunError:
-    """The error for a step that rejected more than `most` groups: `unfit` by kind, `accepted` such as "3 of
-    8"."""
+    """Return the error for a step that rejected more than `most` groups; `accepted` is such as "3 of 8"."""
     [(commonest, _)] = unfit.most_common(1)
     example = next(reason for _, reason in reversed(rejected) if kind_of(reason) == commonest)
     cure = (
-        f"No filter did that: mend what the reasons name. The last one of {commonest} is `{example}`"
+        f"No filter rejected them: fix what the reasons name. The last one of {commonest} is `{example}`"
         if commonest in FAULTS
         else "Use easier or harder prompts so that rewards within a group differ, drop the filter, or raise "
         "the limit"

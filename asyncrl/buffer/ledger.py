@@ -1,4 +1,4 @@
-"""The learner's record of the groups that it has consumed; part of the checkpoint, overrides the store."""
+"""The learner's record of consumed groups. Checkpoints contain it, and it overrides the store."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ EMPTY_CHAIN = "0" * 40
 
 
 def next_chain(chain: str, ids: tuple[int, ...]) -> str:
-    """chain[n] = sha1(chain[n-1] + " " + ids). The store computes it, too, for comparison."""
+    """chain[n] = sha1(chain[n-1] + " " + ids). The store computes the same chain for comparison."""
     return sha1_of(f"{chain} {' '.join(map(str, ids))}".encode())
 
 
@@ -22,21 +22,19 @@ def sha1_of(data: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """Every id consumed so far, as a watermark and the ids above it. Its size is O(ids in flight)."""
+    """Every consumed id, as a watermark up to which all are consumed, and the ids above it."""
 
-    # All ids up to the watermark are consumed.
     watermark: int = 0
     above: set[int] = field(default_factory=set)
     takes: int = 0
     chain: str = EMPTY_CHAIN
-    # Number of groups that the weights were trained on.
+    # Groups that the weights were trained on.
     trained: int = 0
-    # Number of groups consumed but not trained, by kind of reason; each raised the credit by one.
+    # Groups consumed but not trained, by kind of reason; each raised the credit by one.
     rejected: dict[str, int] = field(default_factory=dict)
 
     def consume(self, ids: tuple[int, ...]) -> None:
-        """Enter the ids of one take and extend the chain. Raises CheckpointError for an id consumed
-        before."""
+        """Enter the ids of one take and extend the chain. Raises CheckpointError for a repeated id."""
         repeated = [i for i in ids if i <= self.watermark or i in self.above]
         if repeated or len(set(ids)) != len(ids):
             raise CheckpointError(
@@ -50,21 +48,17 @@ class Ledger:
         self.chain = next_chain(self.chain, ids)
 
     def count_rejected(self, reason: str, groups: int = 1) -> None:
-        """Count consumed groups as not trained."""
         self.rejected[reason] = self.rejected.get(reason, 0) + groups
 
     @property
     def consumed(self) -> int:
-        """The number of consumed ids."""
         return self.watermark + len(self.above)
 
     @property
     def total_rejected(self) -> int:
-        """The number of groups consumed but not trained."""
         return sum(self.rejected.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint's JSON."""
         return {
             "watermark": self.watermark,
             "above": sorted(self.above),

@@ -36,18 +36,18 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Assignment:
-    """One take, with the hashes before and after it."""
+    """One take, with the chain before and after it."""
 
     previous: str
     chain: str
     ids: tuple[int, ...]
-    # The hash after the take before its last rejection, because a call to reject may be repeated.
+    # The chain before the last rejection, because a call to reject may be repeated.
     unshortened: str = ""
 
 
 @dataclass(slots=True)
 class _Store:
-    """The state, and changes of it that several operations share. An issued id is in exactly one place."""
+    """The state, and changes that several operations share. An issued id is in exactly one place."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: int = 0
@@ -70,7 +70,7 @@ class _Store:
     frames: dict[int, bytes] = field(default_factory=dict)
     attempts: Counter[int] = field(default_factory=Counter)
     deaths: Counter[int] = field(default_factory=Counter)
-    dead_letters: list[tuple[int, str, bytes]] = field(default_factory=list)
+    dead_letters: list[DeadLetter] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -100,7 +100,7 @@ class _Store:
         return len(ids)
 
     def lost_by_holder(self, ids: list[int]) -> int:
-        """Issue again the ids of a holder that has died, or lost its lease. Returns how many."""
+        """Issue again the ids of a holder that died, or lost its lease. Returns their number."""
         self.deaths.update(ids)
         self.counters["deaths"] += len(ids)
         return self.issue_again(ids)
@@ -126,7 +126,7 @@ class _Store:
 
 
 class MemoryBuffer:
-    """One handle on a buffer in this process; `peer` makes another, as another process would have."""
+    """One handle on a buffer in this process. `Buffer` has the contract."""
 
     def __init__(self, rules: BufferRules, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules = rules
@@ -135,7 +135,7 @@ class MemoryBuffer:
         self._epoch = 0
 
     def peer(self) -> "MemoryBuffer":
-        """Another handle on the same buffer."""
+        """Return another handle on the same buffer, such as another process would have."""
         other = MemoryBuffer(self._rules, clock=self._clock)
         other._store = self._store
         return other
@@ -143,7 +143,6 @@ class MemoryBuffer:
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """See `GeneratorBuffer`."""
         store = self._store
         with store.lock:
             self._expire()
@@ -160,12 +159,10 @@ class MemoryBuffer:
             return Lease(tickets=tuple(tickets), closed=store.closed)
 
     def _leasable(self, holder: str, count: int) -> list[int]:
-        """A holder with a suspect gets nothing more, one without tickets a waiting suspect; else the lowest
-        ids."""
+        """No ids while `holder` has a suspect; a waiting suspect if it has no ticket; else the lowest ids."""
         store, held = self._store, self._store.held(holder, self._store.leases)
-        suspects = {
-            i for i, deaths in store.deaths.items() if deaths >= max(self._rules.max_deaths - ALONE_DEATHS, 1)
-        }
+        least = max(self._rules.max_deaths - ALONE_DEATHS, 1)
+        suspects = {i for i, deaths in store.deaths.items() if deaths >= least}
         waiting = [i for i in sorted(store.reissue) if i <= store.limit]
         alone = [i for i in waiting if i in suspects and store.deaths[i] < self._rules.max_deaths]
         if suspects.intersection(held):
@@ -180,13 +177,12 @@ class MemoryBuffer:
         self._store.counters["lease_expired"] += self._store.lost_by_holder(expired)
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         with self._store.lock:
             for ticket_id in self._store.held(holder, ids):
                 self._store.leases[ticket_id].ends_s = self._clock() + self._rules.lease_s
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Store a group, also from a holder whose lease has expired if no other has stored one."""
+        """Store a group, also from a holder whose lease has expired if no other holder has stored it."""
         with self._store.lock:
             outcome = self._put_outcome(ticket_id, len(frame))
             if outcome is PutOutcome.STORED:
@@ -203,20 +199,19 @@ class MemoryBuffer:
         if store.stored_bytes + frame_bytes <= self._rules.max_bytes:
             return PutOutcome.STORED
         # Younger groups may fill the store while the learner waits for the oldest, so refusing the oldest
-        # would be a deadlock. If no generator has the oldest, refusing any group would be one, because a
-        # generator that keeps a group leases nothing.
+        # would be a deadlock. If no generator has the oldest, refusing any group would also be a deadlock,
+        # because a generator that keeps a group leases nothing.
         self._expire()
         is_awaited = ticket_id == store.anchor or store.anchor in store.reissue
         return PutOutcome.STORED if store.starving and is_awaited else PutOutcome.FULL
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         store = self._store
         with store.lock:
             store.counters["returned"] += store.issue_again(store.held(holder, ids))
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """Count an attempt; the last one stores the tombstone. A repeated call returns the same."""
+        """Count an attempt; the last one stores the tombstone. A repeated call returns the same value."""
         store = self._store
         with store.lock:
             if not store.held(holder, [ticket_id]):
@@ -230,7 +225,7 @@ class MemoryBuffer:
     # -- the learner
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
-        """Rebuild every place from the ledger, the takes that continue it, and the existing frames."""
+        """Rebuild every place from the ledger, the takes that continue it, and the stored frames."""
         store = self._store
         with store.lock:
             if store.owner is not self:
@@ -242,13 +237,12 @@ class MemoryBuffer:
             store.watermark, store.done = ledger.watermark, set(ledger.above)
             kept = self._continued(ledger)
             taken = {i for assignment in kept.values() for i in assignment.ids}
-            unconsumed = {i for i in range(store.watermark + 1, store.issued + 1) if i not in store.done}
-            store.frames = {i: store.frames[i] for i in unconsumed if i in store.frames}
+            unconsumed = set(range(store.watermark + 1, store.issued + 1)) - store.done
+            store.frames = {i: frame for i, frame in store.frames.items() if i in unconsumed}
             store.ready = store.frames.keys() - taken
-            store.leases = {
-                i: store.leases[i] for i in unconsumed if i in store.leases and i not in store.frames
-            }
-            store.reissue = {i for i in unconsumed if i not in store.frames and i not in store.leases}
+            missing = unconsumed - store.frames.keys()
+            store.leases = {i: lease for i, lease in store.leases.items() if i in missing}
+            store.reissue = missing - store.leases.keys()
             store.takes, store.committed = kept, ledger.takes
             for counts in (store.attempts, store.deaths):
                 for ticket_id in counts.keys() - unconsumed:
@@ -259,7 +253,7 @@ class MemoryBuffer:
             store.closed, store.starving = False, False
 
     def _continued(self, ledger: Ledger) -> dict[int, _Assignment]:
-        """The takes that continue the ledger's chain without a gap and whose groups all exist."""
+        """Return the takes that continue the ledger's chain without a gap and whose groups are all stored."""
         store, chain, kept = self._store, ledger.chain, {}
         number = ledger.takes + 1
         while (assignment := store.takes.get(number)) is not None and assignment.previous == chain:
@@ -278,7 +272,7 @@ class MemoryBuffer:
             if assignment is not None and assignment.previous == ledger.chain:
                 if len(assignment.ids) <= count:
                     return Take(number=number, ids=assignment.ids, chain=assignment.chain)
-                # Assigned for a larger batch, before a restart with a smaller one.
+                # The take is of a larger batch, from before a restart with a smaller one.
                 store.unassign_from(number)
             if number != store.last + 1 or ledger.chain != store.chain:
                 raise BufferGap(f"take {number} does not follow the store's take {store.last}; recover")
@@ -293,19 +287,17 @@ class MemoryBuffer:
             return Take(number=number, ids=assignment.ids, chain=assignment.chain)
 
     def _give_up_deadly(self) -> None:
-        """Give up the tickets that too many holders had when they died."""
+        """Give up the tickets that reached `max_deaths`."""
         store = self._store
         for ticket_id in sorted(store.reissue):
             if (deaths := store.deaths[ticket_id]) >= self._rules.max_deaths:
-                reason = (
-                    f"{DEADLY}: {deaths} generators died, or lost their lease, while they had this ticket"
-                )
-                store.dead_letters.append((ticket_id, reason, b""))
+                died = f"{deaths} generators died, or lost their lease, while they had this ticket"
+                reason = f"{DEADLY}: {died}"
+                store.dead_letters.append(DeadLetter(id=ticket_id, reason=reason))
                 store.store(ticket_id, GIVEN_UP + reason.encode())
                 store.counters["dead"] += 1
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """See `LearnerBuffer`."""
         with self._store.lock:
             missing = [i for i in ids if i not in self._store.frames]
             if missing:
@@ -315,7 +307,6 @@ class MemoryBuffer:
     def reject_frame(
         self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
     ) -> Take:
-        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             self._check_epoch()
@@ -325,21 +316,20 @@ class MemoryBuffer:
             is_there = ticket_id in assignment.ids and store.frames.get(ticket_id) == frame
             if take.chain == assignment.chain and is_there and not frame.startswith(GIVEN_UP):
                 reason = one_line(reason)
-                store.dead_letters.append((ticket_id, reason, store.frames.pop(ticket_id)))
+                store.dead_letters.append(DeadLetter(id=ticket_id, reason=reason))
+                del store.frames[ticket_id]
                 store.counters["rejected_frames"] += 1
                 most = self._rules.max_attempts if take.number == store.last and not final else 0
                 if self._is_last_attempt(ticket_id, most):
                     store.frames[ticket_id] = GIVEN_UP + reason.encode()
                 else:
                     ids, previous = tuple(i for i in assignment.ids if i != ticket_id), assignment.previous
-                    assignment = _Assignment(
-                        previous, next_chain(previous, ids), ids, unshortened=assignment.chain
-                    )
+                    assignment = _Assignment(previous, next_chain(previous, ids), ids, assignment.chain)
                     store.takes[take.number], store.chain = assignment, assignment.chain
             return Take(number=take.number, ids=assignment.ids, chain=assignment.chain)
 
     def _is_last_attempt(self, ticket_id: int, most: int) -> bool:
-        """Count a failed attempt. True after the last one: the ticket is dead. Else issue the id again."""
+        """Count a failed attempt. Returns True if the ticket is dead now; else the id is issued again."""
         store = self._store
         store.attempts[ticket_id] += 1
         if store.attempts[ticket_id] < most:
@@ -349,7 +339,6 @@ class MemoryBuffer:
         return True
 
     def commit(self, number: int, chain: str) -> int:
-        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             self._check_epoch()
@@ -363,7 +352,6 @@ class MemoryBuffer:
             return len(ids)
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
-        """See `LearnerBuffer`."""
         with self._store.lock:
             self._check_epoch()
             self._store.starving = self._store.starving or waiting
@@ -371,7 +359,6 @@ class MemoryBuffer:
             self._store.limit = max(self._store.limit, limit)
 
     def revoke(self, holder: str) -> int:
-        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             count = store.lost_by_holder(store.held(holder, list(store.leases)))
@@ -379,21 +366,15 @@ class MemoryBuffer:
             return count
 
     def dead_letters(self) -> list[DeadLetter]:
-        """See `LearnerBuffer`."""
         with self._store.lock:
-            return [
-                DeadLetter(id=i, reason=reason)
-                for i, reason, _ in self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
-            ]
+            return self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
 
     def close(self) -> None:
-        """See `LearnerBuffer`."""
         with self._store.lock:
             self._check_epoch()
             self._store.closed = True
 
     def audit(self) -> Audit:
-        """See `LearnerBuffer`."""
         store = self._store
         with store.lock:
             return Audit(
@@ -409,9 +390,7 @@ class MemoryBuffer:
 
     def _check_epoch(self) -> None:
         if self._store.epoch < self._epoch:
-            raise BufferGap(
-                f"the store is behind epoch {self._epoch}: it was rolled back or wiped; recover from the "
-                "ledger"
-            )
+            found = f"the store is behind epoch {self._epoch}: it was rolled back or wiped"
+            raise BufferGap(f"{found}; recover from the ledger")
         if self._store.owner is not self:
             raise BufferFenced(FOLLOWED)

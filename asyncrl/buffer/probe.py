@@ -1,4 +1,4 @@
-"""A test of a store: one group passes through all calls under a name of its own."""
+"""A test of a store: one group passes through all calls, under a new name."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ class StoreProbe:
     """The results of the test."""
 
     version: str
-    # Duration of all calls for one group of `FRAME_BYTES`.
+    # The time of all calls for one group of `FRAME_BYTES`.
     seconds: float
     # The store's clock minus this host's clock.
     skew_s: float
@@ -33,40 +33,32 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
     connection.check()
     url = connection.url
     server = connection.call(lambda client: client.info("server"))
-    name = server.get("valkey_version") or server["redis_version"]
+    valkey = server.get("valkey_version")
+    version = f"Valkey {valkey}" if valkey else f"Redis {server['redis_version']}"
     before_s = time.time()
     seconds, microseconds = connection.call(lambda client: client.time())
     skew_s = seconds + microseconds / 1e6 - (before_s + time.time()) / 2
+    use = "use a Redis >= 7.0 or Valkey server directly"
     run = f"probe-{secrets.token_hex(8)}"
-    buffer, ledger, frame = (
-        RedisBuffer(connection, run, BufferRules(groups=1)),
-        Ledger(),
-        os.urandom(FRAME_BYTES),
-    )
+    buffer = RedisBuffer(connection, run, BufferRules(groups=1))
+    ledger, frame = Ledger(), os.urandom(FRAME_BYTES)
     started_s = time.perf_counter()
     try:
         buffer.recover(ledger, version=0, limit=1)
         tickets = buffer.lease("probe", 1).tickets
         if not tickets or buffer.put("probe", tickets[0].id, frame) is not PutOutcome.STORED:
             raise StoreError(
-                f"store {url} did not take a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: "
-                "raise its maxmemory"
+                f"store {url} refused a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: raise its "
+                "maxmemory"
             )
         take = buffer.take(ledger, 1, window=1)
         if take is None or buffer.frames(take.ids) != [frame]:
-            raise StoreError(
-                f"store {url} gave another group back than was stored; use a Redis >= 7.0 or Valkey server "
-                "directly"
-            )
+            raise StoreError(f"store {url} returned a group that differs from the stored one; {use}")
         ledger.consume(take.ids)
         if buffer.commit(ledger.takes, ledger.chain) != 1 or buffer.audit().missing:
-            raise StoreError(
-                f"store {url} lost count of a single group; use a Redis >= 7.0 or Valkey server directly"
-            )
+            raise StoreError(f"store {url} lost count of a single group; {use}")
         took_s = time.perf_counter() - started_s
     finally:
         tag = hash_tag(run, "train")
         connection.call(lambda client: client.unlink(*keys_of(tag)), tag=tag)
-    return StoreProbe(
-        version=f"{'Valkey' if 'valkey_version' in server else 'Redis'} {name}", seconds=took_s, skew_s=skew_s
-    )
+    return StoreProbe(version=version, seconds=took_s, skew_s=skew_s)

@@ -22,8 +22,7 @@ from asyncrl.types import Ticket
 log = logging.getLogger(__name__)
 
 _SOURCE = files("asyncrl.buffer").joinpath("functions.lua").read_text()
-# Part of every function's name, so that a release calls only its own code, even if two releases share a
-# server.
+# Part of every function's name, so that a release calls only its own code, even if two share a server.
 _DIGEST = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 LIBRARY = _SOURCE.replace("@DIGEST@", _DIGEST)
 # Keys of a lane, in the order of functions.lua.
@@ -33,22 +32,22 @@ PLACES = (
 )  # fmt: skip
 # Windows and counts above this bound have the same effect.
 MAX_COUNT = 1 << 40
-# Attempts of a starting learner to recover: delayed calls of dead learners may recover in between.
+# Attempts of a starting learner to recover, as delayed calls of dead learners may recover in between.
 MOST_RIVALS = 10
 
 
 def hash_tag(run: str, lane: str) -> str:
-    """The prefix of a lane's keys; as a hash tag it keeps all of them on one node of a cluster."""
+    """Return the prefix of a lane's keys, a hash tag that keeps all of them on one node of a cluster."""
     return f"{{{run}:{lane}}}"
 
 
 def keys_of(tag: str) -> list[str]:
-    """The keys of the lane with this hash tag, in the order of `PLACES`."""
+    """Return the keys of a lane in the order of `PLACES`."""
     return [f"{tag}:{place}" for place in PLACES]
 
 
 class RedisBuffer:
-    """One process's handle on one lane ("train", "eval") of a run. Safe to use from several threads."""
+    """A process's handle on one lane ("train", "eval"), safe to use from several threads; see `Buffer`."""
 
     def __init__(
         self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train"
@@ -66,7 +65,7 @@ class RedisBuffer:
     # -- generators
 
     def lease(self, holder: str, count: int) -> Lease:
-        """See `GeneratorBuffer`; no ticket while the server is out of memory."""
+        """Lease no ticket while the server is out of memory."""
         try:
             version, limit, closed, ids, history = self._call(
                 "lease", holder, count, self._lease_ms, uuid.uuid4().int, self._rules.max_deaths
@@ -84,20 +83,16 @@ class RedisBuffer:
         return Lease(tickets=tickets, closed=bool(closed))
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         self._call("renew", holder, self._lease_ms, _text(ids))
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """Store a group, also from a holder whose lease has expired if no other has stored one.
+        """Store a group, also from a holder whose lease has expired if no other holder has stored it.
 
-        After the store was full, a frame is offered before it is sent, because the server logs refused frames
-        as well.
+        After the store was full, offer the frame before sending it, because the server logs refused frames.
         """
         try:
-            if (
-                self._was_full
-                and self._call("offer", ticket_id, len(frame), self._rules.max_bytes) == b"full"
-            ):
+            size = (len(frame), self._rules.max_bytes)
+            if self._was_full and self._call("offer", ticket_id, *size) == b"full":
                 return PutOutcome.FULL
             reply = self._connection.call(lambda client: self._put(client, ticket_id, frame), tag=self._tag)
             outcome = PutOutcome(reply.decode())
@@ -107,17 +102,14 @@ class RedisBuffer:
         return outcome
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         self._call("give_back", holder, _text(ids))
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """See `GeneratorBuffer`; the tombstone carries `reason`."""
         return bool(self._call("fail", holder, ticket_id, tombstone, self._rules.max_attempts))
 
     # -- the learner
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
-        """See `LearnerBuffer`."""
         above = _text(sorted(ledger.above))
         state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
         known, is_first = self._epoch, int(not self._epoch)
@@ -133,20 +125,12 @@ class RedisBuffer:
         raise self._fenced(f"this learner recovered as epoch {self._epoch}, the store is at {epoch}")
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
-        """See `LearnerBuffer`."""
         number = ledger.takes + 1
-        reply = self._learner(
-            "take",
-            number,
-            ledger.chain,
-            min(count, MAX_COUNT),
-            min(window, MAX_COUNT),
-            self._rules.max_deaths,
-        )
+        bounds = (min(count, MAX_COUNT), min(window, MAX_COUNT), self._rules.max_deaths)
+        reply = self._learner("take", number, ledger.chain, *bounds)
         return _take(number, reply) if reply else None
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
-        """See `LearnerBuffer`."""
         if not ids:
             return []
         keys = [str(i) for i in ids]
@@ -159,7 +143,6 @@ class RedisBuffer:
     def reject_frame(
         self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
     ) -> Take:
-        """See `LearnerBuffer`."""
         digest, attempts = sha1_of(frame), 0 if final else self._rules.max_attempts
         reply = self._learner(
             "reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts
@@ -167,28 +150,22 @@ class RedisBuffer:
         return _take(take.number, reply)
 
     def commit(self, number: int, chain: str) -> int:
-        """See `LearnerBuffer`."""
         return int(self._learner("commit", number, chain)[0])
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
-        """See `LearnerBuffer`."""
         self._learner("version", version, limit, int(waiting))
 
     def revoke(self, holder: str) -> int:
-        """See `LearnerBuffer`."""
         return int(self._call("revoke", holder))
 
     def dead_letters(self) -> list[DeadLetter]:
-        """See `LearnerBuffer`."""
         texts = [letter.decode(errors="replace").partition(" ") for letter in self._call("letters")]
         return [DeadLetter(id=int(ticket_id), reason=reason) for ticket_id, _, reason in texts]
 
     def close(self) -> None:
-        """See `LearnerBuffer`."""
         self._learner("close")
 
     def audit(self) -> Audit:
-        """See `LearnerBuffer`."""
         *counts, names, counted = self._call("audit")
         places = ("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes")
         counters = {name.decode(): value for name, value in zip(names, counted, strict=True) if value}
@@ -197,7 +174,7 @@ class RedisBuffer:
     # -- calls
 
     def _learner(self, function: str, *arguments: object) -> list[Any]:
-        """Call a function of the learner; returns the reply without its status, OK or WAIT."""
+        """Call a function of the learner. Returns the reply without its status, which is OK or WAIT."""
         reply: list[Any] = self._call(function, self._epoch, self._owner, *arguments)
         status, *reply = reply
         if status == b"FENCED":
@@ -218,16 +195,15 @@ class RedisBuffer:
         return self._loaded(client, lambda: self._request(client, function, arguments))
 
     def _reload_and_call(self, client: redis.Redis, arguments: tuple[object, ...]) -> Any:
-        """Load the functions again, which a bit flip in the server's log may have changed, and call
-        `recover`."""
+        """Load the functions, as a bit flip in the server's log may have changed them, and call `recover`."""
         try:
             _load(client)
-        except ResponseError as error:  # for example a lack of memory, which the recovery ends
+        except ResponseError as error:  # for example for lack of memory, which the recovery ends
             log.warning("store %s keeps the functions that it has: %s", self._connection.url, error)
         return self._fcall(client, "recover", arguments)
 
     def _put(self, client: redis.Redis, ticket_id: int, frame: bytes) -> Any:
-        """Write and check a frame in one transaction, so that no unchecked frame remains."""
+        """Write and check a frame in one transaction, so that no unchecked frame is left."""
         with client.pipeline(transaction=True) as transaction:
 
             def request() -> Any:
@@ -251,7 +227,7 @@ class RedisBuffer:
         return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
 
     def _loaded(self, client: redis.Redis, request: Callable[[], Any]) -> Any:
-        """The reply to `request`; loads the functions first if the server does not have them."""
+        """Return the reply to `request`. Loads the functions if the server does not have them."""
         try:
             return request()
         except ResponseError as error:
@@ -265,15 +241,14 @@ class RedisBuffer:
                 raise
         try:
             _load(client)
-        except (
-            NoPermissionError
-        ) as error:  # the user of generators must not load; the learner calls every second
+        except NoPermissionError as error:
+            # Generators may not load functions. The learner does, as it calls every second.
             raise BusyLoadingError("the learner has not loaded its functions into this store yet") from error
         return request()
 
 
 class StoreFullError(StoreError):
-    """The server is out of memory, or a key has a wrong type: PUT and LEASE wait for its end."""
+    """The server is out of memory, or a key has a wrong type. PUT and LEASE wait until that is over."""
 
 
 def _load(client: redis.Redis) -> None:

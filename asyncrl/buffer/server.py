@@ -1,5 +1,4 @@
-"""A store of our own: a Redis-compatible server started for one run, which cannot outlive the process that
-started it."""
+"""The store that a run starts itself: a Redis-compatible server, which ends with its parent process."""
 
 import contextlib
 import importlib.util
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal, Self
 from urllib.parse import quote
 
@@ -34,13 +32,12 @@ Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
 STOP_S, LOOK_S, POLL_S = 10.0, 1.0, 0.02
 Look = Literal["dead", "silent", "loading", "ready"]
-# Nobody can log in as this user. It keeps its rights because the server replays its own log as this user:
-# without them it would skip everything that functions wrote.
-NOBODY = "user default off ~* &* +@all"
-# The limit of Linux is 107.
+# This user cannot log in. It keeps its rights because the server replays its log as this user: without them
+# the server would skip everything that functions wrote.
+LOCKED_USER = "user default off ~* &* +@all"
+# Linux allows 107.
 SOCKET_PATH_BYTES = 100
-# The server's memory limit, relative to store.max_gib. The buffer's cap is reached first; this one protects
-# the machine.
+# The server's memory limit / store.max_gib. The buffer reaches its cap first; this limit protects the host.
 MEMORY_MARGIN = 1.5
 
 _BOUND_TO_PARENT = """
@@ -52,14 +49,13 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
 """
-"""Becomes the server, which inherits the request. (A preexec_fn would not be safe beside threads.)"""
+"""Becomes the server and dies with its parent. (A preexec_fn is not safe in a process with threads.)"""
 
 
 class StoreServer:
-    """Starts on entry, stops on exit; `stop` and `start` restart it with the same URL and data.
+    """Starts on entry and stops on exit; `stop` and `start` restart it with the same URL and data.
 
-    Linux ends the server with the *thread* that called `start`: start it from one that lives as long as the
-    run.
+    Linux ends the server with the *thread* that called `start`, so that thread must live as long as the run.
     """
 
     def __init__(
@@ -71,15 +67,12 @@ class StoreServer:
         users: Sequence[StoreUser] = (),
         needs_data: bool = True,
     ) -> None:
-        """Without `users`, whoever may open the socket file may do everything; with them, nobody else may do
-        anything.
+        """`users` are the only ones with access; without them, access to the socket file gives all rights.
 
-        Unless it `needs_data`, data that the server cannot load is moved aside, and it starts empty.
+        Unless `needs_data`, the server starts empty if it cannot load its data, which is moved aside.
         """
         if config.bind is not None and not users:
-            raise StoreError(
-                f"the store would listen on {config.bind} and know nobody's password; give it users"
-            )
+            raise StoreError(f"the store would listen on {config.bind} without passwords; give it users")
         self._config = config
         self._directory = directory.absolute()
         self._binary = find_server(server)
@@ -89,13 +82,12 @@ class StoreServer:
         self._socket_directory: Path | None = None
         self._log: IO[bytes] | None = None
         self._begun_at = 0
-        """Where in the log this start begins."""
+        """Position in the log at which the last start begins."""
         self._loading = Loading()
 
     @property
     def socket_path(self) -> Path:
-        """In the run directory, or in a private directory of its own when that path is too long for a
-        socket."""
+        """The socket in the run directory, or in a private directory if that path is too long."""
         path = self._directory / "store.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
@@ -105,43 +97,42 @@ class StoreServer:
 
     @property
     def url(self) -> str:
-        """For processes on this machine; see `users.with_user`."""
+        """The URL for processes on this host; see `users.with_user`."""
         return f"unix://{quote(str(self.socket_path))}"
 
     @property
     def pid(self) -> int:
-        """Of the running server."""
+        """The id of the server's process."""
         if self._process is None:
             raise StoreError("the store server is not running; start it first")
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """False once the server has died or was stopped."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start and wait until it answers. Raises StoreError with the end of its log."""
+        """Start the server and wait until it answers. Raises StoreError with the end of its log."""
         self.begin()
         while not self.comes_up():
             time.sleep(POLL_S)
 
     def begin(self) -> None:
-        """Start and return at once: `comes_up` tells how it goes on. Raises StoreError."""
+        """Start the server without waiting; `comes_up` then watches it. Raises StoreError."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._launch()
         except OSError as error:
             self.stop()
             raise StoreError(
-                f"{self._binary} cannot be started in {self._directory}: {error}; mend that"
+                f"{self._binary} cannot be started in {self._directory}: {error}; fix the cause and try again"
             ) from error
         self._loading = Loading()
 
     def _launch(self) -> None:
         argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
         self._close_log()
-        if self.socket_path.is_dir():  # nobody's: the server makes its socket anew
+        if self.socket_path.is_dir():  # the server replaces an old socket, but not a directory
             shutil.rmtree(self.socket_path)
         self._log = open_log(self._directory / "store.log")
         self._begun_at = self._log.seek(0, os.SEEK_END)
@@ -154,15 +145,14 @@ class StoreServer:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        # By standard input, because arguments are visible to everyone on the machine.
+        # Standard input hides the settings; every user of this host can read the arguments.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(self._settings().encode())
 
     def comes_up(self) -> bool:
-        """Whether it answers by now; to be called again and again after `begin`.
+        """Whether the server answers yet; call it repeatedly after `begin`.
 
-        One that loads its data is waited for. Raises StoreError when it has ended, or is silent: it is
-        stopped then.
+        Raises StoreError if the server has ended, or is silent or stuck in its data for too long.
         """
         answer = self.look()
         if answer == "ready":
@@ -170,18 +160,15 @@ class StoreServer:
                 self._data.loaded()
             return True
         if answer == "dead":
-            self._mourn()
+            self._restart_without_data()
         elif self._loading.is_stuck():
             self.stop()
-            raise StoreError(
-                f"{self._binary} in {self._directory} {self._loading}; it is stopped. Its log "
-                f"ends:\n{self._said()}"
-            )
+            found = f"{self._binary} in {self._directory} {self._loading}"
+            raise StoreError(f"{found}; it is stopped. Its log ends:\n{self._log_end()}")
         return False
 
     def look(self) -> Look:
-        """One question to the server, which takes `LOOK_S` at most: `silent` is one that lives and does not
-        answer."""
+        """Ask the server, for at most `LOOK_S`. A `silent` server lives and does not answer."""
         if not self.is_running:
             return "dead"
         user = self._users[0] if self._users else None
@@ -200,17 +187,16 @@ class StoreServer:
                 with contextlib.suppress(RedisError):
                     self._loading.heard(client.info("persistence"))
                 return "loading"
-            except ResponseError:  # it answers: on a full disk, that it writes nothing
+            except ResponseError:  # an answer too, for example that the disk is full
                 return "ready"
             except RedisError:
                 return "silent"
         return "ready"
 
-    def _mourn(self) -> None:
-        """After it ended before it answered: once more without its data, if that may be why. Raises
-        StoreError."""
+    def _restart_without_data(self) -> None:
+        """Restart an ended server without its data if that can be the cause, else raise StoreError."""
         assert self._process is not None
-        status, said = self._process.wait(), self._said()
+        status, said = self._process.wait(), self._log_end()
         self.stop()
         if self._data and self._data.may_be_why(status, said):
             self._data.set_aside(said)
@@ -218,31 +204,29 @@ class StoreServer:
             return
         if self._data:
             self._data.put_back()
-        raise StoreError(
-            f"{self._binary} did not come up in {self._directory} (exit status {status}); its log "
-            f"ends:\n{said}"
-        )
+        found = f"{self._binary} did not come up in {self._directory} (exit status {status})"
+        raise StoreError(f"{found}; its log ends:\n{said}")
 
     def _close_log(self) -> None:
         if self._log is not None:
             self._log.close()
             self._log = None
 
-    def _said(self) -> str:
-        """Its log since the start, or as much as a message can hold."""
+    def _log_end(self) -> str:
+        """The log since the last start, at most 1500 bytes."""
         assert self._log is not None
         size = os.fstat(self._log.fileno()).st_size
         begin = max(self._begun_at, size - 1500)
         return os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
 
     def stop(self) -> None:
-        """Ask it to stop, wait, kill. Does nothing when it does not run."""
+        """Ask the server to stop, wait, then kill it. Does nothing if it does not run."""
         if self._process is not None:
             stop_process(self._process, grace_s=STOP_S)
             self._process = None
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """End the server as a crash would."""
         os.kill(self.pid, signal.SIGKILL)
         self.stop()
 
@@ -250,9 +234,7 @@ class StoreServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
         self._close_log()
         if self._socket_directory is not None:
@@ -276,12 +258,12 @@ class StoreServer:
         }
         lines = [f"{name} {value}" for name, value in settings.items()]
         if self._users:
-            lines += [NOBODY, *(f"user {user.setting}" for user in self._users)]
+            lines += [LOCKED_USER, *(f"user {user.setting}" for user in self._users)]
         return "".join(f"{line}\n" for line in lines)
 
 
 def find_server(choice: Choice = "auto") -> Path:
-    """The server's binary: one on PATH that is new enough, else the bundled one. Raises StoreError."""
+    """Return a server's binary: one on PATH that is new enough, else the bundled one. Raises StoreError."""
     candidates = {
         "valkey-server": shutil.which("valkey-server"),
         "redis-server": shutil.which("redis-server"),
@@ -308,15 +290,10 @@ def _bundled() -> str | None:
 
 
 def _version(binary: str) -> tuple[int, int]:
-    text = subprocess.run(
-        [binary, "--version"],
-        env=public_environment(),
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
+    output = subprocess.run(
+        [binary, "--version"], env=public_environment(), capture_output=True, timeout=10, check=False
     ).stdout
-    found = re.search(r"v=(\d+)\.(\d+)", text)
+    found = re.search(rb"v=(\d+)\.(\d+)", output)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -1,18 +1,18 @@
-"""A lane in S > 1 shards, each a complete lane under a hash tag of its own, for the nodes of a cluster.
+"""A lane in S > 1 shards for the nodes of a cluster. Each shard is a complete lane with its own hash tag.
 
 Shard s = (id - 1) mod S has the ids s + 1, s + 1 + S, ..., and numbers them 1, 2, ... The learner takes B / S
-groups of every step from each shard, with a window of W / S and the credit of B / S. So each shard is a lane
-for which the proof of the staleness bound holds unchanged, and no call spans two shards.
+groups of every step from each shard, with a window of W / S and the credit of B / S. So the proof of the
+staleness bound holds unchanged for each shard, and no call spans two shards.
 
-Shards share generators. A generator that cannot hand over a group, because the group's shard is full, stops
-leasing from all shards. This could block the step for ever (simulation found it). So while the step waits for
-one shard, the shards that have given their part accept their oldest unfinished group despite the byte cap.
+Shards share generators. A generator that keeps a group for a full shard leases from no shard, which could
+block the step forever (simulation found it). So while the step waits for one shard, the shards that have
+given their part accept their oldest unfinished group despite the byte cap.
 """
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from asyncrl.buffer.base import Audit, Buffer, DeadLetter, Lease, PutOutcome
@@ -24,16 +24,15 @@ from asyncrl.types import Ticket
 
 
 def shard_names(lane: str, shards: int) -> list[str]:
-    """The names of the shards as lanes of the store; a single shard has the lane's name.
+    """Return the names of the shards as lanes of the store; a single shard has the lane's name.
 
-    Names differ in their last character only, which puts four consecutive shards into the four quarters of a
-    cluster's slots.
+    They differ only in the last character, so four consecutive shards are in the four quarters of a cluster.
     """
     return [lane] if shards == 1 else [f"{lane}-of-{shards}-{shard}" for shard in range(shards)]
 
 
 def split(ticket_id: int, shards: int) -> tuple[int, int]:
-    """The shard of a ticket and the ticket's id in that shard."""
+    """Return the shard of a ticket and the ticket's id in that shard."""
     above, shard = divmod(ticket_id - 1, shards)
     return shard, above + 1
 
@@ -44,18 +43,14 @@ def join(shard: int, local_id: int, shards: int) -> int:
 
 
 def ledgers_of(saved: Mapping[str, Any], shards: int) -> tuple[Ledger, ...]:
-    """One ledger per shard from a checkpoint; new ones at the beginning of a run.
-
-    Raises ConfigError for another number of shards, with which an id would be another ticket.
-    """
+    """Return one ledger per shard from a checkpoint, or new ones. Raises ConfigError for another `shards`."""
     if not saved:
         return tuple(Ledger() for _ in range(shards))
     found = saved.get("shards", [saved])
     if len(found) != shards:
         raise ConfigError(
-            f"the checkpoint was made with store.shards: {len(found)}, the config says {shards}; each shard "
-            f"counts its own ids, and they would be others: set store.shards: {len(found)}, or begin a new "
-            "run"
+            f"the checkpoint was made with store.shards: {len(found)}, the config says {shards}, with which "
+            f"an id would be another ticket: set store.shards: {len(found)}, or begin a new run"
         )
     return tuple(map(Ledger.from_dict, found))
 
@@ -67,7 +62,7 @@ class Ledgers:
     shards: tuple[Ledger, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint's JSON; `ledgers_of` reads them."""
+        """Return values for the checkpoint's JSON; `ledgers_of` reads them."""
         return {"shards": [ledger.to_dict() for ledger in self.shards]}
 
 
@@ -80,27 +75,21 @@ class ShardGate(Gate):
 
     @classmethod
     def of(cls, gate: Gate, shard: int, shards: int) -> Self:
-        """The gate of a whole lane, for one of its shards."""
+        """Return the gate of a lane for one of its shards."""
         return cls(
-            lane=gate.lane,
-            decode=gate.decode,
-            limits=gate.limits,
-            condemned=gate.condemned,
-            shard=shard,
-            shards=shards,
+            **{known.name: getattr(gate, known.name) for known in fields(Gate)}, shard=shard, shards=shards
         )
 
     def name_of(self, ticket_id: int) -> int:
-        """See `Gate`."""
         return join(self.shard, ticket_id, self.shards)
 
 
 class ShardedBuffer:
-    """All shards behind the interface of one buffer, for generators and audits."""
+    """All shards as one buffer, for generators and audits; `Buffer` has the contract."""
 
     def __init__(self, shards: Sequence[Buffer]) -> None:
         self.shards = tuple(shards)
-        # The shard at which the next lease begins; it rotates, so that no shard is always served last.
+        # The shard of the next lease rotates, so that no shard is always served last.
         self._next = 0
 
     # -- generators
@@ -108,45 +97,39 @@ class ShardedBuffer:
     def lease(self, holder: str, count: int) -> Lease:
         """Lease up to `count` tickets, from one shard after the other."""
         tickets: list[Ticket] = []
-        leases: list[Lease] = []
-        for shard in (*range(self._next, len(self.shards)), *range(self._next)):
-            leases.append(self.shards[shard].lease(holder, count - len(tickets)))
-            for ticket in leases[-1].tickets:
-                ticket_id = join(shard, ticket.id, len(self.shards))
-                tickets.append(replace(ticket, id=ticket_id))
+        closed, shards = False, len(self.shards)
+        for shard in (*range(self._next, shards), *range(self._next)):
+            lease = self.shards[shard].lease(holder, count - len(tickets))
+            tickets += [replace(ticket, id=join(shard, ticket.id, shards)) for ticket in lease.tickets]
+            closed = closed or lease.closed
             if len(tickets) == count:
                 break
-        self._next = (shard + 1) % len(self.shards)
-        return Lease(tickets=tuple(tickets), closed=any(lease.closed for lease in leases))
+        self._next = (shard + 1) % shards
+        return Lease(tickets=tuple(tickets), closed=closed)
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         for shard, local_ids in self._by_shard(ids).items():
             self.shards[shard].renew(holder, local_ids)
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
-        """See `GeneratorBuffer`."""
         shard, local_id = split(ticket_id, len(self.shards))
         return self.shards[shard].put(holder, local_id, frame)
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
-        """See `GeneratorBuffer`."""
         for shard, local_ids in self._by_shard(ids).items():
             self.shards[shard].give_back(holder, local_ids)
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
-        """See `GeneratorBuffer`."""
         shard, local_id = split(ticket_id, len(self.shards))
         return self.shards[shard].fail(holder, local_id, reason, tombstone)
 
     # -- the learner
 
     def revoke(self, holder: str) -> int:
-        """See `LearnerBuffer`."""
         return sum(shard.revoke(holder) for shard in self.shards)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """The dead letters of every shard, with the ids of the lane."""
+        """Return the dead letters of every shard, with the ids of the lane."""
         return [
             DeadLetter(id=join(shard, letter.id, len(self.shards)), reason=letter.reason)
             for shard, buffer in enumerate(self.shards)
@@ -154,12 +137,11 @@ class ShardedBuffer:
         ]
 
     def close(self) -> None:
-        """See `LearnerBuffer`."""
         for shard in self.shards:
             shard.close()
 
     def audit(self) -> Audit:
-        """The sums over all shards."""
+        """Return the sums over all shards."""
         audits = [shard.audit() for shard in self.shards]
         names = ("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes")
         counters: Counter[str] = Counter()
@@ -179,7 +161,7 @@ class ShardedBuffer:
 
 @dataclass(slots=True)
 class ShardedIntake:
-    """One intake per shard; a step has its groups when every shard has given its part of them."""
+    """One intake per shard. A step is complete when every shard has given its part of the groups."""
 
     intakes: tuple[Intake, ...]
     _parts: list[Collected | None] = field(init=False)
@@ -205,8 +187,7 @@ class ShardedIntake:
             intake.open(version)
 
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
-        """The groups of the step of `version`, or None if they are incomplete after `wait_s`. Raises
-        RunError."""
+        """Return the groups of the step of `version`, or None if some are missing after `wait_s`."""
         until_s = time.monotonic() + wait_s
         for shard, intake in enumerate(self.intakes):
             if self._parts[shard] is None:
@@ -227,7 +208,6 @@ class ShardedIntake:
         )
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
-        """See `Intake`."""
         for intake, ledger in zip(self.intakes, saved["shards"], strict=True):
             intake.commit(ledger, version)
 

@@ -1,5 +1,4 @@
-"""Watches that groups arrive while the learner waits: repairs the store after a while, and gives up after
-`stall_s`."""
+"""A watch on the arrival of groups: it repairs a store that brings none, and gives up after `stall_s`."""
 
 import logging
 import math
@@ -12,30 +11,29 @@ from asyncrl.errors import RunError
 
 log = logging.getLogger(__name__)
 
-# After this silence the store is made to agree with the ledger: somebody may have written into it by hand, so
-# that no generator gets the missing tickets.
+# After this silence the learner recovers the store. A change by hand may have removed the missing tickets.
 REPAIR_AFTER_S = 60.0
 
 
 @dataclass(slots=True)
 class StallWatch:
-    """Silence is time in which the learner waits and no group arrives."""
+    """Measures silence: the time in which the learner waits and no group arrives."""
 
     buffer: LearnerBuffer
     stall_s: float
     _arrived: int = 0
-    """Groups that the store had counted at the last check."""
+    """The groups that the store had counted at the last check."""
     _waiting_for: int = -1
     _last_progress_s: float = field(default_factory=time.monotonic)
     _repaired_at_s: float = -math.inf
 
     def waits_for(self, version: int) -> None:
-        """The learner waits for the step of `version`: for a new one, silence is counted from now."""
+        """Note the step that the learner waits for. The silence of a new step begins now."""
         if version != self._waiting_for:
             self._waiting_for, self._last_progress_s = version, time.monotonic()
 
     def progress(self) -> None:
-        """Groups were taken."""
+        """Note that groups were taken."""
         self._last_progress_s = time.monotonic()
 
     def check(self, recover: Callable[[], None]) -> None:
@@ -45,11 +43,7 @@ class StallWatch:
             self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
         if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
-            log.info(
-                "no group arrived for %.0f s; the store is made to agree with the ledger, should it be to "
-                "blame",
-                silent_s,
-            )
+            log.info("no group arrived for %.0f s; in case it is damaged, the store is repaired", silent_s)
             self._repaired_at_s = time.monotonic()
             recover()
         if silent_s > self.stall_s:

@@ -1,8 +1,8 @@
-"""The data of a run's server on disk: progress of loading, and handling of data that cannot be loaded.
+"""The data of a run's server on disk: progress of loading, and data that cannot be loaded.
 
 The run does not depend on these files, because the learner's ledger decides what the store contains. So data
-that cannot be loaded is moved aside, and the server starts empty. If the server does not start without the
-data either, the data is not the cause, and is moved back.
+that cannot be loaded is moved aside, and the server starts empty. If the server does not start empty either,
+the data is not the cause and is moved back.
 """
 
 import logging
@@ -19,16 +19,16 @@ from asyncrl.errors import StoreError
 log = logging.getLogger(__name__)
 
 DATA, ASIDE = "appendonlydir", "damaged-"
-# The newest damaged data that is kept for inspection.
+# The newest damaged data are kept for inspection.
 KEPT = 2
 # Longest wait for a server that does not answer at all.
 SILENT_S = 30.0
 # Longest wait for a server that is loading and reads nothing.
 STUCK_S = 300.0
 LOG_EVERY_S = 10.0
-# SIGKILL and SIGTERM: a user, or the kernel for lack of memory, has ended the server.
+# SIGKILL and SIGTERM come from a user, or from the kernel for lack of memory.
 ENDED_BY_OTHERS = (-9, -15)
-# Errors in the log of a server that ended which do not come from its data.
+# Errors in a server's log that have another cause than the data.
 NOT_THE_DATA = (
     "No space left",
     "Disk quota exceeded",
@@ -59,27 +59,19 @@ class Loading:
             self._bytes, self._moved_at_s = loaded, now_s
         if now_s - self._logged_at_s >= LOG_EVERY_S:
             self._logged_at_s = now_s
-            total, percent = (
-                int(persistence.get("loading_total_bytes", 0)),
-                persistence.get("loading_loaded_perc", "?"),
-            )
-            log.info(
-                "the store loads its log of %.1f GiB: %s %%, about %s s left",
-                total / 2**30,
-                percent,
-                persistence.get("loading_eta_seconds", "?"),
-            )
+            gib = int(persistence.get("loading_total_bytes", 0)) / 2**30
+            percent = persistence.get("loading_loaded_perc", "?")
+            left_s = persistence.get("loading_eta_seconds", "?")
+            log.info("the store loads its log of %.1f GiB: %s %%, about %s s left", gib, percent, left_s)
 
     def is_stuck(self) -> bool:
         """Whether the server has made no progress for too long."""
         return time.monotonic() - self._moved_at_s > (SILENT_S if self._bytes is None else STUCK_S)
 
     def __str__(self) -> str:
-        return (
-            f"has been silent for {SILENT_S:.0f} s"
-            if self._bytes is None
-            else f"has not loaded a byte in {STUCK_S:.0f} s"
-        )
+        if self._bytes is None:
+            return f"has been silent for {SILENT_S:.0f} s"
+        return f"has not loaded a byte in {STUCK_S:.0f} s"
 
 
 class StoreData:
@@ -89,7 +81,7 @@ class StoreData:
         self._directory = directory
         # The path of the data during an attempt to start without it.
         self._aside: Path | None = None
-        # How often this process has given up data.
+        # The number of times that this process has given up data.
         self.damaged = 0
 
     def may_be_why(self, status: int, said: str) -> bool:
@@ -110,7 +102,7 @@ class StoreData:
         except OSError as error:
             self._aside = None
             raise StoreError(
-                f"{self._directory / DATA} cannot be loaded, nor moved aside: {error}; its log ends:\n{said}"
+                f"{self._directory / DATA} cannot be loaded or moved aside: {error}; its log ends:\n{said}"
             ) from error
 
     def put_back(self) -> None:
@@ -120,23 +112,19 @@ class StoreData:
             try:
                 self._aside.rename(self._directory / DATA)
             except OSError as error:
-                log.warning(
-                    "%s cannot be named %s again (%s); the store will start empty", self._aside, DATA, error
-                )
+                renamed = "%s cannot be renamed to %s (%s); the store will start empty"
+                log.warning(renamed, self._aside, DATA, error)
             self._aside = None
 
     def loaded(self) -> None:
-        """Report data that is still aside as damaged, because the server has started without it."""
+        """Report data that is aside as damaged, because the server has started without it."""
         if self._aside is None:
             return
         self.damaged += 1
         log.error(
-            "the store could not load its data and starts empty: the learner's ledger decides what has to "
-            "be sampled again. The data is kept as %s (the newest %d are; this is number %d since the "
-            "start)",
-            self._aside,
-            KEPT,
-            self.damaged,
+            "the store could not load its data and starts empty; the learner's ledger decides what is "
+            "sampled again. The data is kept as %s, with the newest %d; this is number %d since the start",
+            *(self._aside, KEPT, self.damaged),
         )
         self._aside = None
         for number in sorted(self._numbers())[:-KEPT]:
@@ -149,7 +137,7 @@ class StoreData:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The open log of a server; an unnamed temporary file if it cannot be opened."""
+    """Open the log of a server, or an unnamed temporary file if that fails."""
     try:
         return path.open("ab+", buffering=0)
     except OSError as error:

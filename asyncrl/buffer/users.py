@@ -1,8 +1,8 @@
 """The users of the store and their rights: one user for the learner, one for all generators.
 
 The server checks every command of a user, also inside functions. A generator can use the functions that work
-on tickets and frames. It cannot, by any sequence of calls, write what belongs to the learner: `meta` (epoch,
-version, limit, watermark, ...), the takes, the finished ids, the record of the run. It can also send the
+on tickets and frames. No sequence of its calls can write what belongs to the learner: `meta` (epoch, version,
+limit, watermark, ...), the takes, the finished ids, the record of the run. A generator can also send the
 commands of its functions directly, so its rights on each place of a lane are limited to those commands.
 """
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 LEARNER, GENERATOR = "learner", "generator"
 
 _RECORD = "asyncrl:run"
-_ANYBODY = "ping select multi exec time"
+_EVERYONE = "ping select multi exec time"
 # Places of a lane -> commands that the generators' functions use there.
 _GENERATOR = {
     "leased": "zadd zrem zrange zscore",
@@ -39,22 +39,22 @@ class StoreUser:
 
     name: str
     password: str = field(repr=False)
-    # Keys and commands, in the form of ACL SETUSER.
+    # Keys and commands, as arguments of ACL SETUSER.
     rules: str
 
     @property
     def setting(self) -> str:
-        """The arguments of `user` in a server's configuration, and of ACL SETUSER; the password is hashed."""
+        """The arguments of `user` in a server's configuration and of ACL SETUSER, with a hashed password."""
         return f"{self.name} on #{hashlib.sha256(self.password.encode()).hexdigest()} {self.rules}"
 
 
 def learner_rules(run: str) -> str:
-    """Rights on the run's lanes and record; none to configure or wipe the server or to run other scripts."""
-    return f"~{{{run}:*}}:* ~{_RECORD} {_commands(_ANYBODY)} {_commands(_LEARNER)}"
+    """Return rights on the run's lanes and record; none to configure or wipe the server, or run scripts."""
+    return f"~{{{run}:*}}:* ~{_RECORD} {_commands(_EVERYONE)} {_commands(_LEARNER)}"
 
 
 def generator_rules(run: str) -> str:
-    """Rights on tickets and frames. Only FCALL gets all rights on all keys of a lane, which it needs."""
+    """Return rights on tickets and frames. Only FCALL has rights on all keys of a lane, which it needs."""
     lane = f"~{{{run}:*}}"
     keys_of = {
         " ".join(f"{lane}:{place}" for place in places.split()): commands
@@ -62,18 +62,18 @@ def generator_rules(run: str) -> str:
     }
     keys_of |= {f"~{_RECORD}": "hgetall", f"{lane}:*": "fcall"}
     return " ".join(
-        [_commands(_ANYBODY), *(f"({keys} {_commands(commands)})" for keys, commands in keys_of.items())]
+        [_commands(_EVERYONE), *(f"({keys} {_commands(commands)})" for keys, commands in keys_of.items())]
     )
 
 
 def with_user(url: str, user: str) -> str:
-    """`url` with another user."""
+    """Return `url` with another user."""
     parts = urlsplit(url)
     return parts._replace(netloc=f"{user}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
 def user_of(url: str) -> str:
-    """The user in `url`; empty if there is none."""
+    """Return the user in `url`, or an empty text."""
     return urlsplit(url).username or ""
 
 

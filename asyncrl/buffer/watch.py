@@ -1,4 +1,4 @@
-"""Checks the conservation law of a lane during the run: issued = leased + reissue + ready + taken + done."""
+"""A watch on the conservation law of a lane: issued = leased + reissue + ready + taken + done."""
 
 import logging
 import time
@@ -14,15 +14,11 @@ _BACKOFF = Backoff(2 * CHECK_EVERY_S, 600.0)
 
 
 class AuditWatch:
-    """Counts at every call, and checks the counts every 10 s.
-
-    Only a mismatch in two checks in a row counts, because a recovery may be under way.
-    """
+    """Checks the audits of a lane every 10 s. A mismatch must last two checks: a recovery may be running."""
 
     def __init__(
         self, lane: str, count: Callable[[], Audit], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`count` is the audit of a buffer, `lane` its name in messages."""
         self._lane = lane
         self._count = count
         self._clock = clock
@@ -30,23 +26,23 @@ class AuditWatch:
         self._was_missing = False
         self.recoveries = 0
         self._next_recovery_s = 0.0
-        # The number of ids that are in no place (> 0) or in two places (< 0).
+        # `Audit.missing` of the last check, if it lasted.
         self.mismatch = 0
 
     def is_recovery_due(self) -> bool:
-        """Whether the learner must recover the lane now: while there is a mismatch, at growing intervals."""
+        """True at growing intervals while there is a mismatch: then the learner must recover the lane."""
         if not self.mismatch:
             return False
         now_s = self._clock()
         if now_s < self._next_recovery_s:
             return False
         self.recoveries += 1
-        log.warning("%s: the store is made to agree with the learner's ledger", self._lane)
+        log.warning("%s: the learner repairs the store from its ledger", self._lane)
         self._next_recovery_s = now_s + _BACKOFF.pause_s(self.recoveries)
         return True
 
     def audit(self) -> Audit:
-        """The audit of the buffer, whose errors are passed on."""
+        """Return the buffer's audit, with its errors."""
         audit = self._count()
         if self._clock() - self._checked_at_s >= CHECK_EVERY_S:
             self._checked_at_s = self._clock()
@@ -59,8 +55,8 @@ class AuditWatch:
         if found and not self.mismatch:
             log.error(
                 "%s: %d issued ids are %s: issued %d, leased %d, reissue %d, ready %d, taken %d, done %d. "
-                "The learner makes the store agree with its ledger by itself. If the store was not changed "
-                "by hand, this is a defect of asyncrl: keep the run directory and report it",
+                "The learner repairs the store from its ledger. If the store was not changed by hand, this "
+                "is a defect of asyncrl: keep the run directory and report it",
                 *(self._lane, abs(found), "nowhere" if found > 0 else "in two places"),
                 *(audit.issued, audit.leased, audit.reissue, audit.ready, audit.taken, audit.done),
             )

@@ -87,7 +87,7 @@ def test_a_mismatch_is_healed_at_once_and_then_ever_more_seldom(caplog: pytest.L
             due_at_s.append(second)
     assert due_at_s == [0, 20, 60]
     assert watch.recoveries == 3
-    assert caplog.text.count("evaluation: the store is made to agree with the learner's ledger") == 3
+    assert caplog.text.count("evaluation: the learner repairs the store from its ledger") == 3
 
 
 def test_the_lane_of_evaluation_keeps_the_law_and_is_healed_too() -> None:

@@ -193,7 +193,7 @@ def test_endless_faults_are_not_blamed_on_the_prompts(buffer):
     )
     one = intake(buffer, judge=lambda group, version: next(reasons), max_refills=2)
     with pytest.raises(
-        RunError, match=r"\{'zero_variance': 4, 'filter_failed': 8\}.*mend.*`filter_failed: KeyError: 'b'`"
+        RunError, match=r"\{'zero_variance': 4, 'filter_failed': 8\}.*fix.*`filter_failed: KeyError: 'b'`"
     ):
         for _ in range(20):
             generate(buffer.peer(), 100)
