@@ -14,8 +14,6 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.errors import RunError
 
-_ANY_PORT = 9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
@@ -28,7 +26,7 @@ class Rendezvous:
     address: str = "127.0.0.1"
     # A free port on rank 0's host; not used by a single rank.
     port: int = 0
-    # Timeout of every collective: if a rank is gone, the others end with an error.
+    # Longest duration of a collective: if a rank is gone, the others end with an error.
     timeout_s: float = 600.0
 
 
@@ -99,9 +97,10 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 def _keep_to_interface(address: str) -> None:
     """Let Gloo use the interface of the route to `address`; by default it uses that of the host's name."""
-    (family, kind, _, _, master), *_ = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
+    any_port = 9  # a datagram socket that connects sends nothing
+    (family, kind, _, _, master), *_ = socket.getaddrinfo(address, any_port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as route:
-        route.connect(master)  # sends nothing
+        route.connect(master)
         ours = route.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):

@@ -33,7 +33,7 @@ M = TypeVar("M", TrainedModel, Reference)
 
 
 class DeepSpeedTrainer:
-    """`Trainer` on DeepSpeed engines; one per process at a time, because the process group is global."""
+    """`base.Trainer` on DeepSpeed engines; one at a time, because the process group is global."""
 
     def __init__(
         self,
@@ -75,23 +75,20 @@ class DeepSpeedTrainer:
 
     @property
     def rank(self) -> int:
-        """0 .. ranks - 1."""
         return self._ranks.rank
 
     @property
     def ranks(self) -> int:
-        """The number of processes that train together."""
         return self._ranks.count
 
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
     ) -> list[dict[str, Tensor]]:
-        """See `Trainer`. Each model runs once per micro-batch, for any number of columns."""
+        """Run each model once per micro-batch, for any number of columns."""
         with torch.no_grad():
             return [self._measure(microbatch, columns) for microbatch in microbatches]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Trainer`."""
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         with torch.no_grad():
@@ -101,7 +98,6 @@ class DeepSpeedTrainer:
         return [float(value) for value in logprobs_T]
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """See `Trainer`."""
         return self._policy.step(
             microbatches,
             lambda microbatch: self._token_columns(self._policy.engine, microbatch),
@@ -109,29 +105,24 @@ class DeepSpeedTrainer:
         )
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
-        """See `Trainer`."""
         critic = _built(self._critic, "critic")
         return critic.step(microbatches, lambda microbatch: run(critic.engine, microbatch), loss)
 
     def update_reference(self, decay: float) -> None:
-        """See `Trainer`."""
         _built(self._reference, "reference").update(self._policy.engine.module, decay)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer`. A tensor is valid until the next one; every rank must exhaust the iterator."""
+        """Yield tensors that are valid until the next one; every rank must exhaust the iterator."""
         for name, parameter in whole_parameters(self._policy.engine.module.model):
             yield name, parameter.detach()
 
     def broadcast(self, value: bytes | None) -> bytes:
-        """See `Trainer`."""
         return self._ranks.broadcast(value)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """See `Trainer`."""
         return self._ranks.gather(value)
 
     def save(self, directory: Path) -> None:
-        """See `Trainer`."""
         writes = Writes()
         self._policy.save(directory, POLICY, writes)
         if self._critic is not None:
@@ -149,7 +140,7 @@ class DeepSpeedTrainer:
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
     def load(self, directory: Path) -> None:
-        """See `Trainer`. Unpickles DeepSpeed's files. Raises ConfigError for another layout."""
+        """Unpickle DeepSpeed's files. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
         # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = self._layout | {"moved_reference": found.get("moved_reference")}
