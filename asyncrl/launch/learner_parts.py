@@ -107,8 +107,8 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
     renew = claim_store(lead)
     publisher, hub = open_hub(lead, history, taking, reporting)
     saving = LeadSaving(
-        lead.checkpoints,
-        lead.trainer,
+        checkpoints=lead.checkpoints,
+        trainer=lead.trainer,
         every=config.checkpoint.every,
         begun=begun,
         coefficients=lead.coefficients,
@@ -121,7 +121,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
         max_bytes, probe_limit = config.store.max_gib * 2**30, config.weights.probe_limit
         shows.append(partial(show_to_prometheus, exporter, max_bytes=max_bytes, probe_limit=probe_limit))
     page = StatusPage(
-        first_status(
+        now=first_status(
             config.run.name, lead.state.version, steps=config.learner.steps, lag_bound=config.lag_bound
         ),
         hub=hub,

@@ -139,7 +139,7 @@ def train(
             )
             run = stack.enter_context(open_lead_run(stack, lead))
         else:
-            saving = Saving(checkpoints, trainer, every=config.checkpoint.every)
+            saving = Saving(checkpoints=checkpoints, trainer=trainer, every=config.checkpoint.every)
             decode = partial(decode_group, key=keys.join.wire)
             run = FollowerRun(trainer=trainer, probe_ids=probe_ids, logs=logs, decode=decode, saving=saving)
         run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)

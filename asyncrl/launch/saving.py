@@ -4,7 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
@@ -24,22 +24,22 @@ AGAIN_S = 1.0
 LAST_ATTEMPTS = 60
 
 
+@dataclass(slots=True, kw_only=True)
 class Saving:
     """The checkpoints of one rank. Every rank calls every method, in the same order, and fails alike."""
 
-    def __init__(self, checkpoints: CheckpointStore, trainer: Trainer, *, every: int) -> None:
-        """`every` is the number of steps from one checkpoint to the next."""
-        self.checkpoints = checkpoints
-        self._trainer = trainer
-        self._every = every
-        self._is_overdue = False
-        self._failures = 0
+    checkpoints: CheckpointStore
+    trainer: Trainer
+    # Steps from one checkpoint to the next.
+    every: int
+    _is_overdue: bool = field(default=False, init=False)
+    _failures: int = field(default=0, init=False)
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save if it is due. A failed save is due again after the next step, the last one after a second."""
         if last:
             self._save_at_last(version)
-        elif self._is_overdue or version % self._every == 0:
+        elif self._is_overdue or version % self.every == 0:
             self._is_overdue = not self._try_to_save(version)
 
     def save_and_leave(self, version: int) -> NoReturn:
@@ -79,46 +79,31 @@ class Saving:
 
     def _save(self, version: int) -> None:
         started_s = time.perf_counter()
-        oldest = self.checkpoints.save(version, self._trainer, self._state(version))
+        oldest = self.checkpoints.save(version, self.trainer, self._state(version))
         self._saved(version, oldest, started_s)
 
 
+@dataclass(slots=True, kw_only=True)
 class LeadSaving(Saving):
     """The checkpoints of rank 0, which also hold the run's own state and allow the store to forget."""
 
-    def __init__(
-        self,
-        checkpoints: CheckpointStore,
-        trainer: Trainer,
-        *,
-        every: int,
-        begun: LearnerState,
-        coefficients: Coefficients,
-        taking: Taking,
-        reporting: Reporting,
-        mark_saved: Callable[[], None],
-    ) -> None:
-        """`begun` is the state with which this learner began; its `history` and `fixed` stay."""
-        super().__init__(checkpoints, trainer, every=every)
-        self._begun = begun
-        self._coefficients = coefficients
-        self._taking = taking
-        self._reporting = reporting
-        self._mark_saved = mark_saved
+    # The state with which this learner began; its `history` and `fixed` stay.
+    begun: LearnerState
+    coefficients: Coefficients
+    taking: Taking
+    reporting: Reporting
+    mark_saved: Callable[[], None]
 
     def _state(self, version: int) -> dict[str, Any]:
-        ledger, evaluation = self._taking.settled
-        coefficients = self._coefficients.state()
-        now = replace(
-            self._begun, version=version, ledger=ledger, evaluation=evaluation, coefficients=coefficients
-        )
-        return now.to_dict()
+        ledger, evaluation = self.taking.settled
+        now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
+        return replace(now, coefficients=self.coefficients.state()).to_dict()
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
         seconds = time.perf_counter() - started_s
-        with self._reporting.guard("the mark that something was saved"):
-            self._mark_saved()
-        self._reporting.checkpoint(version, seconds)
+        with self.reporting.guard("the mark that something was saved"):
+            self.mark_saved()
+        self.reporting.checkpoint(version, seconds)
         # The save is over on every rank. Raised here, the error would make rank 0 save again, alone.
         try:
             ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
@@ -127,7 +112,7 @@ class LeadSaving(Saving):
                 "step %d is saved, but the store keeps its groups until the next save: %s", version, error
             )
         else:
-            self._taking.commit(ledger, version)
+            self.taking.commit(ledger, version)
 
     def _failed(self, version: int, failures: int) -> None:
-        self._reporting.log({"checkpoint/failed": failures}, step=version)
+        self.reporting.log({"checkpoint/failed": failures}, step=version)

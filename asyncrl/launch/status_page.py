@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.control.zmq import ControlHub
@@ -13,67 +13,52 @@ from asyncrl.telemetry.status import StatusSnapshot
 Show = Callable[[StatusSnapshot], None]
 
 
+@dataclass(slots=True, kw_only=True)
 class StatusPage:
     """Shows the status from a separate thread, also while the learner waits or trains."""
 
-    def __init__(
-        self,
-        first: StatusSnapshot,
-        *,
-        hub: ControlHub,
-        taking: Taking,
-        renew: Callable[[str], None],
-        shows: Iterable[Show],
-        guard: BestEffort,
-    ) -> None:
-        """Start the thread.
+    now: StatusSnapshot
+    hub: ControlHub
+    taking: Taking
+    # Writes the run's record, with the control plane's endpoint, into the store, which may have been wiped.
+    renew: Callable[[str], None]
+    shows: Sequence[Show]
+    # Counts the seconds in which something failed.
+    guard: BestEffort
+    _ticker: "Ticker" = field(init=False)
 
-        Args:
-            first: the status at the start; the fields that nothing here changes stay.
-            hub: knows the generators.
-            taking: knows the place of every ticket.
-            renew: writes the run's record, with the control plane's endpoint, into the store, which may have
-                been wiped.
-            shows: get every snapshot.
-            guard: counts the seconds in which one of these failed.
-        """
-        self._now = first
-        self._hub = hub
-        self._taking = taking
-        self._renew = renew
-        self._shows = tuple(shows)
-        self._ticker = Ticker(self._tick, guard)
-        self._ticker.start()
+    def __post_init__(self) -> None:
+        self._ticker = Ticker(self._tick, self.guard)
 
     def enter(self, state: str, message: str = "") -> None:
         """Set `StatusSnapshot.state` and, for a final state, its reason."""
-        self._now = replace(self._now, state=state, message=message)
+        self.now = replace(self.now, state=state, message=message)
 
     @property
     def version(self) -> int:
         """The version that was published last; the learner sets it."""
-        return self._now.version
+        return self.now.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._now = replace(self._now, version=version, step=version)
+        self.now = replace(self.now, version=version, step=version)
 
     def close(self) -> str:
         """Show the last state, stop, and return its message."""
         self._ticker.close()
-        return self._now.message
+        return self.now.message
 
     def _tick(self) -> None:
-        self._renew(self._hub.endpoint)
+        self.renew(self.hub.endpoint)
         status = replace(
-            self._now,
+            self.now,
             updated_at=time.time(),
-            members=tuple(self._hub.members()),
-            audit=self._taking.audit(),
-            audit_mismatch=self._taking.mismatch,
-            counters=self._hub.counters(),
+            members=tuple(self.hub.members()),
+            audit=self.taking.audit(),
+            audit_mismatch=self.taking.mismatch,
+            counters=self.hub.counters(),
         )
-        for show in self._shows:
+        for show in self.shows:
             show(status)
 
 
@@ -84,9 +69,6 @@ class Ticker:
         self._tick, self._guard = tick, guard
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:

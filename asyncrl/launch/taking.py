@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from asyncrl.buffer.base import Audit
@@ -20,88 +21,85 @@ log = logging.getLogger(__name__)
 LAST_EVAL_S = 300.0
 
 
+@dataclass
 class Taking:
     """Both lanes, audited so that no id is lost; learners that die within a step are counted."""
 
-    def __init__(
-        self,
-        lane: RedisBuffer | ShardedBuffer,
-        intake: Intake | ShardedIntake,
-        evaluation: Evaluation,
-        *,
-        decoded: DecodedFrames,
-        deaths: StepDeaths,
-    ) -> None:
-        """`intake` takes from `lane`, and decodes with `decoded`."""
-        self._lane = lane
-        self._intake = intake
-        self._evaluation = evaluation
-        self._decoded = decoded
-        self._deaths = deaths
-        self._watch = AuditWatch("training", lane.audit)
-        self._eval_watch = AuditWatch("evaluation", evaluation.buffer.audit)
-        self._is_recovered = False
+    lane: RedisBuffer | ShardedBuffer
+    # Takes from `lane`, and decodes with `decoded`.
+    intake: Intake | ShardedIntake
+    evaluation: Evaluation
+    _: KW_ONLY
+    decoded: DecodedFrames
+    deaths: StepDeaths
+    _watch: AuditWatch = field(init=False)
+    _eval_watch: AuditWatch = field(init=False)
+    _is_recovered: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = AuditWatch("training", self.lane.audit)
+        self._eval_watch = AuditWatch("evaluation", self.evaluation.buffer.audit)
 
     def open(self, version: int) -> None:
         """Announce published weights, and so open their credit. The first call also makes the store agree."""
         if self._is_recovered:
-            self._intake.open(version)
-            self._evaluation.open(version)
+            self.intake.open(version)
+            self.evaluation.open(version)
         else:
-            self._intake.recover(version)
-            self._evaluation.recover(version)
+            self.intake.recover(version)
+            self.evaluation.recover(version)
             self._is_recovered = True
 
     def heal(self, version: int) -> None:
         """Make the store agree with the ledger if issued ids are missing or in two places."""
         if self._watch.is_recovery_due():
-            self._intake.recover(version)
+            self.intake.recover(version)
         if self._eval_watch.is_recovery_due():
-            self._evaluation.recover(version)
+            self.evaluation.recover(version)
 
     def poll(self, version: int, *, wait_s: float) -> Taken | None:
         """Take the groups of the step that trains `version`; None while they are not all there."""
-        collected = self._intake.poll(version, wait_s=wait_s)
+        collected = self.intake.poll(version, wait_s=wait_s)
         if collected is None:
             return None
-        taken = Taken(collected, self._decoded.of_step(collected.groups))
-        self._deaths.begin(version, taken.frames)
+        taken = Taken(collected, self.decoded.of_step(collected.groups))
+        self.deaths.begin(version, taken.frames)
         return taken
 
     def trained(self, version: int) -> None:
         """Record that the step from `version` is over: its groups killed no learner."""
-        self._deaths.end(version)
+        self.deaths.end(version)
 
     def evaluated(self) -> list[EvalResult]:
         """Return the rounds of evaluation that have become complete."""
-        return self._evaluation.poll()
+        return self.evaluation.poll()
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
         """Wait for the rounds that are open after the last step, at most `LAST_EVAL_S`."""
         until_s = time.monotonic() + LAST_EVAL_S
-        while self._evaluation.missing and time.monotonic() < until_s:
+        while self.evaluation.missing and time.monotonic() < until_s:
             self.heal(version)
-            yield self._evaluation.wait(1.0)
-        if missing := self._evaluation.missing:
+            yield self.evaluation.wait(1.0)
+        if missing := self.evaluation.missing:
             found = "%d rounds of evaluation were not complete within %.0f s and are left out"
             log.warning(found, missing, LAST_EVAL_S)
 
     def close(self) -> None:
         """Tell the generators that no ticket will follow."""
-        self._lane.close()
+        self.lane.close()
 
     @property
     def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of both lanes for a checkpoint: the ledger after the last whole step, the evaluation."""
-        return self._intake.settled.to_dict(), self._evaluation.state()
+        return self.intake.settled.to_dict(), self.evaluation.state()
 
     def commit(self, ledger: Mapping[str, Any], version: int) -> None:
         """Let the store forget the groups of the checkpoint that holds `ledger`."""
-        self._intake.commit(ledger, version)
+        self.intake.commit(ledger, version)
 
     def revoke(self, holder: str) -> None:
         """Issue the tickets of a dead generator again, before its leases run out."""
-        for lane in (self._lane, self._evaluation.buffer):
+        for lane in (self.lane, self.evaluation.buffer):
             if count := lane.revoke(holder):
                 log.info("%d tickets of %s are issued again", count, holder)
 

@@ -44,6 +44,11 @@ def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[saving.LeadSaving
     parts: dict[str, Any] = {"taking": around, "reporting": around, "mark_saved": around.mark_saved}
     trainer: Any = FakeTrainer("weights")
     made = saving.LeadSaving(
-        store, trainer, every=every, begun=LearnerState(), coefficients=coefficients, **parts
+        checkpoints=store,
+        trainer=trainer,
+        every=every,
+        begun=LearnerState(),
+        coefficients=coefficients,
+        **parts,
     )
     return made, around

@@ -134,7 +134,7 @@ def test_one_rank_keeps_no_frames_of_steps_that_are_over() -> None:
     for ticket in buffer.lease("g", 8).tickets:
         buffer.put("g", ticket.id, frame(ticket.id))
     taken = taking.poll(0, wait_s=0.0)
-    assert taken is not None and len(taken.frames) == 4 and taking._decoded._decoded == []
+    assert taken is not None and len(taken.frames) == 4 and taking.decoded._decoded == []
     assert all(isinstance(group, Group) for group in taken.collected.groups)
 
 
