@@ -1,17 +1,16 @@
-"""Network addresses in a config: who can reach them, and whether a store is protected well enough to be
-used."""
+"""Network addresses in a config: which hosts can reach them, and whether a store is protected well enough."""
 
 import ipaddress
 import socket
 from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NO = ("", "0", "f", "false", "n", "no")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes on this machine reach the address. Host names other than localhost may lead
-    anywhere."""
+    """Return whether only this machine reaches the address. Of host names, only localhost is known to be."""
     if host == "localhost":
         return True
     address = _address(host)
@@ -19,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether the address means every interface: "", "*", 0.0.0.0, :: and their other spellings."""
+    """Return whether the address means every interface: "", "*", 0.0.0.0, :: and their other spellings."""
     if host in ("", "*"):
         return True
     address = _address(host)
@@ -30,9 +29,8 @@ def one_interface(key: str, host: str) -> None:
     """Raise ValueError if `host` means every interface."""
     if is_everywhere(host):
         raise ValueError(
-            f"{key} would listen on every interface of this host ({host or 'no address'}); name the address "
-            "of one of them: 127.0.0.1 for this host only, or this host's address in the network of those "
-            "who ask (`ip address` lists them)"
+            f"{key} would listen on every interface of this host ({host or 'no address'}); give the address "
+            "of one: 127.0.0.1 for this host only, or one that other hosts reach (`ip address` lists them)"
         )
 
 
@@ -45,8 +43,7 @@ def one_place(key: str, bind: str) -> None:
 
 
 def open_ways(url: str) -> Iterator[str]:
-    """Yield each reason why this store is not safe for a run's frames and password. A local store has
-    none."""
+    """Yield each reason why a store is not safe for a run's frames and password; a local store has none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
         return
@@ -55,21 +52,17 @@ def open_ways(url: str) -> Iterator[str]:
     asked = parse_qs(parts.query, keep_blank_values=True)
     for name, off in (("ssl_cert_reqs", ("none", "optional")), ("ssl_check_hostname", _NO)):
         if asked.get(name, ["required"])[-1].lower() in off:
-            yield (
-                f"{name}={asked[name][-1]} lets anybody pose as the store: leave it out, name your "
-                "authority with ssl_ca_certs"
-            )
+            cure = "leave it out, name your authority with ssl_ca_certs"
+            yield f"{name}={asked[name][-1]} lets any server pose as the store: {cure}"
 
 
-def _mapped(
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
-) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IPv4 address inside an IPv4-mapped IPv6 address; any other address is returned unchanged."""
+def _mapped(address: Address) -> Address:
+    """Return the IPv4 address inside an IPv4-mapped IPv6 address, and any other address unchanged."""
     return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an address; return None for a name. As the system does, accept 0, 0x7f.1 and 127.1."""
+def _address(host: str) -> Address | None:
+    """Parse an address; return None for a name. Like the system, accept 0, 0x7f.1 and 127.1."""
     bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
     try:
         return ipaddress.ip_address(bare)

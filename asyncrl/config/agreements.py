@@ -1,8 +1,7 @@
-"""The rules between sections of a config. One function per rule; it yields a `Mistake` for every way in which
-it is broken.
+"""The rules between sections of a config. A rule is a function that yields a `Mistake` for each violation.
 
 The parameters of a rule name the sections that it compares. A setting without any effect is a mistake too,
-because its author expects one. The rules about the algorithm are in `algorithm_rules`.
+because its author expects one.
 """
 
 import inspect
@@ -46,19 +45,14 @@ def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
     for section, part in sections.items():
         for key, value in part:
             if isinstance(value, int) and abs(value) > LARGEST:
-                text = (
-                    f"is {value}; allowed is at most {LARGEST}, the last number that the store counts exactly"
-                )
-                yield Mistake((f"{section}.{key}",), f"{section}.{key} {text}")
+                allowed = f"allowed is at most {LARGEST}, the last number that the store counts exactly"
+                yield Mistake((f"{section}.{key}",), f"{section}.{key} is {value}; {allowed}")
 
 
 def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
     if eval.samples > 1 and eval.temperature == 0:
-        yield Mistake(
-            ("eval.samples", "eval.temperature"),
-            f"eval.samples is {eval.samples} at eval.temperature 0: all samples would be the same; set a "
-            "temperature",
-        )
+        text = f"eval.samples is {eval.samples} at eval.temperature 0: all would be equal; set a temperature"
+        yield Mistake(("eval.samples", "eval.temperature"), text)
 
 
 def _hangs_are_told_from_transfers(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
@@ -66,9 +60,9 @@ def _hangs_are_told_from_transfers(control: ControlConfig, weights: WeightsConfi
     if hang_s < 2 * deadline_s:
         yield Mistake(
             ("control.hang_s", "weights.deadline_s"),
-            f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for "
-            f"weights.deadline_s ({deadline_s:g} s): it would be killed for that; use hang_s >= "
-            f"{2 * deadline_s:g} or lower the deadline",
+            f"control.hang_s is {hang_s:g}, but an engine that receives weights is silent for up to "
+            f"weights.deadline_s ({deadline_s:g} s) and would be killed; use hang_s >= {2 * deadline_s:g} or "
+            "lower the deadline",
         )
 
 
@@ -77,9 +71,9 @@ def _silence_is_told_from_death(control: ControlConfig) -> Iterator[Mistake]:
     if timeout_s < 3 * heartbeat_s:
         yield Mistake(
             ("control.timeout_s", "control.heartbeat_s"),
-            f"control.timeout_s is {timeout_s:g}, but a generator says that it is alive only every "
-            f"{heartbeat_s:g} s (control.heartbeat_s): it would be counted dead for one late message; use "
-            f"timeout_s >= {3 * heartbeat_s:g} or a shorter heartbeat",
+            f"control.timeout_s is {timeout_s:g}, but control.heartbeat_s is {heartbeat_s:g}: a generator "
+            f"would count as dead after one late message; use timeout_s >= {3 * heartbeat_s:g} or a shorter "
+            "heartbeat",
         )
 
 
@@ -88,34 +82,28 @@ def _each_generator_has_a_port(telemetry: TelemetryConfig, generator: GeneratorC
     if first and first + count > LAST_PORT:
         yield Mistake(
             ("telemetry.prometheus_port", "generator.count"),
-            f"telemetry.prometheus_port is {first}, and {count} generators (generator.count) need those up "
-            f"to {first + count}, but ports end at {LAST_PORT}; use one <= {LAST_PORT - count}, or 0 for "
-            "any free ones",
+            f"telemetry.prometheus_port is {first}, and {count} generators (generator.count) need ports up "
+            f"to {first + count}; allowed is <= {LAST_PORT - count}, or 0 for any free ports",
         )
 
 
 def _system_message_has_a_template(data: DataConfig, model: ModelConfig) -> Iterator[Mistake]:
     if data.system is not None and not model.chat_template:
-        yield Mistake(
-            ("data.system", "model.chat_template"),
-            "data.system is set, but model.chat_template is false; set it to true or drop the system message",
-        )
+        text = "data.system is set, but model.chat_template is false; set it to true, or drop data.system"
+        yield Mistake(("data.system", "model.chat_template"), text)
 
 
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
-        yield Mistake(
-            ("store.bind", "store.url"),
-            "store.bind is where a server started for this run listens, but store.url names one that runs "
-            "already; drop one",
-        )
+        text = "store.bind is for the run's own server, but store.url names another server; drop one"
+        yield Mistake(("store.bind", "store.url"), text)
 
 
 def _sequences_fit(sampling: SamplingConfig, learner: LearnerConfig) -> Iterator[Mistake]:
     if sampling.max_tokens > learner.tokens_per_microbatch:
         yield Mistake(
             ("learner.tokens_per_microbatch", "sampling.max_prompt_tokens", "sampling.max_response_tokens"),
-            f"learner.tokens_per_microbatch ({learner.tokens_per_microbatch}) is smaller than the longest "
+            f"learner.tokens_per_microbatch is {learner.tokens_per_microbatch}, less than the longest "
             f"sequence (sampling.max_prompt_tokens + max_response_tokens = {sampling.max_tokens}); raise it",
         )
 
@@ -128,34 +116,30 @@ def _store_holds_what_is_open(
     batch: BatchConfig,
     store: StoreConfig,
 ) -> Iterator[Mistake]:
-    """A store that is too small fills with groups that no checkpoint holds. Then no group enters, and no
-    checkpoint is made."""
+    """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
     lag = staleness.max_lag
     saved = min(checkpoint.keep * checkpoint.every, learner.steps)
     groups = (lag + 1 + saved) * batch.groups
-    tokens_bytes = (
-        PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
-    )
-    group_bytes = GROUP_BYTES + batch.group_size * (ROLLOUT_BYTES + tokens_bytes)
+    prompt_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens
+    rollout_bytes = ROLLOUT_BYTES + prompt_bytes + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
+    group_bytes = GROUP_BYTES + batch.group_size * rollout_bytes
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > store.max_gib:
+        sizes = ("batch.group_size", "sampling.max_prompt_tokens", "sampling.max_response_tokens")
+        numbers = (
+            "staleness.max_lag",
+            "checkpoint.keep",
+            "checkpoint.every",
+            "batch.groups",
+            "learner.steps",
+        )
         yield Mistake(
-            (
-                "store.max_gib",
-                "staleness.max_lag",
-                "checkpoint.keep",
-                "checkpoint.every",
-                "batch.groups",
-                "batch.group_size",
-                "sampling.max_prompt_tokens",
-                "sampling.max_response_tokens",
-                "learner.steps",
-            ),
-            f"store.max_gib is {store.max_gib:g}, but up to {needed_gib:.3g} GiB can be open: {lag + 1} "
-            f"steps under way (staleness.max_lag + 1) and {saved} that the oldest checkpoint does not hold "
-            f"(checkpoint.keep * every), of {batch.groups} groups (batch.groups), are {groups} groups of up "
-            f"to {group_bytes / 2**20:.3g} MiB ({batch.group_size} sequences of sampling.max_prompt_tokens "
-            "and max_response_tokens); a full store would stop the run for good: set store.max_gib: "
+            ("store.max_gib", *numbers, *sizes),
+            f"store.max_gib is {store.max_gib:g}, but {groups} groups of up to {group_bytes / 2**20:.3g} MiB "
+            f"can be open, {needed_gib:.3g} GiB: {lag + 1} steps under way (staleness.max_lag + 1) and "
+            f"{saved} that the oldest checkpoint lacks (checkpoint.keep * every), of {batch.groups} groups "
+            f"(batch.groups) with {batch.group_size} sequences of sampling.max_prompt_tokens and "
+            "max_response_tokens; a full store would stop the run for good; set store.max_gib: "
             f"{math.ceil(needed_gib)}, or checkpoint more often",
         )
 
@@ -165,11 +149,8 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
     shards = store.shards
     for key, number in (("batch.groups", batch.groups), ("staleness.window_groups", staleness.window_groups)):
         if number is not None and number % shards:
-            yield Mistake(
-                ("store.shards", key),
-                f"store.shards is {shards}, which does not divide {key} ({number}); choose a divisor, or "
-                f"another {key}",
-            )
+            found = f"store.shards is {shards}, which does not divide {key} ({number})"
+            yield Mistake(("store.shards", key), f"{found}; choose a divisor, or another {key}")
 
 
 RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (

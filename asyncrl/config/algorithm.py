@@ -1,5 +1,4 @@
-"""The algorithm: which functions are composed, and with what numbers. `docs/algorithms.md` says which to
-choose."""
+"""Sections of the algorithm: which functions are composed, with what numbers (see docs/algorithms.md)."""
 
 from typing import Literal
 
@@ -15,8 +14,7 @@ class KLConfig(Part):
     estimator: Choice = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
-    """True multiplies the KL in the loss by the current / behaviour probability ratio, so that it is the KL
-    of the trained policy (DeepSeek-V3.2)."""
+    """True weighs the KL in the loss by the current / behaviour ratio, against bias (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: Positive | None = None
@@ -24,8 +22,7 @@ class KLConfig(Part):
     horizon: Positive = 10000.0
     """Number of sequences over which the coefficient may change by a fifth."""
     reference_decay: Share = 1.0
-    """1 freezes the reference. Below 1, the reference keeps this share of itself after each step and takes
-    the rest from the policy."""
+    """Share of itself that the reference keeps after a step; the rest is the policy's. 1 freezes it."""
 
 
 class EntropyConfig(Part):
@@ -54,8 +51,8 @@ class AlgorithmConfig(Part):
     rejections: tuple[Choice, ...] = ()
     """Further corrections that only reject tokens; the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
-    """Source of the proximal policy: `recompute` by a forward pass at the start of the batch, `log_linear` by
-    interpolation, or `behaviour` for the behaviour policy."""
+    """Proximal policy: `recompute` by a forward pass before the batch, `log_linear` to interpolate it, or
+    `behaviour` for the behaviour policy."""
     aggregation: Choice = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
     kl: KLConfig = KLConfig()
@@ -67,8 +64,7 @@ class AlgorithmConfig(Part):
     shaping: tuple[Choice, ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
-    """True masks rollouts that were cut off at the length limit (overlong filtering); they still count for
-    the baseline."""
+    """True masks rollouts that the length limit cut off (overlong filtering); the baseline still has them."""
 
 
 class OptimizerConfig(Part):
@@ -89,12 +85,10 @@ class OptimizerConfig(Part):
 
 
 class CriticConfig(Part):
-    """Value model of `gae`, with a backbone that starts as the policy's. It exists only if the advantage
-    needs values."""
+    """Value model, which starts with the policy's backbone. It exists only if the advantage needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a value from the value that the advantages were computed with; null is
-    unlimited."""
+    """Largest distance of a value from the one in the advantages' computation; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

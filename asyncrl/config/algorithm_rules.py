@@ -8,21 +8,8 @@ from asyncrl.config.base import Choice, Mistake
 from asyncrl.config.sections import BatchConfig, LearnerConfig, RewardConfig, SamplingConfig, StalenessConfig
 
 # Advantages that need at least two rollouts of a prompt.
-GROUP_ADVANTAGES = frozenset(
-    {
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "grpo_passk",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "maxrl",
-        "lite_ppo",
-        "gdpo",
-    }
-    | {"optimal_token_baseline"}
-)
+GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
+GROUP_ADVANTAGES |= {"gpg", "maxrl", "lite_ppo", "gdpo", "optimal_token_baseline"}
 
 # Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
@@ -34,24 +21,21 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Mistake]:
     name = algorithm.advantage.name
     if batch.group_size == 1 and name in GROUP_ADVANTAGES:
-        yield Mistake(
-            ("batch.group_size", "algorithm.advantage"),
-            f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use group_size "
-            ">= 2 or another advantage",
-        )
+        cure = "use group_size >= 2 or another advantage"
+        text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; {cure}"
+        yield Mistake(("batch.group_size", "algorithm.advantage"), text)
 
 
 def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
-    """Exactly one of the two, the correction or the loss, must account for the age of tokens."""
+    """Either the correction or the loss, but not both, must account for the age of tokens."""
     lag = staleness.max_lag
     loss, correction = algorithm.policy_loss.name, algorithm.correction.name
     if algorithm.proximal == "behaviour":
         if correction != "none":
             yield Mistake(
                 ("algorithm.correction", "algorithm.proximal"),
-                f"algorithm.correction is `{correction}`, but with algorithm.proximal behaviour it would "
-                "compare the behaviour policy with itself, and every weight would be 1; set correction: "
-                "none, or proximal: recompute",
+                f"algorithm.correction is `{correction}`, but with algorithm.proximal behaviour it compares "
+                "a policy with itself: every weight would be 1; set correction: none, or proximal: recompute",
             )
         if loss in WITHOUT_RATIO and lag > 0:
             yield Mistake(
@@ -78,11 +62,9 @@ def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: Staleness
 def _rejections_reject(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     for choice in algorithm.rejections:
         if choice.name in ("none", "truncate"):
-            yield Mistake(
-                ("algorithm.rejections",),
-                f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject or "
-                "veto, or make it the correction",
-            )
+            cure = "take mask, reject or veto, or make it the correction"
+            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; {cure}"
+            yield Mistake(("algorithm.rejections",), text)
 
 
 def _normalised_weights_are_known(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
@@ -91,8 +73,7 @@ def _normalised_weights_are_known(algorithm: AlgorithmConfig) -> Iterator[Mistak
         yield Mistake(
             ("algorithm.correction.normalise", "algorithm.proximal"),
             "algorithm.correction.normalise needs the weights of the whole step before it, but "
-            "algorithm.proximal is log_linear, which gives them in the middle of it; set proximal: "
-            "recompute, or normalise: false",
+            "algorithm.proximal: log_linear gives them during the step; set recompute, or normalise: false",
         )
 
 
@@ -117,99 +98,76 @@ def _interpolation_saves_something(
 
 def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl, default = algorithm.kl, KLConfig()
-    acting = [
-        key
-        for key in ("placement", "target", "reference_decay", "bias_corrected")
-        if getattr(kl, key) != getattr(default, key)
-    ]
-    if not kl.coefficient:
-        for key in acting:
+    for key in ("placement", "target", "reference_decay", "bias_corrected"):
+        if getattr(kl, key) != getattr(default, key) and not kl.coefficient:
             yield Mistake(
                 (f"algorithm.kl.{key}", "algorithm.kl.coefficient"),
                 f"algorithm.kl.{key} is {getattr(kl, key)}, but algorithm.kl.coefficient is 0 and stays so: "
                 "there is no reference model; set a coefficient, e.g. 0.001, or drop the key",
             )
     if kl.horizon != default.horizon and kl.target is None:
-        yield Mistake(
-            ("algorithm.kl.horizon", "algorithm.kl.target"),
-            "algorithm.kl.horizon is set, but only the way to a target depends on it; set "
-            "algorithm.kl.target or drop horizon",
-        )
+        text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"
+        yield Mistake(("algorithm.kl.horizon", "algorithm.kl.target"), text)
 
 
 def _kl_estimator_fits_its_place(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl = algorithm.kl
-    name = kl.estimator.name
+    name, key = kl.estimator.name, "algorithm.kl.estimator"
+    corrected, placement, coefficient = (
+        f"algorithm.kl.{one}" for one in ("bias_corrected", "placement", "coefficient")
+    )
     if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
         yield Mistake(
-            (
-                "algorithm.kl.estimator",
-                "algorithm.kl.bias_corrected",
-                "algorithm.kl.placement",
-                "algorithm.kl.coefficient",
-            ),
-            "algorithm.kl.estimator is k1, whose gradient in the loss is zero on average; allowed there "
-            "are k2, k3, abs, k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), "
-            "bias_corrected: true, or placement: reward",
+            (key, corrected, placement, coefficient),
+            f"{key} is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, "
+            "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true, "
+            "or placement: reward",
         )
     if kl.bias_corrected and kl.placement == "reward":
-        yield Mistake(
-            ("algorithm.kl.bias_corrected", "algorithm.kl.placement"),
-            "algorithm.kl.bias_corrected is true, but algorithm.kl.placement is reward, where the KL has "
-            "no gradient; drop it, or set placement: loss",
-        )
+        cure = "drop it, or set placement: loss"
+        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; {cure}"
+        yield Mistake((corrected, placement), text)
     if kl.bias_corrected and name in PLAIN:
-        yield Mistake(
-            ("algorithm.kl.estimator", "algorithm.kl.bias_corrected"),
-            f"algorithm.kl.estimator is {name}, which takes the gradient of k2, but "
-            f"algorithm.kl.bias_corrected needs the estimator's own; set {PLAIN[name]}",
-        )
+        cure = f"but {corrected} needs the estimator's own; set {PLAIN[name]}"
+        yield Mistake((key, corrected), f"{key} is {name}, which takes the gradient of k2, {cure}")
     if kl.coefficient and kl.placement == "reward" and name in PLAIN:
         yield Mistake(
-            ("algorithm.kl.estimator", "algorithm.kl.placement", "algorithm.kl.coefficient"),
-            f"algorithm.kl.estimator is {name}, which differs from {PLAIN[name]} in its gradient only, and "
-            f"the reward uses the value only; set {PLAIN[name]}",
+            (key, placement, coefficient),
+            f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
+            f"the value only; set {PLAIN[name]}",
         )
 
 
 def _entropy_controller_has_room(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    entropy, default = algorithm.entropy, EntropyConfig()
+    entropy, default, target = algorithm.entropy, EntropyConfig(), "algorithm.entropy.target"
     if entropy.target is None:
         for key in ("step", "maximum"):
             if getattr(entropy, key) != getattr(default, key):
-                yield Mistake(
-                    (f"algorithm.entropy.{key}", "algorithm.entropy.target"),
-                    f"algorithm.entropy.{key} is set, but no target to reach; set algorithm.entropy.target "
-                    f"or drop {key}",
-                )
+                text = f"algorithm.entropy.{key} is set, but there is no target; set {target} or drop {key}"
+                yield Mistake((f"algorithm.entropy.{key}", target), text)
     elif not 0 <= entropy.coefficient <= entropy.maximum:
         yield Mistake(
-            ("algorithm.entropy.coefficient", "algorithm.entropy.maximum", "algorithm.entropy.target"),
-            f"algorithm.entropy.coefficient is {entropy.coefficient}, where the adaptive coefficient "
-            f"begins; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
-            "one",
+            ("algorithm.entropy.coefficient", "algorithm.entropy.maximum", target),
+            f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive one; "
+            f"allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed one",
         )
 
 
 def _critic_is_used(
     algorithm: AlgorithmConfig, critic: CriticConfig, learner: LearnerConfig
 ) -> Iterator[Mistake]:
-    advantage = algorithm.advantage
-    if _is_own(advantage):
+    name = algorithm.advantage.name
+    if _is_own(algorithm.advantage):
         return
-    has_critic = "values_T" in registry.NEEDS.get(("advantage", advantage.name), ())
+    has_critic = "values_T" in registry.NEEDS.get(("advantage", name), ())
     if not has_critic and critic != CriticConfig():
-        yield Mistake(
-            ("critic", "algorithm.advantage"),
-            f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
-            "section or set algorithm.advantage: gae",
-        )
+        cure = "drop the section or set algorithm.advantage: gae"
+        text = f"critic is set, but advantage `{name}` needs no values, so there is none; {cure}"
+        yield Mistake(("critic", "algorithm.advantage"), text)
     if has_critic and critic.warmup_steps >= learner.steps:
-        yield Mistake(
-            ("critic.warmup_steps", "learner.steps"),
-            f"critic.warmup_steps is {critic.warmup_steps} of {learner.steps} steps (learner.steps): the "
-            "policy would never learn; lower it",
-        )
+        found = f"critic.warmup_steps is {critic.warmup_steps} of {learner.steps} steps (learner.steps)"
+        text = f"{found}: the policy would never learn; lower it"
+        yield Mistake(("critic.warmup_steps", "learner.steps"), text)
 
 
 def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
@@ -217,10 +175,8 @@ def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     chosen = {"correction": algorithm.correction}
     chosen |= {f"rejections.{index}": choice for index, choice in enumerate(algorithm.rejections)}
     for where, correction in chosen.items():
-        if (
-            correction.name not in ("mask", "reject", "veto")
-            or correction.params.get("divergence", "k1") != "k1"
-        ):
+        bounds_a_ratio = correction.params.get("divergence", "k1") == "k1"
+        if correction.name not in ("mask", "reject", "veto") or not bounds_a_ratio:
             continue
         for key, side in (("low", -1.0), ("high", 1.0)):
             bound = correction.params.get(key)
@@ -235,40 +191,31 @@ def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
 
 def _gdpo_sees_parts(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[Mistake]:
     """GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it."""
-    advantage = algorithm.advantage
+    advantage, key = algorithm.advantage, "algorithm.advantage"
     if advantage.name != "gdpo":
         return
     if algorithm.shaping:
-        yield Mistake(
-            ("algorithm.shaping", "algorithm.advantage"),
-            "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts; make it "
-            "a reward function",
-        )
+        found = "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts"
+        yield Mistake(("algorithm.shaping", key), f"{found}; make it a reward function")
     if algorithm.kl.placement == "reward":
-        yield Mistake(
-            ("algorithm.kl.placement", "algorithm.advantage"),
-            "algorithm.kl.placement is reward, but advantage `gdpo` sees the parts of the reward only; set "
-            "placement: loss",
-        )
+        found = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
+        yield Mistake(("algorithm.kl.placement", key), f"{found}; set placement: loss")
     weights, parts = advantage.params.get("weights"), {function.part for function in reward.functions}
     if isinstance(weights, Mapping) and (unknown := set(weights) - parts):
-        yield Mistake(
-            ("algorithm.advantage.weights", "reward.functions"),
-            f"algorithm.advantage.weights names {', '.join(sorted(unknown))}; the parts of the reward are "
-            f"{', '.join(sorted(parts))}; use their names",
-        )
+        allowed = f"the parts of the reward are {', '.join(sorted(parts))}; use their names"
+        text = f"{key}.weights names {', '.join(sorted(unknown))}; {allowed}"
+        yield Mistake((f"{key}.weights", "reward.functions"), text)
 
 
-def _shaping_spares_somebody(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+def _shaping_has_an_effect(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     limit = sampling.max_response_tokens
     for index, choice in enumerate(algorithm.shaping):
-        buffer = choice.params.get("buffer_tokens")
+        key, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
         if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
             yield Mistake(
-                (f"algorithm.shaping.{index}.buffer_tokens", "sampling.max_response_tokens"),
-                f"algorithm.shaping.{index}.buffer_tokens is {buffer}, not below "
-                f"sampling.max_response_tokens ({limit}): every answer would be punished for its length; "
-                f"set it to a fifth of that, {max(1, limit // 5)}, or raise the limit",
+                (key, "sampling.max_response_tokens"),
+                f"{key} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would be "
+                f"punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit",
             )
 
 
@@ -288,5 +235,5 @@ ALGORITHM_RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _critic_is_used,
     _fresh_tokens_are_kept,
     _gdpo_sees_parts,
-    _shaping_spares_somebody,
+    _shaping_has_an_effect,
 )

@@ -10,13 +10,13 @@ Keys = tuple[str | int, ...]
 
 
 class Part(BaseModel):
-    """Base of every section: frozen, unknown keys are errors, attribute docstrings become descriptions."""
+    """Base of every section: frozen, without unknown keys, described by its attribute docstrings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the JSON schema; a description is one line, wherever its docstring is broken."""
+        """Return the JSON schema, with each description in one line."""
         schema = handler(core)
         section = handler.resolve_ref_schema(schema)
         for described in (section, *section.get("properties", {}).values()):
@@ -45,16 +45,16 @@ class Choice(Part):
 
 
 class Mistake(NamedTuple):
-    """Something wrong with a config that concerns several of its values, or what they lead to."""
+    """A contradiction between values of a config, or between a value and what it names."""
 
     keys: tuple[str, ...]
-    """The dotted keys that it depends on. It is shown at the first of them that the user wrote."""
+    """Dotted keys on which the mistake depends. It is shown at the first of them that the user wrote."""
     text: str
-    """What was found, what is allowed, what to do."""
+    """What was found, what is allowed, what to do. A key that stands first is not shown twice."""
 
 
 class Mistakes(ValueError):
-    """Raised by the validators of sections, so that what reports a mistake knows its keys."""
+    """Mistakes with their keys, raised by a validator."""
 
     def __init__(self, *mistakes: Mistake) -> None:
         super().__init__("\n".join(mistake.text for mistake in mistakes))

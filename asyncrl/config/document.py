@@ -1,8 +1,7 @@
 """YAML in which every value keeps its place, so that a message can name file and line.
 
-Scalars follow YAML 1.2: `1e-6` is a number, `on`, `off`, `yes` and `no` are text. A key given twice is an
-error. Files merge from left to right: sections key by key, every other value as a whole. PyYAML parses and
-gives the lines; its scalars follow YAML 1.1, so they are replaced here.
+Scalars follow YAML 1.2: `1e-6` is a number; `on`, `off`, `yes` and `no` are text. A key given twice is an
+error. PyYAML parses and gives the lines; its scalars follow YAML 1.1, so they are replaced here.
 """
 
 import difflib
@@ -33,18 +32,18 @@ SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a config: where it is, which key it concerns, what was found, what is allowed, what to
-    do."""
+    """A problem of a config: its place, its key, and a text that says what was found and what to do."""
 
     place: str
     keys: Keys
     text: str
     misplaced: bool = False
-    """The key is unknown: its value belongs elsewhere, so that a default took its place there."""
+    """True if the key is unknown: its value belongs elsewhere, where a default took its place."""
 
     def __str__(self) -> str:
         key = ".".join(map(str, self.keys))
-        return "  ".join(part for part in (self.place, f"{key}: {self.text}" if key else self.text) if part)
+        text = f"{key}: {self.text.removeprefix(f'{key} ')}" if key else self.text
+        return f"{self.place}  {text}" if self.place else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,7 @@ def keys_of(name: str) -> Keys:
 
 
 def placed(mistake: Mistake, root: Node) -> Problem:
-    """Place a mistake at the first of its keys that the user wrote, or at its first key if none was
-    written."""
+    """Place a mistake at the first of its keys that the user wrote; if there is none, at its first key."""
     candidates = [keys_of(name) for name in mistake.keys]
     keys = next((keys for keys in candidates if root.has(keys)), candidates[0])
     return Problem(root.nearest(keys).place, keys, mistake.text)
@@ -128,17 +126,14 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
     try:
         root = yaml.compose(text, Loader=_Loader)
     except RecursionError as error:
-        raise ConfigError(
-            f"{file}  is nested too deeply to be a config; allowed are a few levels; remove brackets"
-        ) from error
+        raise ConfigError(f"{file}  is nested too deeply for a config; remove brackets") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and line_numbers else ""
-        raise ConfigError(
-            f"{file}{line}  is no YAML: {error.problem or error.context}; {_advice(error)}"
-        ) from error
+        said = error.problem or error.context
+        raise ConfigError(f"{file}{line}  is not YAML: {said}; {_advice(error)}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}  is no YAML: {error}; save it as plain UTF-8 text") from error
+        raise ConfigError(f"{file}  is not YAML: {error}; save it as plain UTF-8 text") from error
     build = _Build(file, line_numbers)
     return (build.node(root, file, ()) if root else Node(None, file)), build.problems
 
@@ -158,25 +153,19 @@ class _Build:
         """Convert one node. Raises ConfigError if the document exceeds `MOST_VALUES`."""
         self._values += 1
         if self._values > MOST_VALUES:
-            raise ConfigError(
-                f"{place}  makes the config longer than {MOST_VALUES} values, with aliases written out; "
-                "shorten it"
-            )
+            text = f"makes the config longer than {MOST_VALUES} values, with aliases written out"
+            raise ConfigError(f"{place}  {text}; shorten it")
         if id(node) in self._open:
-            self.problems.append(
-                Problem(place, keys, "found an anchor that holds itself; write the value out")
-            )
+            text = "found an anchor that contains itself; write the value out"
+            self.problems.append(Problem(place, keys, text))
             return Node(None, place)
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return Node(self._section(node, keys), place)
             if isinstance(node, yaml.SequenceNode):
-                items = [
-                    self.node(item, self._place(item), (*keys, index))
-                    for index, item in enumerate(node.value)
-                ]
-                return Node(items, place)
+                items = enumerate(node.value)
+                return Node([self.node(one, self._place(one), (*keys, index)) for index, one in items], place)
             return Node(self._scalar(node, place, keys), place)
         finally:
             self._open.discard(id(node))
@@ -196,18 +185,15 @@ class _Build:
         return section
 
     def _scalar(self, node: Any, place: str, keys: Keys) -> Any:
-        if node.tag == "tag:yaml.org,2002:int" and node.value.startswith(("0o", "0x")):
-            return int(node.value, 0)
         if node.tag == "tag:yaml.org,2002:int":
-            return int(node.value)
+            return int(node.value, 0 if node.value.startswith(("0o", "0x")) else 10)
         if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
             return float(node.value)
         try:
             return self._construct.construct_object(node)
         except (yaml.YAMLError, ValueError):
-            self.problems.append(
-                Problem(place, keys, f"found the tag {node.tag}; allowed are plain values; remove the tag")
-            )
+            text = f"found the tag {node.tag}; allowed are plain values; remove the tag"
+            self.problems.append(Problem(place, keys, text))
             return None
 
     def _place(self, node: Any) -> str:
@@ -248,16 +234,14 @@ def _merge_item(base: Node, over: Node, keys: Keys) -> Node:
     items = list(base.value) if isinstance(base.value, list) else []
     for key, child in over.value.items():
         if not (isinstance(key, int) and key < len(items)):
-            allowed = f"0 to {len(items) - 1}" if items else "the whole list"
-            raise ConfigError(
-                str(Problem(over.place, (*keys, key), f"found no such item; allowed is {allowed}"))
-            )
+            text = f"found no such item; allowed is {f'0 to {len(items) - 1}' if items else 'the whole list'}"
+            raise ConfigError(str(Problem(over.place, (*keys, key), text)))
         items[key] = merge(items[key], child, (*keys, key))
     return Node(items, base.place)
 
 
 def override(text: str) -> Node:
-    """Return the document that `key.path=value` stands for. A number in the path selects an item of a list.
+    """Return the document for `key.path=value`. A number in the path selects an item of a list.
 
     Raises:
         ConfigError: the text does not have that form, or the value is not YAML.
@@ -275,8 +259,7 @@ def override(text: str) -> Node:
 
 
 def spelled_out(root: Node) -> Node:
-    """Return the document with every choice as a section: `advantage: rloo` becomes `advantage: {name:
-    rloo}`."""
+    """Return the document with choices as sections: `advantage: rloo` becomes `advantage: {name: rloo}`."""
 
     def visit(node: Node, keys: Keys) -> Node:
         if keys in CHOICES or keys[:-1] in CHOICE_LISTS:
@@ -312,50 +295,42 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{where}{path}:{line}  found bytes that are not UTF-8 text; allowed is YAML in UTF-8; save the "
-            "file as UTF-8"
-        ) from error
+        text = "found bytes that are not UTF-8; save the file as UTF-8"
+        raise ConfigError(f"{where}{path}:{line}  {text}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}cannot read {path}: {_reason(path, error)}") from error
     node, problems = parse(text, file=str(path))
     if not isinstance(node.value, dict):
         found = "nothing" if node.value is None else "no section"
-        raise ConfigError(
-            f"{path}:1  found {found}; a config is made of `key: value` lines, such as `run: {{name: first}}`"
-        )
+        allowed = "allowed are `key: value` lines, such as `run: {name: first}`"
+        raise ConfigError(f"{path}:1  found {found}; {allowed}")
     own = dict(node.value)
     extends = own.pop("extends", None)
     layers = [spelled_out(Node(own, str(path)))]
+    asked_by, above = extends.place if extends else "", (*above, path.resolve())
     for base_path in reversed(_paths(extends)):
-        base, more = _read(
-            _base(path.parent, base_path),
-            asked_by=extends.place if extends else "",
-            above=(*above, path.resolve()),
-        )
+        base, more = _read(_base(path.parent, base_path), asked_by=asked_by, above=above)
         layers, problems = [base, *layers], more + problems
     return functools.reduce(merge, layers), problems
 
 
 def _base(directory: Path, given: str) -> Path:
-    """Return the file that `extends` names: relative to the extending file, otherwise among the shipped
-    configs."""
-    beside = directory / given
-    if beside.exists() or Path(given).is_absolute():
-        return beside
+    """Return the file that `extends` names: relative to the extending file, else a shipped config."""
+    relative = directory / given
+    if relative.exists() or Path(given).is_absolute():
+        return relative
     shipped = (place / given.removeprefix("configs/") for place in SHIPPED)
-    return next((file for file in shipped if file.is_file()), beside)
+    return next((file for file in shipped if file.is_file()), relative)
 
 
 def _reason(path: Path, error: OSError | ValueError) -> str:
     """Say why a config cannot be read, and what to do."""
     if path.is_dir():
         inside = path / "config.yaml"
-        return (
-            "it is a directory; give "
-            f"{f'its config, {inside}' if inside.is_file() else 'the path of a YAML file'}"
-        )
-    near = {other.stem: other for other in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+        wanted = f"its config, {inside}" if inside.is_file() else "the path of a YAML file"
+        return f"it is a directory; give {wanted}"
+    others = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+    near = {other.stem: other for other in others if other != path}
     close = difflib.get_close_matches(path.stem, near, n=1)
     hint = f"; did you mean `{near[close[0]]}`?" if close else "; give the path of a YAML file"
     expanded = "; write ~ and variables out" if str(path).startswith("~") or "$" in str(path) else ""
@@ -366,8 +341,6 @@ def _paths(extends: Node | None) -> list[str]:
     value = extends.plain() if extends else []
     paths = [value] if isinstance(value, str) else value
     if extends and not (isinstance(paths, list) and paths and all(isinstance(path, str) for path in paths)):
-        raise ConfigError(
-            f"{extends.place}  extends: found {value!r}; allowed is the path of a YAML file or a list of "
-            "paths"
-        )
+        allowed = "the path of a YAML file or a list of paths"
+        raise ConfigError(f"{extends.place}  extends: found {value!r}; allowed is {allowed}")
     return list(paths)

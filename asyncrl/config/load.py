@@ -1,30 +1,64 @@
-"""Reads files and overrides into a checked `Config`, or reports every mistake with its line."""
+"""Reads files and overrides into a checked `Config`, or reports every mistake with its line.
 
-from collections.abc import Iterator, Sequence
+A config with mistakes is repaired far enough to look for further ones, so that all are reported together.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from asyncrl.config import registry
 from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import CHOICES, default_name, kind_at
-from asyncrl.config.document import Node, Problem, merge, override, placed, read
-from asyncrl.config.draft import Draft, repaired
+from asyncrl.config.base import Keys, Mistake
+from asyncrl.config.document import Node, Problem, keys_of, merge, override, placed, read
 from asyncrl.config.report import panel, problems_of, schema_at
-from asyncrl.config.resolved import config_hash, config_json, dump_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import SECTIONS_ONLY, Config
 from asyncrl.config.wording import describe, shown
 from asyncrl.errors import ConfigError
 
-__all__ = ["checked", "config_hash", "config_json", "dump_config", "load_config", "read_draft"]
+# Stand-ins for required keys that are missing. They are hub names, so no file is looked for.
+PLACEHOLDERS: dict[Keys, Any] = {
+    ("run", "name"): "unnamed",
+    ("model", "path"): "no/model",
+    ("data", "train"): "no/data",
+    ("reward", "functions"): [{"function": "exact_match"}],
+}
+# How often `_repaired` removes wrong values: removing one may uncover another.
+ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A config, its text and its problems so far."""
+
+    path: Path
+    root: Node
+    problems: list[Problem]
+    config: Config | None
+    """The config without its wrong values; None if too few are right."""
+
+    def add(self, mistake: Mistake) -> None:
+        """Add a mistake, unless a problem of one of its keys or their section may be its cause."""
+        problem = placed(mistake, self.root)
+        # A whole section that is wrong was replaced by its defaults.
+        doubtful = [one.keys[:-1] if one.misplaced else one.keys for one in self.problems]
+        unknown_section = any(one.misplaced and len(one.keys) == 1 for one in self.problems)
+        if unknown_section and not self.root.has(problem.keys):
+            return
+        concerned = [keys_of(name) for name in mistake.keys]
+        if not any(keys[: len(cause)] == cause for keys in concerned for cause in doubtful if cause):
+            self.problems.append(problem)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
-    A value of an override is YAML; a number in its path picks an item of a list
-    (`reward.functions.0.weight=2`). `extends: other.yaml` (or a list) puts the file on top of others; paths
-    are relative to the file.
+    `document.read` describes `extends`, and `document.override` the form of an override.
 
     Raises:
         ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
@@ -41,8 +75,7 @@ def checked(draft: Draft) -> Config:
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """Read what `load_config` makes its config of, with the problems found so far. Raises ConfigError if it
-    is not YAML."""
+    """Read files and overrides, and find their problems. Raises ConfigError for a file that is not YAML."""
     root, problems = read(path)
     for text in overrides:
         try:
@@ -56,7 +89,7 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
         return Draft(path, root, problems, Config.model_validate(root.plain()))
     except ValidationError as error:
         problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
-    draft = Draft(path, root, problems, repaired(root, [problem.keys for problem in problems]))
+    draft = Draft(path, root, problems, _repaired(root, [problem.keys for problem in problems]))
     for mistake in disagreements(dict(draft.config)) if draft.config else ():
         draft.add(mistake)
     return draft
@@ -69,8 +102,7 @@ def _reading_order(problem: Problem) -> tuple[bool, str, int]:
 
 
 def _with_default_names(root: Node) -> Node:
-    """Add the default names of choices, so that `algorithm.advantage.scale=none` concerns the default
-    advantage."""
+    """Add the default names of choices, so that `algorithm.advantage.scale=none` needs no name."""
     for keys in CHOICES:
         name, node = default_name(keys), root.nearest(keys)
         if root.has(keys) and isinstance(node.value, dict) and "name" not in node.value:
@@ -83,11 +115,8 @@ def _misread(root: Node) -> Iterator[Problem]:
     for keys, node in root.walk():
         schema = schema_at(keys) if isinstance(node.value, bool) else {}
         if schema.get("type") in ("integer", "number"):
-            yield Problem(
-                node.place,
-                keys,
-                f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value",
-            )
+            text = f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value"
+            yield Problem(node.place, keys, text)
 
 
 def _choice_problems(root: Node) -> Iterator[Problem]:
@@ -100,3 +129,48 @@ def _choice_problems(root: Node) -> Iterator[Problem]:
         for mistake in registry.mistakes(kind, params.pop("name"), params):
             problem = placed(mistake, node)
             yield Problem(problem.place, (*keys, *problem.keys), problem.text)
+
+
+def _repaired(root: Node, wrong: Iterable[Keys]) -> Config | None:
+    """Return the config with defaults in place of the values at `wrong` and of any other invalid value."""
+    values = deepcopy(root.plain())
+    for keys in wrong:
+        _take_out(values, keys)
+    for _ in range(ROUNDS):
+        try:
+            return Config.model_validate(values, context=SECTIONS_ONLY)
+        except ValidationError as error:
+            for detail in error.errors():
+                _repair(values, tuple(detail["loc"]), missing=detail["type"] == "missing")
+    return None
+
+
+def _repair(values: Any, keys: Keys, *, missing: bool) -> None:
+    """Fill a missing key with a stand-in, and remove a wrong value or a section that lacks another key."""
+    if not missing:
+        _take_out(values, keys)
+    elif keys in PLACEHOLDERS:
+        _parent(values, keys)[keys[-1]] = deepcopy(PLACEHOLDERS[keys])
+    elif len(keys) == 1:
+        values[keys[0]] = {}
+    else:
+        _take_out(values, keys[:-1])
+
+
+def _take_out(values: Any, keys: Keys) -> None:
+    parent = _parent(values, keys) if keys else None
+    if isinstance(parent, dict):
+        parent.pop(keys[-1], None)
+    elif isinstance(parent, list) and isinstance(keys[-1], int) and keys[-1] < len(parent):
+        del parent[keys[-1]]
+
+
+def _parent(values: Any, keys: Keys) -> Any:
+    for key in keys[:-1]:
+        if isinstance(values, dict):
+            values = values.get(key)
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return None
+    return values

@@ -14,103 +14,74 @@ from asyncrl.extras import install_command
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin")
-# Suffixes of data files; only the first three formats are read.
-DATA_SUFFIXES = (
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".gz",
-    ".zst",
-    ".zip",
-    ".xlsx",
-    ".arrow",
-)
-# Name of the switch in `telemetry`, of our extra and of the library's module -> the value that switches it
-# off.
+# Suffixes by which a name is recognised as a file. Only the first three formats can be read.
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+# Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
 
 
 def file_problems(config: Config) -> Iterator[Mistake]:
-    """Find mistakes in the files that a config names on this host. Names on the Hugging Face hub are not
-    checked."""
-    yield from _data(config)
+    """Find mistakes in the files that a config names on this host. Hub names are not checked."""
+    for key in ("train", "eval"):
+        if found := _no_data(getattr(config.data, key)):
+            cure = "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+            yield Mistake((f"data.{key}",), f"{found}; {cure}")
     yield from _model(config)
     yield from _division(config)
     yield from _packages(config)
 
 
-def _data(config: Config) -> Iterator[Mistake]:
-    for key in ("train", "eval"):
-        if found := _no_data(getattr(config.data, key)):
-            yield Mistake(
-                (f"data.{key}",),
-                f"{found}; give a JSONL or parquet file, a directory with some, or a Hugging Face dataset",
-            )
-
-
 def _no_data(source: str | None) -> str:
     """Say why the source has no rows; return an empty text if it may have some."""
-    if not source:
+    if not source or not (is_local(source) or Path(source).exists()):
         return ""
     path = Path(source)
-    if not path.exists():
-        return absent(source) if is_local(source) else ""
-    if path.is_dir():
-        entries = chain(path.glob("*"), path.glob("*/*"))
-        return (
-            ""
-            if any(entry.suffix in DATA_SUFFIXES for entry in entries)
-            else f"found no data in the directory {source}"
-        )
-    return "" if path.is_file() else f"found {source}, which is neither a file nor a directory"
+    if not path.is_dir():
+        return "" if path.is_file() else unusable(source)
+    entries = chain(path.glob("*"), path.glob("*/*"))
+    has_data = any(entry.suffix in SUFFIXES for entry in entries)
+    return "" if has_data else f"found no data in the directory {source}"
 
 
 def is_local(source: str) -> bool:
     """Return whether the source is a path and not a hub name, which has at most one slash."""
-    looks_so = (
-        source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or source.endswith(DATA_SUFFIXES)
-    )
-    return looks_so or Path(source).is_file()
+    is_path = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1
+    return is_path or source.endswith(SUFFIXES) or Path(source).is_file()
 
 
-def absent(source: str) -> str:
-    """Say that a path does not exist, and which similar name exists in its directory."""
+def unusable(source: str) -> str:
+    """Say what is at a path, where something else is wanted. If nothing is there, name a similar path."""
     path = Path(source)
+    if path.exists():
+        kind = (
+            "a directory" if path.is_dir() else "a file" if path.is_file() else "neither file nor directory"
+        )
+        return f"found {source}, which is {kind}"
+    if path.is_symlink():
+        return f"found {source}, a link to {path.readlink()}, which does not exist"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, neighbours, n=1)
-    expanded = (
-        ", where ~ and variables are not expanded: write them out" if "~" in source or "$" in source else ""
-    )
-    return f"found no {source}{expanded}" + (f" (did you mean `{path.parent / close[0]}`?)" if close else "")
+    hint = f" (did you mean `{path.parent / close[0]}`?)" if close else ""
+    written = ", where ~ and variables are not expanded: write them out" if {"~", "$"} & set(source) else ""
+    return f"found no {source}{written}{hint}"
 
 
 def _model(config: Config) -> Iterator[Mistake]:
-    directory = Path(config.model.path)
+    path, directory = config.model.path, Path(config.model.path)
     if not directory.is_dir():
-        if is_local(config.model.path) or directory.exists():
-            yield Mistake(
-                ("model.path",),
-                f"{absent(config.model.path)}; give a Hugging Face model directory or a hub name",
-            )
+        if is_local(path) or directory.exists():
+            cure = "give a Hugging Face model directory or a hub name"
+            yield Mistake(("model.path",), f"{unusable(path)}; {cure}")
         return
     if not any((directory / name).is_file() for name in TOKENIZERS):
-        yield Mistake(
-            ("model.path",),
-            f"found no tokenizer in {directory}; needed is one of {', '.join(TOKENIZERS)}; save it there",
-        )
+        needed = f"needed is one of {', '.join(TOKENIZERS)}; save it there"
+        yield Mistake(("model.path",), f"found no tokenizer in {directory}; {needed}")
     if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
-        yield Mistake(
-            ("model.path",),
-            f"found no weights in {directory}; needed is {' or '.join(WEIGHTS)}; download or save them there",
-        )
+        needed = f"needed is {' or '.join(WEIGHTS)}; download or save them there"
+        yield Mistake(("model.path",), f"found no weights in {directory}; {needed}")
     if config.model.chat_template and not has_chat_template(directory):
-        yield Mistake(
-            ("model.chat_template",),
-            f"is true, but the tokenizer in {directory} has no template; set it to false or add one",
-        )
+        text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
+        yield Mistake(("model.chat_template",), text)
     yield from _architecture(config, directory / "config.json")
 
 
@@ -140,11 +111,8 @@ def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
     heads, parallel = text.get("num_attention_heads"), config.generator.tensor_parallel
     if heads and heads % parallel:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        yield Mistake(
-            ("generator.tensor_parallel",),
-            f"found {parallel}; allowed is a divisor of the {heads} attention heads: {divisors}; set one of "
-            "them",
-        )
+        allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors}"
+        yield Mistake(("generator.tensor_parallel",), f"found {parallel}; {allowed}")
 
 
 def _division(config: Config) -> Iterator[Mistake]:
@@ -162,7 +130,5 @@ def _packages(config: Config) -> Iterator[Mistake]:
         value = getattr(config.telemetry, name)
         if value != off and importlib.util.find_spec(name) is None:
             found, without = (json.dumps(one).strip('"') for one in (value, off))
-            yield Mistake(
-                (f"telemetry.{name}",),
-                f"is {found}, but {name} is not installed; {install_command(name)}, or set it to {without}",
-            )
+            cure = f"{install_command(name)}, or set it to {without}"
+            yield Mistake((f"telemetry.{name}",), f"is {found}, but {name} is not installed; {cure}")

@@ -86,18 +86,17 @@ SUPPLIED: Mapping[str, tuple[str, ...]] = {
     "shaping": ("response_tokens", "max_response_tokens", "finish_reason")
 }
 
-# Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass. See `needs`.
+# Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("advantage", "gae"): frozenset({"values_T"}),
     ("advantage", "remax"): frozenset({"greedy_rewards_group"}),
     ("advantage", "optimal_token_baseline"): frozenset({"logprobs_T", "sum_squared_probs_T"}),
 }
 
-# Arguments that the learner passes by keyword to functions that declare them; see `takes`.
+# Arguments that the learner passes by keyword to functions that declare them.
 ON_REQUEST = frozenset({"entropy_T", "step"})
 
-# Pairs of parameters of which the first must be below the second: tokens between them are kept, or dropped in
-# `clip_cov`.
+# Pairs of parameters of which the first must be below the second.
 ORDERED: Mapping[tuple[str, str], tuple[str, str]] = {
     ("policy_loss", "clip_cov"): ("covariance_low", "covariance_high"),
     ("correction", "truncate"): ("floor", "cap"),
@@ -132,8 +131,7 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _annotation(node: ast.expr | None) -> Any:
-    """The type that an annotation of our own signatures names. It may use only `ranges`, builtins, `|` and
-    `[...]`."""
+    """Return the type that an annotation names, if it uses only `ranges`, builtins, `|` and `[...]`."""
     match node:
         case ast.Name(id=name):
             return vars(ranges)[name] if name in vars(ranges) else getattr(builtins, name)
@@ -151,8 +149,7 @@ def _annotation(node: ast.expr | None) -> Any:
 def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistake]:
     """Find what is wrong with a choice: an unknown name or key, a missing key, a value out of range.
 
-    The keys of a mistake are `name` and those of `params`. A user's function (with a colon in its name) is
-    accepted; `resolve` checks it.
+    A user's function (with a colon in its name) is accepted; `resolve` checks it.
     """
     if ":" in name:
         return
@@ -168,21 +165,12 @@ def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistak
         for key, found in {str(detail["loc"][0]): detail["type"] for detail in error.errors()}.items():
             yield Mistake((key, "name"), f"{kind} `{name}`{_complaint(model, key, found, params.get(key))}")
         return
-    yield from _order_mistakes(
-        kind, name, {key: field.default for key, field in model.model_fields.items()} | dict(params)
-    )
-
-
-def _order_mistakes(kind: str, name: str, values: Mapping[str, Any]) -> Iterator[Mistake]:
-    if (kind, name) not in ORDERED:
-        return
-    low, high = ORDERED[kind, name]
-    if values[low] is not None and values[low] >= values[high]:
-        yield Mistake(
-            (low, high),
-            f"{kind} `{name}`: `{low}` is {values[low]!r} and `{high}` is {values[high]!r}, which leaves "
-            f"nothing between them; `{low}` must be below `{high}`",
-        )
+    if (kind, name) in ORDERED:
+        low, high = ORDERED[kind, name]
+        values = {key: field.default for key, field in model.model_fields.items()} | dict(params)
+        if values[low] is not None and values[low] >= values[high]:
+            found = f"`{low}` is {values[low]!r} and `{high}` is {values[high]!r}, with nothing between"
+            yield Mistake((low, high), f"{kind} `{name}`: {found}; `{low}` must be below `{high}`")
 
 
 def _complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
@@ -190,7 +178,7 @@ def _complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
         return f" has no parameter `{key}`{_hint(key, model.model_fields)}"
     allowed = describe(model.model_json_schema()["properties"][key])
     if found == "missing":
-        return f" needs `{key}`, {allowed}; set it beside the name"
+        return f" needs `{key}`, {allowed}; set it next to the name"
     return f": `{key}` is {value!r}; it must be {allowed}"
 
 
@@ -198,8 +186,7 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
     """Return the function with its parameters bound, to be called with the positional arguments of its kind.
 
     Raises:
-        ConfigError: see `mistakes`. Or a user's function cannot be loaded, or not be called the way its kind
-        is called.
+        ConfigError: see `mistakes`; also if a user's function cannot be loaded, or called as its kind is.
     """
     if texts := [mistake.text for mistake in mistakes(kind, name, params)]:
         raise ConfigError("\n".join(texts))
@@ -209,15 +196,13 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
         inspect.signature(function).bind(*POSITIONAL[kind], **arguments)
     except TypeError as error:
         call = ", ".join((*POSITIONAL[kind], *(f"{key}=..." for key in arguments)))
-        raise ConfigError(
-            f"{kind} `{name}` cannot be called as f({call}): {error}; change its signature or the parameters"
-        ) from error
+        text = f"{kind} `{name}` cannot be called as f({call}): {error}"
+        raise ConfigError(f"{text}; change its signature or the parameters") from error
     return functools.partial(function, **params)
 
 
 def needs(kind: str, name: str) -> frozenset[str]:
-    """Return the costly columns that a choice needs. A user's function lists them in its attribute
-    `needs`."""
+    """Return the costly columns that a choice needs; a user's function has them in its attribute `needs`."""
     if ":" not in name:
         return NEEDS.get((kind, name), frozenset())
     return frozenset(getattr(load(name), "needs", ()))

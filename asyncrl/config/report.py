@@ -1,4 +1,4 @@
-"""Problems of a config as text: what was found, what is allowed, what was probably meant."""
+"""Problems of a config as text: what was found, what is allowed, which key was probably meant."""
 
 import difflib
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
-from asyncrl.config.base import Keys, Mistake, Mistakes
+from asyncrl.config.base import Keys, Mistakes
 from asyncrl.config.document import Node, Problem, placed
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import Schema, describe, shown
@@ -37,20 +37,14 @@ def _problems_of(detail: Any, root: Node) -> list[Problem]:
         case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
             return []  # The section itself is reported.
         case "missing":
-            schema = schema_at(keys)
-            return [
-                Problem(
-                    place, keys, f"found nothing; it is needed: {_described(schema)}; add `{keys[-1]}: ...`"
-                )
-            ]
+            description = str(schema_at(keys).get("description", "")).partition(". ")[0].rstrip(".")
+            needed = description or describe(schema_at(keys)) or "a value"
+            return [Problem(place, keys, f"found nothing; it is needed: {needed}; add `{keys[-1]}: ...`")]
         case "value_error":
             error = detail["ctx"]["error"]
-            mistakes = (
-                error.mistakes
-                if isinstance(error, Mistakes)
-                else (Mistake((".".join(map(str, keys)),), str(error)),)
-            )
-            return [placed(mistake, root) for mistake in mistakes]
+            if isinstance(error, Mistakes):
+                return [placed(mistake, root) for mistake in error.mistakes]
+            return [Problem(place, keys, str(error))]
     return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(keys, detail)}")]
 
 
@@ -69,11 +63,10 @@ def _allowed(keys: Keys, detail: Any) -> str:
 
 
 def suggest_key(keys: Keys) -> str:
-    """List the keys that are allowed at a place, and suggest the one that was probably meant, there or
-    elsewhere."""
+    """List the keys that are allowed at a place, and suggest a similar one there or elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(keys[:-1])
-    if key in NOT_HERE:
-        return f"there is no {NOT_HERE[key]} here, all weights are trained; delete it"
+    if key in LORA:
+        return "there is no LoRA here, all weights are trained; delete it"
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     meant = meant or meant_keys(key, section=str(keys[0])) or difflib.get_close_matches(key, known, n=1)
     text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
@@ -81,7 +74,7 @@ def suggest_key(keys: Keys) -> str:
 
 
 def meant_keys(name: str, *, section: str = "") -> list[str]:
-    """Return at most two keys that a bare name may mean; keys of `section` come first."""
+    """Return at most two keys that a name without a section may mean; those in `section` come first."""
     name = name.lower().replace("-", "_")
     if name in OTHER_NAMES:
         return [OTHER_NAMES[name]]
@@ -130,22 +123,14 @@ OTHER_NAMES = {
     "seed": "run.seed",
     "output_dir": "run.root",
 }
-# Features of other trainers that asyncrl does not have.
-NOT_HERE = {
-    "lora": "LoRA",
-    "peft": "LoRA",
-    "use_peft": "LoRA",
-    "lora_r": "LoRA",
-    "lora_rank": "LoRA",
-    "critic_lora": "LoRA",
-}
+# Keys of other trainers for LoRA, which asyncrl does not have.
+LORA = {"lora", "peft", "use_peft", "lora_r", "lora_rank", "critic_lora"}
 
 
 @functools.cache
 def _json_schema() -> Schema:
-    schema: Schema = Config.model_json_schema()
-    inlined: Schema = _inlined(schema, schema["$defs"])
-    return inlined
+    schema = Config.model_json_schema()
+    return dict(_inlined(schema, schema["$defs"]))
 
 
 def _inlined(schema: Any, parts: Schema) -> Any:
@@ -155,11 +140,8 @@ def _inlined(schema: Any, parts: Schema) -> Any:
     if not isinstance(schema, dict):
         return schema
     referred = parts[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else {}
-    return {
-        key: _inlined(value, parts)
-        for key, value in {**referred, **schema}.items()
-        if key not in ("$ref", "$defs")
-    }
+    merged = {**referred, **schema}
+    return {key: _inlined(value, parts) for key, value in merged.items() if key not in ("$ref", "$defs")}
 
 
 def schema_at(keys: Keys) -> Schema:
@@ -186,8 +168,3 @@ def all_paths(keys: Keys = ()) -> tuple[str, ...]:
         return ()
     below = [path for key in known_keys(keys) for path in all_paths((*keys, key))]
     return (*([".".join(map(str, keys))] if keys else []), *below)
-
-
-def _described(schema: Schema) -> str:
-    first_sentence = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
-    return first_sentence or describe(schema) or "a value"

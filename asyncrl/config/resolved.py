@@ -12,13 +12,9 @@ from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
 
 # Values that learner and generators must agree on: which prompt a ticket id means, how responses are sampled
-# and scored, how weights arrive.
-#
-# `learner.steps` and `eval.every` decide which weights a round of evaluation needs. If a run is resumed with
-# other values, its supervisor starts generators with them; generators of other hosts are refused and leave.
-#
-# Values that only one side reads are left out: the algorithm (except `wants_greedy`), generator, checkpoint,
-# telemetry, and the rest of learner and store.
+# and scored, how weights arrive, which weights an evaluation needs (`learner.steps`, `eval.every`). Values
+# that only one side reads are left out. If a run is resumed with other shared values, its supervisor starts
+# generators with them; generators of other hosts are refused and leave.
 SHARED: dict[str, tuple[str, ...]] = {
     "run": ("seed",),
     "model": ("path", "revision", "dtype", "chat_template"),
@@ -33,16 +29,14 @@ SHARED: dict[str, tuple[str, ...]] = {
     "eval": ("prompts", "samples", "temperature", "every"),
 }
 
-
-BREAKS = set("\x85\u2028\u2029\ufeff")
+BREAKS = set("\x85\u2028\u2029\ufeff")  # line breaks that only YAML knows
 
 
 class _Dumper(yaml.SafeDumper):
     """A dumper that quotes text which YAML 1.1 or 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Put text in double quotes if it holds line breaks that only YAML knows; no other style preserves
-        them."""
+        """Put text with a character of `BREAKS` in double quotes; no other style preserves it."""
         style = '"' if BREAKS & set(text) else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -54,9 +48,8 @@ for _tag, _pattern in SCALARS.items():
 
 def dump_config(config: Config) -> str:
     """Return YAML that loads back to an equal config, with every default written out."""
-    return yaml.dump(
-        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
-    )
+    values = config.model_dump(mode="json")
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def config_json(config: Config) -> str:
@@ -65,8 +58,7 @@ def config_json(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Hash the `SHARED` fields and `wants_greedy` to 16 hex digits; processes of one run must have equal
-    hashes."""
+    """Hash `SHARED` and `wants_greedy` to 16 hex digits, which all processes of a run must agree on."""
     shared: dict[str, Any] = {
         part: getattr(config, part).model_dump(mode="json", include=set(fields))
         for part, fields in SHARED.items()
@@ -76,15 +68,13 @@ def config_hash(config: Config) -> str:
 
 
 def host_digest(config: Config) -> str:
-    """Hash what a config makes a generator's host run: code, sandbox and environment variables. 16 hex
-    digits."""
+    """Hash the code, sandbox and environment that a config gives to a generator's host, to 16 hex digits."""
     parts = config.model_dump(mode="json", include={"run": {"environment"}, "model": True, "reward": True})
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
 def eval_digest(config: Config) -> str:
-    """Hash what held-out evaluation asks and how answers are sampled and scored, but not when or how many. 8
-    hex digits."""
+    """Hash the data, sampling and scoring of held-out evaluation, not its schedule, to 8 hex digits."""
     asked = {
         "data": config.data.model_dump(mode="json", include={"eval", "eval_split"}),
         "reward": config.reward.model_dump(mode="json", include={"functions"}),
@@ -95,11 +85,7 @@ def eval_digest(config: Config) -> str:
 
 
 def wants_greedy(config: Config) -> bool:
-    """Return whether generators sample a greedy response per ticket: the only fact about the algorithm that
-    they need.
-
-    A run can be resumed with another advantage and keep its generators, unless this value changes.
-    """
+    """Return whether generators sample a greedy response per ticket, all that they know of the algorithm."""
     return "greedy_rewards_group" in needs("advantage", config.algorithm.advantage.name)
 
 

@@ -1,8 +1,6 @@
 """Which keys of the config may change when a run is resumed, and why the others may not.
 
 A checkpoint holds `fixed_values`, which are compared with the config before anything is written or started.
-For `data.train` it holds a fingerprint of the rows, not the name: a file may be moved, but its rows may not
-change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,9 +29,7 @@ class Bound(NamedTuple):
 _TICKET = Bound(OTHER_RUN, "it decides which prompt a ticket means")
 _PROMPT = Bound(OTHER_RUN, "it is part of every prompt, so the run would have two tasks")
 _MODEL = Bound(
-    OTHER_RUN,
-    "it decides the tokens of every prompt and the reference; a model that was moved can be linked to its "
-    "old path",
+    OTHER_RUN, "it decides the tokens of every prompt and the reference; link a moved model to its path"
 )
 
 BOUND: dict[str, Bound] = {
@@ -45,8 +41,7 @@ BOUND: dict[str, Bound] = {
     "model.chat_template": _PROMPT,
     "data.train": Bound(
         OTHER_RUN,
-        "its rows, their number and their order decide which prompt a ticket means, so none may be "
-        "appended either",
+        "its rows and their order decide which prompt a ticket means, so none may be appended either",
     ),
     "data.prompt_field": _PROMPT,
     "data.template": _PROMPT,
@@ -54,13 +49,11 @@ BOUND: dict[str, Bound] = {
     "data.split": _TICKET,
     "data.shuffle": _TICKET,
     "algorithm.advantage": Bound(
-        REFUSED,
-        "the critic and its optimizer state are stored; another advantage may follow if it too has one, or "
-        "none",
+        REFUSED, "a critic is stored with its optimizer state; both advantages must have one, or neither"
     ),
-    "learner.ranks": Bound(REFUSED, "the optimizer state is stored in so many parts"),
+    "learner.ranks": Bound(REFUSED, "the optimizer state is stored in one part for each rank"),
     "learner.zero_stage": Bound(REFUSED, "it decides how parameters and optimizer state are stored"),
-    "store.shards": Bound(REFUSED, "each shard counts ids of its own, and they would be others"),
+    "store.shards": Bound(REFUSED, "each shard counts its own ids, which would be others"),
 }
 
 # Groups that were sampled before a change are trained as they are. If they no longer fit (too long, too old,
@@ -105,8 +98,10 @@ def on_resume(key: str) -> str:
 
 
 def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
-    """Return the values of the keys in `BOUND` for the checkpoint. `rows` is the fingerprint of
-    `data.train`."""
+    """Return the values of the keys in `BOUND` for the checkpoint.
+
+    `rows` is the fingerprint of `data.train`: the file may be moved, but its rows may not change.
+    """
     found: dict[str, Any] = {}
     for key in BOUND:
         value: Any = config
@@ -123,24 +118,16 @@ def fixed_values(config: Config, *, rows: str) -> dict[str, Any]:
 def resume_findings(
     saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path
 ) -> Iterator[Mistake]:
-    """Find every key of `BOUND` that `values` changes. `weights` is the directory of the run's newest
-    model."""
+    """Find every key of `BOUND` that `values` changes. `weights` is the run's newest model directory."""
     for key, (kind, why) in BOUND.items():
-        if _is_same(key, saved[key], values[key]):
+        old, new = saved[key], values[key]
+        # Two spellings of one path are the same model.
+        if old == new or (
+            key == "model.path" and Path(old).exists() and Path(new).exists() and Path(old).samefile(new)
+        ):
             continue
-        cure = "begin another run (another run.name; or --fresh, which throws this one away)"
+        cure = "begin another run (another run.name; or --fresh, which deletes this one)"
         if kind == REFUSED:
             cure = f"begin another run from its weights (another run.name, and model.path={weights})"
-        found, allowed = shown(values[key]), shown(saved[key])
-        yield Mistake(
-            (key,),
-            f"found {found}; allowed is {allowed}, with which this run was begun: {why}; set it back, or "
-            f"{cure}",
-        )
-
-
-def _is_same(key: str, saved: Any, value: Any) -> bool:
-    """Compare two values; two spellings of one path are the same model."""
-    if saved == value or key != "model.path":
-        return bool(saved == value)
-    return Path(saved).exists() and Path(value).exists() and Path(saved).samefile(value)
+        allowed = f"{shown(old)}, with which this run was begun: {why}"
+        yield Mistake((key,), f"found {shown(new)}; allowed is {allowed}; set it back, or {cure}")

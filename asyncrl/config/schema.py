@@ -1,7 +1,6 @@
-"""The whole configuration of a run: its sections, and what follows from several of them.
+"""The whole configuration of a run: its sections, and quantities that follow from several of them.
 
-A value belongs to the section of the component that reads it, and that component is handed its section, never
-the whole config. Derived quantities are properties, so a config cannot contradict itself.
+A value belongs to the section of the component that reads it. The component receives only that section.
 """
 
 from typing import Self
@@ -57,10 +56,9 @@ class Config(Part):
 
     @property
     def window_groups(self) -> int:
-        """W of the anchored window: set, or 0.3 (L + 1) B, at least 1; by default the shards' share of it is
-        whole.
+        """W of the anchored window: set, or 0.3 (L + 1) B rounded down to a multiple of S shards, at least S.
 
-        At L = 0 no group overtakes another by default. Otherwise a group could be left for the next step, and
+        At L = 0 the default is S: if a group could be overtaken, it might be left for the next step, and
         training would not be on-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
@@ -69,14 +67,9 @@ class Config(Part):
 
     @property
     def lag_bound(self) -> int:
-        """No group is older than this when it is trained: L + ceil((W - S) / B) optimizer steps with S
-        shards."""
-        return lag_bound(
-            self.staleness.max_lag,
-            window=self.window_groups,
-            groups=self.batch.groups,
-            shards=self.store.shards,
-        )
+        """Largest age of a group when it is trained: L + ceil((W - S) / B) optimizer steps with S shards."""
+        window, groups, shards = self.window_groups, self.batch.groups, self.store.shards
+        return lag_bound(self.staleness.max_lag, window=window, groups=groups, shards=shards)
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:

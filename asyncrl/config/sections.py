@@ -1,8 +1,4 @@
-"""The sections of a config, one frozen model each; `schema` puts them together.
-
-Units are in names (`_s` seconds, `_tokens`, `_groups`, `_gib`). No torch, no vLLM here: reading a config must
-stay fast.
-"""
+"""The sections of a config, one frozen model each; `schema` puts them together. Names carry units."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -23,8 +19,7 @@ class RunConfig(Part):
     root: Path = Path("runs")
     """Directory that holds the run directories."""
     environment: tuple[str, ...] = ()
-    """Further environment variables that the run's processes inherit, such as a key for a reward; `X_*` is a
-    pattern."""
+    """Further environment variables that the run's processes inherit: names or patterns such as `X_*`."""
     seed: int = 0
     """Seed of the order of prompts and of every random number of the learner."""
 
@@ -53,8 +48,7 @@ class DataConfig(Part):
     """Source of the prompts."""
 
     train: str
-    """JSONL or parquet file, directory, or name of a Hugging Face dataset (`owner/name` or
-    `owner/name:config`)."""
+    """JSONL or parquet file, directory, or Hugging Face dataset (`owner/name` or `owner/name:config`)."""
     eval: str | None = None
     """Held-out prompts, in the same formats."""
     prompt_field: str = "prompt"
@@ -75,8 +69,7 @@ class RewardFunctionConfig(Part):
     """One reward function."""
 
     function: str
-    """`package.module:function`, `path.py:function`, or a built-in: `exact_match`, `arithmetic`, `gsm8k`,
-    `words_used`."""
+    """`module:function`, `path.py:function`, or one of `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
     weight: float = 1.0
     """Factor of this part in the sum that is trained on."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
@@ -100,7 +93,7 @@ class RewardConfig(Part):
     attempts: PositiveInt = 3
     """Failures after which a ticket is counted as dead; it never scores 0."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, and only files of the
+    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, only files of the
     project and the system (security.md). It needs `memory_gib` and the program `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
     """Address-space limit of each reward process, in GiB. A runaway reward then fails instead of exhausting
@@ -109,7 +102,7 @@ class RewardConfig(Part):
     @model_validator(mode="after")
     def _sandbox_is_bounded(self) -> Self:
         if self.sandbox != "none" and self.memory_gib is None:
-            text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is ample for programs of a page"
+            text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
             raise Mistakes(Mistake(("reward.sandbox",), text))
         return self
 
@@ -117,7 +110,7 @@ class RewardConfig(Part):
     def _names_differ(self) -> Self:
         names = [function.part for function in self.functions]
         if len(set(names)) != len(names):
-            text = f"reward parts need different names, got {names}; set `name` on one of them"
+            text = f"reward.functions need different names, got {names}; set `name` on one of them"
             raise Mistakes(Mistake(("reward",), text))
         return self
 
@@ -143,10 +136,8 @@ class BatchConfig(Part):
     def _divides(self) -> Self:
         if self.groups % self.minibatches:
             divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
-            text = (
-                f"groups ({self.groups}) must divide into minibatches ({self.minibatches}); use one of "
-                f"{divisors}"
-            )
+            found = f"groups ({self.groups}) must divide into minibatches ({self.minibatches})"
+            text = f"{found}; use one of {divisors}"
             raise Mistakes(Mistake(("batch.minibatches", "batch.groups"), text))
         return self
 
@@ -155,8 +146,7 @@ class SamplingConfig(Part):
     """Sampling of rollouts for training."""
 
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Temperature of the trained policy, used by generators and learner. vLLM supports no value between 0 and
-    0.01."""
+    """Temperature of the trained policy, in generators and learner. vLLM supports none between 0 and 0.01."""
     max_prompt_tokens: PositiveInt = 512
     """Token limit of prompts; longer ones are refused at start, with their row."""
     max_response_tokens: PositiveInt = 512
@@ -179,19 +169,15 @@ class SamplingConfig(Part):
     @classmethod
     def _stops_at_a_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
         if "" in stop:
-            raise ValueError(
-                "sampling.stop holds an empty text, which would end every response before it begins; drop it"
-            )
+            raise ValueError("sampling.stop holds an empty text, which would end every response; drop it")
         return stop
 
     @model_validator(mode="after")
     def _not_truncated(self) -> Self:
         if self.top_p != 1.0 or self.top_k not in (-1, 0) or self.min_p != 0.0:
-            text = (
-                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the behaviour "
-                "distribution, which the learner cannot correct for; training needs top_p=1.0, top_k=-1, "
-                "min_p=0.0 (shape it with `temperature`)"
-            )
+            found = f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the distribution"
+            allowed = "training needs top_p=1.0, top_k=-1, min_p=0.0 (shape it with `temperature`)"
+            text = f"{found}, which the learner cannot correct for; {allowed}"
             raise Mistakes(Mistake(("sampling.top_p", "sampling.top_k", "sampling.min_p"), text))
         return self
 
@@ -202,11 +188,11 @@ class StalenessConfig(Part):
     max_lag: NonNegativeInt = 4
     """L: optimizer steps by which sampling may run ahead; 0 is synchronous on-policy training."""
     window_groups: PositiveInt | None = None
-    """W: window within which younger groups may overtake the oldest unfinished one; 0.3 (L + 1) B by default,
-    none at L = 0."""
+    """W: groups among which one may overtake the oldest unfinished one; 0.3 (L + 1) B by default, none at
+    L = 0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Treatment of tokens older than L: only corrected by importance weights, masked out of the loss, or the
-    whole group rejected. The last two affect mostly long answers."""
+    """Treatment of tokens older than L: only importance weights, masked out of the loss, or the whole group
+    rejected. The last two affect mostly long answers."""
 
 
 class LearnerConfig(Part):
@@ -219,8 +205,7 @@ class LearnerConfig(Part):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage: ranks partition the optimizer state (1), also gradients (2), also parameters
-    (3)."""
+    """DeepSpeed ZeRO stage: ranks divide the optimizer state (1), also gradients (2), also parameters (3)."""
     tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed forward and backward pass."""
     logprob_chunk_tokens: PositiveInt = 1024
@@ -231,8 +216,7 @@ class LearnerConfig(Part):
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
-    """Classes of your own that are called before and after each step: `path.py:Class`, with keyword
-    arguments."""
+    """Your classes that are called before and after each step: `path.py:Class`, with keyword arguments."""
 
 
 class GeneratorConfig(Part):
@@ -307,8 +291,7 @@ class EvalConfig(Part):
     prompts: PositiveInt = 128
     """Number of prompts, taken from the start of `data.eval`; every round uses the same ones."""
     samples: PositiveInt = 1
-    """Samples per prompt; more than one reports pass@k, best@k and mean@k, and maj@k if a reward returns the
-    answer."""
+    """Samples per prompt; if > 1, pass@k, best@k, mean@k, and maj@k if a reward returns the answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of evaluation; 0 is greedy and allows only one sample."""
 
@@ -319,8 +302,8 @@ class CheckpointConfig(Part):
     every: PositiveInt = 50
     """Steps between checkpoints; the last step always saves one."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Number of checkpoints kept. The store forgets a group when the oldest kept checkpoint holds it. Two or
-    more ensure that a damaged newest checkpoint costs steps and no group."""
+    """Number of checkpoints kept. The store forgets a group when the oldest of them holds it, so a damaged
+    newest checkpoint costs steps but no group."""
 
 
 class TelemetryConfig(Part):
@@ -339,11 +322,9 @@ class TelemetryConfig(Part):
     trace: bool = True
     """Timeline in RUN/trace_events.json; with the previous file at most 64 MiB."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of the learner's /metrics and /health; generator i has this port + 1 + i. 0 chooses free ports,
-    null is off."""
+    """Port of the learner's /metrics and /health; generator i has this + 1 + i. 0: any free, null: off."""
     prometheus_host: str = "127.0.0.1"
-    """Address of one interface on which these ports listen. Every client that reaches it may read the
-    metrics."""
+    """Interface on which these ports listen. Every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
     """Rollouts that each step writes to samples.jsonl."""
 

@@ -24,32 +24,29 @@ class StoreConfig(Part):
     ) = None
     """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
     bind: Annotated[str | None, Field(pattern=r"^tcp://\S*:\d+$")] = None
-    """tcp://HOST:PORT on which the run's own server also listens, for generators on other hosts. HOST is the
-    address of one interface."""
+    """tcp://HOST:PORT on which the run's own server also listens, for other hosts. HOST is one interface."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     insecure: bool = False
-    """True allows a `url` on another host without TLS, checked certificate or password. Use it only in a
-    private network."""
+    """True allows a `url` on another host without TLS, checked certificate or password: private networks."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Sync policy of the run's own server. Correctness does not depend on it."""
     max_gib: Positive = 4.0
     """Limit of stored groups in GiB; above it generators wait."""
     shards: PositiveInt = 1
-    """Number of lanes among which ticket ids are divided, each with its own hash tag. It must divide
+    """Lanes among which ticket ids are divided, each with its own hash tag. The number must divide
     `batch.groups` and the window, and must not change on resume."""
     isolate_decoding: bool = False
-    """True decodes each group in a separate process before the learner decodes it. A group that crashes or
-    hangs that process is refused, and the learner continues. Each group is then decoded twice."""
+    """True decodes each group in a separate process before the learner does, so twice. A group that crashes
+    or hangs that process is refused, and the learner continues."""
 
     @field_validator("url")
     @classmethod
     def _holds_no_password(cls, url: str | None) -> str | None:
         if holds_password(url or ""):
             raise ValueError(
-                "store.url holds a password, which the saved config and process lists would show; leave "
-                "only the user in it, and put the password into the environment variable that "
-                "store.password_env names"
+                "store.url holds a password, which the saved config and process lists would show; remove it, "
+                "and put it into the environment variable that store.password_env names"
             )
         return url
 
@@ -64,8 +61,7 @@ class StoreConfig(Part):
     def _is_guarded(self) -> Self:
         if self.url is not None and not self.insecure and (ways := list(open_ways(self.url))):
             text = (
-                f"store.url is {self.url}: {'; '.join(ways)}. In a network that nobody else reaches, "
-                "store.insecure: true accepts it"
+                f"store.url is {self.url}: {'; '.join(ways)}. In a private network set store.insecure: true"
             )
             raise Mistakes(Mistake(("store.url",), text))
         return self

@@ -1,4 +1,4 @@
-"""Puts values, and what a schema allows, into words."""
+"""Puts values and schemas into words."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,10 +43,8 @@ def _bounds(schema: Schema) -> list[str]:
 
 
 def _described_list(schema: Schema) -> str:
-    if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])}: " + ", ".join(
-            describe(item) for item in schema["prefixItems"]
-        )
+    if items := schema.get("prefixItems"):
+        return f"a list of {len(items)}: {', '.join(map(describe, items))}"
     least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
     return f"a list of {least}{describe(schema.get('items', {}))}"
 

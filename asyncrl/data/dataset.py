@@ -1,7 +1,7 @@
-"""Rows from files: JSONL, a JSON array, parquet, or a Hugging Face dataset.
+"""Rows from JSONL, JSON or parquet files or a Hugging Face dataset: mappings from column to value.
 
-Every row is a mapping from column to value. A file that cannot be read completely is an error that names the
-line, because a dataset that silently lost rows would have another sample plan.
+A file that cannot be read completely is an error that names the line: with fewer rows, the sample plan would
+be another.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ class Rows(Sequence[Row]):
         self._lines = lines
 
     def place(self, index: int) -> str:
-        """The position of the row at `index` (from 0) for messages, counted from 1."""
+        """Return the position of the row at `index` (from 0) for messages, counted from 1."""
         return f"{self.source}:{self._lines[index]}" if self._lines else f"{self.source}, row {index + 1}"
 
     @property
     def fingerprint(self) -> str:
-        """The number of rows and a digest of their content in this order, independent of the file's path.
+        """Number of rows and a digest of their content in this order, independent of the file's path.
 
-        A value that JSON does not have (an image, a date) enters by its type only.
+        Of a value that JSON does not have (an image, a date), only the type enters.
         """
         digest = hashlib.blake2b(digest_size=8)
         for row in self._rows:
@@ -60,33 +60,32 @@ class Rows(Sequence[Row]):
 
 
 def fingerprints(train: str, held_out: str | None) -> str:
-    """One text for both datasets, from the fingerprints of data.train and of data.eval, if there is one."""
+    """Return one fingerprint for the fingerprints of data.train and, if there is one, data.eval."""
     return train if held_out is None else f"{train}, and held out {held_out}"
 
 
 class DataFiles:
-    """Number and fingerprint of the rows that a config names. Each file is read once.
+    """Number and fingerprint of the rows that a config names.
 
-    A file is read when it is first asked for; DataError is raised then if it cannot be used. No row is kept.
+    Each file is read once, when its property is first used; that raises DataError. No row is kept.
     """
 
     def __init__(self, data: DataConfig) -> None:
-        """`data` says where the rows are."""
         self._data = data
 
     @cached_property
     def train(self) -> str:
-        """The fingerprint of data.train."""
+        """Fingerprint of data.train."""
         return load_rows(self._data.train, self._data.split).fingerprint
 
     @property
     def held_out_rows(self) -> int:
-        """The number of rows in data.eval; 0 without one."""
+        """Number of rows in data.eval; 0 without one."""
         return self._held_out[0] if self._held_out else 0
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of both, which generators must have too."""
+        """Fingerprint of both, which must be the same in generators."""
         return fingerprints(self.train, self._held_out and self._held_out[1])
 
     @cached_property
@@ -98,14 +97,12 @@ class DataFiles:
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
-    """All rows of a JSONL, JSON or parquet file, or of `split` of a Hugging Face dataset."""
+    """Read a JSONL, JSON or parquet file, or `split` of a Hugging Face dataset. Raises DataError."""
     path = Path(source)
     if not path.is_file():
         if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
-            raise DataError(
-                f"dataset {source} does not exist (looked from {Path.cwd()}); give a file, a directory or a "
-                "dataset's name"
-            )
+            found = f"dataset {source} does not exist (looked from {Path.cwd()})"
+            raise DataError(f"{found}; give a file, a directory or a dataset's name")
         return Rows(_load_hub(source, split), f"{source} [{split}]")
     try:
         match path.suffix:
@@ -121,26 +118,21 @@ def load_rows(source: str, split: str = "train") -> Rows:
 
 
 def _read_jsonl(path: Path) -> Rows:
-    rows: list[Row] = []
-    numbers: list[int] = []
+    rows: dict[int, Row] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 shown = line.strip()[:80].decode("utf-8", "replace")
                 row = _parse(line, f"{path}:{number}", f"found `{shown}`; every line must be one JSON object")
-                rows.append(_as_row(row, f"{path}:{number}"))
-                numbers.append(number)
-    return Rows(rows, str(path), numbers)
+                rows[number] = _as_row(row, f"{path}:{number}")
+    return Rows([*rows.values()], str(path), [*rows])
 
 
 def _read_json(path: Path) -> list[Row]:
-    rows = _parse(
-        path.read_bytes(), str(path), "a .json dataset is one array of objects, one object per line is .jsonl"
-    )
+    allowed = "a .json dataset is one array of objects; a .jsonl dataset has one object per line"
+    rows = _parse(path.read_bytes(), str(path), allowed)
     if not isinstance(rows, list):
-        raise DataError(
-            f"{path}: found a JSON {type(rows).__name__}; a .json dataset is one array of objects"
-        )
+        raise DataError(f"{path}: found a JSON {type(rows).__name__}; {allowed}")
     return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
 
 
@@ -148,18 +140,15 @@ def _parse(text: bytes, where: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: found bytes that are not UTF-8 text; allowed is JSON in UTF-8; save the file as UTF-8"
-        ) from error
+        raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); {expected}") from error
 
 
 def _as_row(row: object, where: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: found a JSON {type(row).__name__}, `{str(row)[:80]}`; a row is an object with columns"
-        )
+        found = f"found a JSON {type(row).__name__}, `{str(row)[:80]}`"
+        raise DataError(f"{where}: {found}; a row is an object with columns")
     return row
 
 
@@ -171,9 +160,8 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except ArrowInvalid as error:
-        raise DataError(
-            f"{path}: not a parquet file ({error}); give a parquet, JSON or JSONL file"
-        ) from error
+        cure = "give a parquet, JSON or JSONL file"
+        raise DataError(f"{path}: not a parquet file ({error}); {cure}") from error
     return rows
 
 
@@ -181,17 +169,13 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            f"dataset {source} is not a {', '.join(FORMATS)} file, so it would be a Hugging Face dataset, "
-            f"which needs the package `datasets`; run: {install_command('data')}, or give a file"
-        ) from error
+        found = (
+            f"dataset {source} is not a {', '.join(FORMATS)} file, and Hugging Face datasets need `datasets`"
+        )
+        raise DataError(f"{found}; run: {install_command('data')}, or give a file") from error
     name, _, part = source.partition(":")
     try:
-        loaded = datasets.load_dataset(name, part or None, split=split)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # raised by `datasets` for unknown names, unknown splits and broken files
+        rows: Iterable[Row] = datasets.load_dataset(name, part or None, split=split)
+    except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
-    rows: Iterable[Row] = loaded
     return list(rows)

@@ -1,8 +1,8 @@
 """Prompts: from a dataset row to token ids, and back from ids to text.
 
-Special tokens are added once: a chat template writes its own, so its text is tokenised without any; plain
-text gets those of the tokenizer (a BOS if the model needs one) unless the text already begins with it. All
-prompts are tokenised at the start, so that one that is too long or empty stops the run before it begins.
+Special tokens are added once: by the chat template if there is one, otherwise by the tokenizer, unless the
+text already begins with a BOS. All prompts are tokenised at the start, so that one that is too long or empty
+stops the run before it begins.
 """
 
 import logging
@@ -19,8 +19,7 @@ from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
 
-# Most rows named in a message.
-_SHOWN = 5
+_SHOWN = 5  # rows that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class _Renderer:
         bos = self.tokenizer.bos_token
         add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
-        # Some tokenizers append an end token to every text; a prompt that ends with it would get an empty
-        # response.
+        # Some tokenizers append an end token to every text, after which a response would be empty.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return Prompt(token_ids=tuple(ids), text=text, row=row)
@@ -57,12 +55,11 @@ class PromptSource:
     """The prompt of every ticket, and the held-out prompts."""
 
     def __init__(self, data: DataConfig, model: ModelConfig, sampling: SamplingConfig, *, seed: int) -> None:
-        """Load and tokenise all prompts. Raises DataError that names the rows that cannot be used."""
+        """Load and tokenise all prompts. Raises DataError that names the unusable rows."""
         self.tokenizer = load_tokenizer(model)
         if model.chat_template and not self.tokenizer.chat_template:
-            raise DataError(
-                f"model.chat_template is true, but the tokenizer of {model.path} has none; set it to false"
-            )
+            found = f"model.chat_template is true, but the tokenizer of {model.path} has none"
+            raise DataError(f"{found}; set it to false")
         render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
@@ -76,68 +73,59 @@ class PromptSource:
             _warn_of_overlap(self._train, self._eval, held_out)
         if too_long:
             longest = max(len(prompt.token_ids) for prompt in (*self._train, *self._eval))
-            raise DataError(
-                f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens}): "
-                f"{'; '.join(too_long)}; raise it to {longest} or remove the rows"
-            )
+            found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
+            raise DataError(f"{found}: {'; '.join(too_long)}; raise it to {longest} or remove the rows")
         self.plan = SamplePlan(len(self.rows), seed=seed, shuffle=data.shuffle)
 
     def prompt(self, ticket_id: int) -> Prompt:
-        """The prompt of training ticket `ticket_id` (from 1)."""
+        """Return the prompt of training ticket `ticket_id` (from 1)."""
         return self._train[self.plan.at(ticket_id).row]
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, or all if there are fewer."""
+        """Return the first `count` held-out prompts, or all if there are fewer."""
         return self._eval[:count]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of response tokens, exactly as sampled but without special tokens."""
-        return str(
-            self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        """Return the text of response tokens, exactly as sampled but without special tokens."""
+        decode = self.tokenizer.decode
+        return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of the policy (a `transformers` tokenizer)."""
+    """Load the policy's `transformers` tokenizer. Raises DataError."""
     from transformers import AutoTokenizer
 
+    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(model.path, **options)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"model.path {model.path}: no tokenizer could be loaded ({error}); give a Hugging Face "
-            "directory or name"
-        ) from error
+        found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
+        raise DataError(f"{found}; give a Hugging Face directory or name") from error
 
 
 def vocabulary_size(model: ModelConfig) -> int:
-    """The number of tokens for which the policy has an embedding."""
+    """Return the number of tokens for which the policy has an embedding."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(
-        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
+    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    config = AutoConfig.from_pretrained(model.path, **options)
     return int(config.get_text_config().vocab_size)
 
 
 def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
-    """One line that names the first prompts above the limit, if there are any."""
-    if found := [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) > limit]:
-        shown = ", ".join(
-            f"{rows.place(index)}: {len(prompts[index].token_ids)} tokens" for index in found[:_SHOWN]
-        )
-        yield (
-            f"{len(found)} of {len(rows)} of {rows.source} ({shown}{', ...' if len(found) > _SHOWN else ''})"
-        )
+    """Yield one line that names the first prompts above the limit, if there are any."""
+    lengths = {index: len(prompt.token_ids) for index, prompt in enumerate(prompts)}
+    if found := [
+        f"{rows.place(index)}: {length} tokens" for index, length in lengths.items() if length > limit
+    ]:
+        shown = [*found[:_SHOWN], "..."] if len(found) > _SHOWN else found
+        yield f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})"
 
 
 def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
     seen = {prompt.text for prompt in train}
     if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
-        log.warning(
-            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held "
-            "out",
-            len(shared), len(held_out), rows.place(shared[0]),
-        )  # fmt: skip
+        text = (
+            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held out"
+        )
+        log.warning(text, len(shared), len(held_out), rows.place(shared[0]))

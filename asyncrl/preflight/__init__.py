@@ -1,2 +1,1 @@
-"""Checks before a run: the machine, the config, the resources it will need, and its reward functions. Starts
-no run."""
+"""Commands that check or try a config before a run: `validate`, `plan`, `doctor`, `reward test`."""

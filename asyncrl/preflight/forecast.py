@@ -1,44 +1,77 @@
-"""`asyncrl plan`: predicts batches, staleness, store and memory of a run, each number with its formula, and
-warns of trouble."""
+"""`asyncrl plan`: predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
+from asyncrl.launch.gpus import generator_gpus, learner_gpus
 from asyncrl.preflight.doubts import doubts
-from asyncrl.preflight.footprint import Line, bytes_line, count_line, disk_lines, memory_lines
 from asyncrl.preflight.machine import Machine, read_shape, this_machine
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.trainer.deepspeed.memory_use import (
+    DTYPE_BYTES,
+    ModelShape,
+    activations_bytes,
+    checkpoint_bytes,
+    kv_bytes_per_token,
+    trained_bytes,
+    weights_bytes,
+)
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 
-TIGHT = 0.9  # share of a memory above which a warning calls it tight, since the numbers are estimates
+GIB = 1 << 30
+# Private memory without the model: of a rank with its sender, and of a generator with its engine and rewards.
+LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
+# Share of a memory above which a warning calls it tight, since the numbers are estimates.
+TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A number of the forecast, as shown and with its formula."""
+
+    section: str
+    name: str
+    value: float
+    shown: str
+    formed: str
+
+
+def _count(section: str, name: str, value: float, formed: str) -> Line:
+    shown = f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+    return Line(section=section, name=name, value=value, shown=shown, formed=formed)
+
+
+def _size(section: str, name: str, value: int, formed: str) -> Line:
+    return Line(section=section, name=name, value=value, shown=data_size(value), formed=formed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Numbers of a run and warnings about them."""
+    """The predicted numbers of a run, and warnings about them."""
 
     lines: tuple[Line, ...]
     warnings: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> float:
-        """The number of that name."""
+        """Return the number of that name."""
         return next(line.value for line in self.lines if line.name == name)
 
 
 def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
-    """The forecast for a config on this machine, with the doubts about the config. Raises ConfigError."""
+    """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
     config = validated_config(config_path, overrides)
     try:
         rows = len(load_rows(config.data.train, config.data.split))
@@ -50,17 +83,9 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
 
 def forecast(config: Config, shape: ModelShape, machine: Machine, *, rows: int | None) -> Forecast:
     """Predict the numbers of a run; `rows` of the training data are None if unknown."""
-    lines = (
-        *_step(config),
-        *_store(config),
-        *_run(config, rows),
-        *memory_lines(config, shape, machine),
-        *disk_lines(config, shape),
-    )
-    plan = Forecast(lines=lines)
-    return Forecast(
-        lines=lines, warnings=(*_flow_warnings(config, plan), *_memory_warnings(config, plan, machine))
-    )
+    lines = (*_step(config), *_store(config), *_run(config, rows))
+    plan = Forecast(lines=(*lines, *_memory(config, shape, machine), *_disk(config, shape)))
+    return replace(plan, warnings=(*_flow_warnings(plan), *_memory_warnings(config, plan, machine)))
 
 
 def _step(config: Config) -> Iterator[Line]:
@@ -68,49 +93,38 @@ def _step(config: Config) -> Iterator[Line]:
     tokens = batch.sequences * sampling.max_tokens
     budget = learner.tokens_per_microbatch * learner.ranks
     part = "a step of the learner"
-    yield count_line(part, "groups", batch.groups, "batch.groups")
-    yield count_line(part, "sequences", batch.sequences, f"groups x batch.group_size ({batch.group_size})")
+    yield _count(part, "groups", batch.groups, "batch.groups")
+    yield _count(part, "sequences", batch.sequences, f"groups x batch.group_size ({batch.group_size})")
     longest = f"max_prompt_tokens + max_response_tokens = {sampling.max_tokens}"
-    yield count_line(part, "tokens, at most", tokens, f"sequences x ({longest})")
+    yield _count(part, "tokens, at most", tokens, f"sequences x ({longest})")
     formed = f"batch.minibatches ({batch.minibatches}) x batch.epochs ({batch.epochs})"
-    yield count_line(part, "optimizer steps", batch.minibatches * batch.epochs, formed)
-    formed = (
-        "of one optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks)"
-    )
-    yield count_line(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
+    yield _count(part, "optimizer steps", batch.minibatches * batch.epochs, formed)
+    formed = "per optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks)"
+    yield _count(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
 
 
 def _store(config: Config) -> Iterator[Line]:
     lag, groups, checkpoint = config.staleness.max_lag, config.batch.groups, config.checkpoint
     part = "staleness and store"
     opened = (lag + 1) * groups
-    yield count_line(
-        part, "open groups, at most", opened, f"(max_lag {lag} + 1) x groups: under way or waiting"
-    )
-    yield count_line(
-        part, "window", config.window_groups, "window_groups, or 0.3 x open groups: who may be overtaken"
-    )
-    yield count_line(
-        part, "oldest group, in steps", config.lag_bound, "max_lag + ceil((window - 1) / groups)"
-    )
-    at_once = config.generator.count * (
-        config.generator.max_running // (config.batch.group_size + wants_greedy(config))
-    )
-    yield count_line(
-        part, "groups being sampled", at_once, "generator.count x (max_running / group_size), at most"
-    )
+    formed = f"(max_lag {lag} + 1) x groups: under way or waiting"
+    yield _count(part, "open groups, at most", opened, formed)
+    formed = "window_groups, or 0.3 x open groups: those that may be overtaken"
+    yield _count(part, "window", config.window_groups, formed)
+    formed = "max_lag + ceil((window - 1) / groups)"
+    yield _count(part, "oldest group, in steps", config.lag_bound, formed)
+    per_generator = config.generator.max_running // (config.batch.group_size + wants_greedy(config))
+    formed = "generator.count x (max_running / group_size), at most"
+    yield _count(part, "groups being sampled", config.generator.count * per_generator, formed)
     frame = frame_bytes(config)
-    yield bytes_line(part, "a group, at most", frame, "one of full length, encoded")
-    kept = checkpoint.keep * checkpoint.every * groups
-    formed = (
-        f"(open groups + checkpoint.keep x every x groups = {opened + kept:,}) x a group: kept while a "
-        "checkpoint needs them"
-    )
-    yield bytes_line(part, "store, at most", (opened + kept) * frame, formed)
+    yield _size(part, "a group, at most", frame, "one of full length, encoded")
+    held = opened + checkpoint.keep * checkpoint.every * groups
+    formed = f"(open groups + checkpoint.keep x every x groups = {held:,}) x a group: kept for checkpoints"
+    yield _size(part, "store, at most", held * frame, formed)
 
 
 def frame_bytes(config: Config) -> int:
-    """Size of an encoded group whose prompts and responses have full length and two policy versions."""
+    """Return the size of an encoded group with full prompts and responses of two policy versions."""
     prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
     rollout = Rollout(
         prompt_ids=np.zeros(prompt, np.int32),
@@ -122,45 +136,144 @@ def frame_bytes(config: Config) -> int:
         reward_parts={function.part: 0.0 for function in config.reward.functions},
         answer="0" * ANSWER_CHARACTERS,
     )
-    group = Group(
-        ticket_id=1, rollouts=(rollout,) * config.batch.group_size, generator_id="g0", finished_version=2
-    )
+    rollouts = (rollout,) * config.batch.group_size
+    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2)
     return len(encode_group(group, b"key"))
 
 
 def _run(config: Config, rows: int | None) -> Iterator[Line]:
     steps, groups, part = config.learner.steps, config.batch.groups, "the run"
-    yield count_line(part, "steps", steps, "learner.steps")
-    yield count_line(
-        part,
-        "sequences in all",
-        steps * config.batch.sequences,
-        "steps x sequences, without what filters reject",
-    )
+    yield _count(part, "steps", steps, "learner.steps")
+    formed = "steps x sequences, without what filters reject"
+    yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
     if rows is not None:
-        yield count_line(part, "prompts", rows, f"rows of {config.data.train}")
-        yield count_line(part, "steps per epoch", rows / groups, "prompts / groups")
-        yield count_line(part, "epochs", steps * groups / rows, "steps x groups / prompts")
+        yield _count(part, "prompts", rows, f"rows of {config.data.train}")
+        yield _count(part, "steps per epoch", rows / groups, "prompts / groups")
+        yield _count(part, "epochs", steps * groups / rows, "steps x groups / prompts")
     if config.data.eval:
         rounds = math.ceil(steps / config.eval.every) + 1
-        yield count_line(part, "evaluations", rounds, "steps / eval.every, and the first weights")
+        yield _count(part, "evaluations", rounds, "steps / eval.every, and the first weights")
 
 
-def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
-    at_once, opened = plan["groups being sampled"], plan["open groups, at most"]
-    if at_once > opened:
+def _memory(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Line]:
+    formed = "of the architecture in config.json, built without memory; tied ones once"
+    yield _count("the model", "parameters", shape.parameters, formed)
+    dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
+    yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
+    rank, on_gpu, generator = _rank_bytes(config, shape), _on_gpu(config, machine), config.generator
+    kv_bytes = int(generator.kv_cache_gib * GIB)
+    if on_gpu:
+        allowed_bytes = int(generator.gpu_memory_utilization * min(machine.gpu_bytes))
+        kv_bytes = max(0, allowed_bytes - -(-weights // generator.tensor_parallel))
+    yield from _rank_lines(config, rank)
+    yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
+    yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine)
+
+
+def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
+    has_critic, kept = _needs(config, "values_T"), config.checkpoint.keep
+    one = checkpoint_bytes(shape, config.model, critic=has_critic)
+    critic = ", as much for the critic" if has_critic else ""
+    formed = f"weights, optimizer, Hugging Face export: parameters x 16{critic}"
+    yield _size("this host", "checkpoint", one, formed)
+    formed = f"checkpoint x (keep {kept} + the one being written)"
+    yield _size("this host", "disk", one * (kept + 1), formed)
+
+
+def _on_gpu(config: Config, machine: Machine) -> bool:
+    return bool(machine.gpu_bytes) and config.learner.device != "cpu"
+
+
+def _needs(config: Config, column: str) -> bool:
+    return column in registry.needs("advantage", config.algorithm.advantage.name)
+
+
+def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
+    parts = trained_bytes(shape, config.model, config.learner)
+    models = {"learner weights": parts["weights"]}
+    models |= {name: parts[name] for name in ("gradients", "optimizer")}
+    models["activations"] = activations_bytes(shape, config.model, config.learner)
+    if config.algorithm.kl.coefficient or _needs(config, "reference_logprobs_T"):
+        models["reference"] = parts["weights"]
+    if _needs(config, "values_T"):
+        models["critic"] = sum(parts.values())
+    return models
+
+
+def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
+    learner, half = config.learner, config.model.dtype == "bfloat16"
+    sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
+    backward = ", x 2 of one backward pass" if half else ""
+    master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
+    formed = {
+        "learner weights": f"as above{sharded}",
+        "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
+        "optimizer": f"AdamW: parameters x 8{master}{sharded}",
+        "activations": "estimate: tokens_per_microbatch x what layers keep, and the logits of one chunk",
+        "reference": "weights, because of algorithm.kl",
+        "critic": "weights, gradients and optimizer of a model like the policy",
+    }
+    for name, value in rank.items():
+        yield _size("a rank of the learner", name, value, formed[name])
+    yield _size("a rank of the learner", "one rank", sum(rank.values()), "all of these")
+
+
+def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu: bool) -> Iterator[Line]:
+    part, parallel = "a generator", config.generator.tensor_parallel
+    by = f" / {parallel} (tensor_parallel)" if parallel > 1 else ""
+    weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
+    sequence = -(-token * config.sampling.max_tokens // parallel)
+    yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
+    formed = "gpu_memory_utilization x GPU - weights" if on_gpu else "generator.kv_cache_gib"
+    yield _size(part, "KV cache", kv_bytes, formed)
+    factors = f"2 x {shape.layers} layers x {shape.kv} x {DTYPE_BYTES[config.model.dtype]}"
+    yield _size(part, "KV of a sequence", sequence, f"{factors} = {token:,} bytes a token{by}")
+    formed = f"KV cache / KV of a sequence; max_running is {config.generator.max_running}"
+    yield _count(part, "full sequences in KV", kv_bytes // sequence, formed)
+
+
+def _host_lines(
+    config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine
+) -> Iterator[Line]:
+    ranks, count, weights = config.learner.ranks, config.generator.count, weights_bytes(shape, config.model)
+    host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
+    formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
+    if not _on_gpu(config, machine):
+        host += ranks * rank + count * (2 * weights + kv_bytes)
+        formed += ", ranks, generators with one staged copy each"
+    formed += f"; {data_size(machine.memory_bytes)} available"
+    yield _size("this host", "host memory", host, formed)
+    if _on_gpu(config, machine):
+        used = _gpu_bytes(config, rank, machine)
+        for index, size_bytes in enumerate(machine.gpu_bytes):
+            formed = f"of {data_size(size_bytes)}: ranks, and gpu_memory_utilization of each generator"
+            yield _size("this host", f"GPU {index}", used[index], formed)
+
+
+def _gpu_bytes(config: Config, rank: int, machine: Machine) -> Counter[int]:
+    gpus, ranks, generator = len(machine.gpu_bytes), config.learner.ranks, config.generator
+    used: Counter[int] = Counter()
+    learners = learner_gpus(gpus, ranks)
+    for index in learners:
+        used[index] += rank * math.ceil(ranks / len(learners))
+    for number in range(generator.count):
+        for index in generator_gpus(gpus, number, ranks=ranks, width=generator.tensor_parallel):
+            used[index] += int(generator.gpu_memory_utilization * machine.gpu_bytes[index])
+    return used
+
+
+def _flow_warnings(plan: Forecast) -> Iterator[str]:
+    sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
+    if sampled > opened:
         yield (
-            f"generators could sample {at_once:,.0f} groups at a time, but only {opened:,.0f} may be open: "
-            "some will wait; raise staleness.max_lag or batch.groups, or lower generator.count or "
-            "max_running"
+            f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
+            "some wait; raise staleness.max_lag or batch.groups, or lower generator.count or max_running"
         )
 
 
 def _memory_warnings(config: Config, plan: Forecast, machine: Machine) -> Iterator[str]:
-    held, cure = (
-        plan["full sequences in KV"],
-        "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)",
-    )
+    held = plan["full sequences in KV"]
+    cure = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
     if held < 1:
         yield (
             f"the KV cache ({data_size(plan['KV cache'])}) holds no sequence of full length "
@@ -170,15 +283,15 @@ def _memory_warnings(config: Config, plan: Forecast, machine: Machine) -> Iterat
     elif held < config.batch.group_size:
         yield (
             f"the KV cache holds {held:,.0f} sequences of full length, fewer than a group of "
-            f"{config.batch.group_size}: long answers will be put off and computed again; {cure}"
+            f"{config.batch.group_size}: vLLM will preempt and recompute long answers; {cure}"
         )
-    if (share := plan["host memory"] / machine.memory_bytes) > TIGHT:
+    if (share := plan["host memory"] / machine.memory_bytes) > TIGHT_HOST:
         yield (
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
             f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
         )
     for index, size_bytes in enumerate(machine.gpu_bytes if config.learner.device != "cpu" else ()):
-        if (share := plan[f"GPU {index}"] / size_bytes) > TIGHT + 0.05:
+        if (share := plan[f"GPU {index}"] / size_bytes) > TIGHT_GPU:
             yield (
                 f"GPU {index}: {data_size(plan[f'GPU {index}'])} of {data_size(size_bytes)} ({share:.0%}); "
                 "lower gpu_memory_utilization or tokens_per_microbatch, set gradient_checkpointing, or let "

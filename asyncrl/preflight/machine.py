@@ -24,8 +24,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Memory of this machine. nvidia-smi reports the GPUs, so that no CUDA context is made. Raises
-    DataError."""
+    """Return this machine's memory. Ask nvidia-smi, which makes no CUDA context. Raises DataError."""
     memory_bytes, count = psutil.virtual_memory().available, count_gpus()
     if not count:
         return Machine(memory_bytes=memory_bytes, gpu_bytes=())
@@ -33,17 +32,14 @@ def this_machine() -> Machine:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(
-            f"GPUs are there, but nvidia-smi does not show their memory ({error}); run `asyncrl doctor`"
-        ) from error
-    return Machine(
-        memory_bytes=memory_bytes, gpu_bytes=tuple(int(line) * MIB for line in said.split())[:count]
-    )
+        text = f"found {count} GPUs, but nvidia-smi does not show their memory ({error})"
+        raise DataError(f"{text}; run `asyncrl doctor`") from error
+    gpu_bytes = tuple(int(line) * MIB for line in said.split())
+    return Machine(memory_bytes=memory_bytes, gpu_bytes=gpu_bytes[:count])
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """The shape of a model, from its config.json: built on the meta device, which counts every parameter
-    once.
+    """Return the shape of a model from its config.json; the meta device counts each parameter once.
 
     Raises:
         DataError: the config cannot be read, or transformers does not know the architecture.
@@ -57,10 +53,8 @@ def read_shape(model: ModelConfig) -> ModelShape:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"model.path {model.path}: its size cannot be determined ({error}); give a Hugging Face "
-            "directory or name"
-        ) from error
+        found = f"model.path {model.path}: its size cannot be determined ({error})"
+        raise DataError(f"{found}; give a Hugging Face directory or name") from error
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -1,8 +1,6 @@
-"""`asyncrl reward test`: tries the reward functions of a config on its own data, in the processes that a run
-would use.
+"""`asyncrl reward test`: tries the reward functions of a config on its data, in the processes of a run.
 
-Each function is tried alone and scores one response at a time, so that times are its own and a failure hides
-no other.
+Each function is tried alone and scores one response at a time: times are its own, and failures are separate.
 """
 
 import asyncio
@@ -15,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import RewardFunctionConfig
-from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
@@ -27,16 +25,9 @@ from asyncrl.run.directory import RunDirectory
 # Columns that may hold the reference answer; the first one that a row has counts.
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")
 # Responses of a model early in training: nothing, nonsense, other alphabets, no end.
-WRONG = (
-    "",
-    "I do not know.",
-    "0",
-    "-1 1,000 3.14 1e400 ####",
-    "\\boxed{} </think> ```",
-    "答案 \U0001f600 \x00 \u202e",
-    "no " * 2000,
-)
-PRINTED_S = 0.05
+_SHORT = ("", "I do not know.", "0", "-1 1,000 3.14 1e400 ####", "\\boxed{} </think> ```")
+WRONG = (*_SHORT, "答案 \U0001f600 \x00 \u202e", "no " * 2000)
+PRINTED_S = 0.05  # output arrives apart from the answers
 TIMEOUTS = 3  # a function that hung this often is not tried further
 
 
@@ -50,12 +41,11 @@ class Case:
 
 @dataclass(slots=True)
 class Tried:
-    """What one reward function returned."""
+    """The results of one reward function."""
 
     function: RewardFunctionConfig
     scores: dict[str, list[float]] = field(default_factory=dict)  # by kind of response
-    # `Rollout.answer` of the responses that were scored.
-    answers: list[str | None] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)  # `Rollout.answer` of each scored response
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     untried: int = 0
@@ -71,19 +61,17 @@ class Trial:
 
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> Trial:
-    """Score `count` responses from `samples`, or without it answers to `count` prompts of the data. Raises
-    DataError."""
+    """Score `count` responses from `samples`, or else answers to `count` prompts. Raises DataError."""
     config = validated_config(config_path, overrides)
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
-    return Trial(
-        cases, [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions]
-    )
+    parts = [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions]
+    return Trial(cases, parts)
 
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
-    """Wrong answers to the first `count` prompts of the run, and the reference answers that the data has."""
+    """Yield wrong answers to the first `count` prompts of the run, and the data's reference answers."""
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     for ticket in range(1, min(count, len(source.rows)) + 1):
         prompt = source.prompt(ticket)
@@ -95,8 +83,7 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
 
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
-    """The newest `count` responses of a run directory, or the first of a JSONL file with `response` and the
-    row's columns."""
+    """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
     if path.is_dir():
         records, finder = load_rows(str(RunDirectory(path).samples)), _RowFinder(config)
         chosen = range(len(records))[-count:]
@@ -106,17 +93,12 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     for index in chosen:
         record = records[index]
         if not isinstance(record.get("response"), str):
-            raise DataError(
-                f"{records.place(index)}: no text in column `response`; it has {', '.join(record)}"
-            )
+            place = records.place(index)
+            raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
         row = finder.row(record) if finder else record
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
-        given = RewardInput(
-            prompt=prompt,
-            response=record["response"],
-            row=row,
-            truncated=record.get("finish_reason") == "length",
-        )
+        truncated = record.get("finish_reason") == "length"
+        given = RewardInput(prompt=prompt, response=record["response"], row=row, truncated=truncated)
         yield Case("sample", given)
 
 
@@ -126,9 +108,8 @@ class _RowFinder:
     def __init__(self, config: Config) -> None:
         self._train = load_rows(config.data.train, config.data.split)
         self._plan = SamplePlan(len(self._train), seed=config.run.seed, shuffle=config.data.shuffle)
-        self._eval: Rows | None = (
-            load_rows(config.data.eval, config.data.eval_split) if config.data.eval else None
-        )
+        held_out = config.data.eval
+        self._eval = load_rows(held_out, config.data.eval_split) if held_out else None
         self._prompts = config.eval.prompts
 
     def row(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,7 +139,7 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.untried = len(cases) - index - 1
                 break
     finally:
-        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)  # the output arrives apart from the answers
+        await asyncio.sleep(0.0 if tried.failures else PRINTED_S)
         tried.printed = pool.printed
         await pool.close()
     return tried

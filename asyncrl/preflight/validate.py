@@ -1,30 +1,46 @@
-"""`asyncrl validate`: checks everything about a config that can be known without a model, and reports all
-mistakes together."""
+"""`asyncrl validate`: finds every mistake of a config that shows without a model or running user code."""
 
-from collections.abc import Sequence
+import ast
+import difflib
+import inspect
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from asyncrl.config.algorithm import kind_at
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems
+from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
-from asyncrl.preflight.rows import row_problems
-from asyncrl.preflight.sources import source_problems
+from asyncrl.data.dataset import FORMATS, DataFiles, Rows, load_rows
+from asyncrl.data.reader import PromptReader
+from asyncrl.errors import DataError, RewardError
+from asyncrl.rewards.builtin import BUILTINS
+from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+SHOWN = 3  # rows that a message names
+
+
+class Missing(Exception):
+    """A function was not found; the text is the message for the user."""
 
 
 def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> Config:
-    """The config, after checking its files, functions and sandbox here. Raises ConfigError with every mistake
-    and its line.
+    """Return the config after checking its files, functions, rows and sandbox on this machine.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one.
+
+    Raises:
+        ConfigError: its text lists every mistake with its line.
     """
     draft = read_draft(path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
-        found = [*file_problems(config), *source_problems(config, root), *row_problems(config)]
+        found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
@@ -45,3 +61,187 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
 
     saved = read_saved(RunDirectory(config.run.directory))
     return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config.data)))
+
+
+def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
+    """Find mistakes in the names of reward functions, hooks and functions of the algorithm."""
+    for index, one in enumerate(config.reward.functions):
+        try:
+            _reward_form(one.function)
+        except Missing as missing:
+            yield Mistake((f"reward.functions.{index}.function",), str(missing))
+    own_names = [
+        (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
+    ]
+    for keys, node in root.walk():
+        chosen = node.child("name") if kind_at(keys) else None
+        if chosen and isinstance(chosen.value, str) and ":" in chosen.value:
+            own_names.append((".".join(map(str, (*keys, "name"))), chosen.value))
+    for key, name in own_names:
+        try:
+            _definition(name)
+        except Missing as missing:
+            yield Mistake((key,), str(missing))
+
+
+def _reward_form(name: str) -> Form | None:
+    """Return the call form of a reward function, or None if only running it would tell. Raises Missing."""
+    if ":" not in name:
+        if name not in BUILTINS:
+            close = difflib.get_close_matches(name, BUILTINS, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else "; name your own as `path.py:function`"
+            raise Missing(f"found no built-in `{name}`; allowed are {', '.join(BUILTINS)}{hint}")
+        return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
+    node = _definition(name)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    try:
+        return form_of(_parameters(node.args))
+    except RewardError as error:
+        raise Missing(f"`{name.rpartition(':')[2]}` {error}") from error
+
+
+def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
+    """Return parameters as `inspect.signature` does; `...` stands for the unknown value of a default."""
+    kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
+    optional = positional[len(positional) - len(arguments.defaults) :]
+    found = [
+        kind(
+            one.arg,
+            kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD,
+            default=... if one in optional else kind.empty,
+        )
+        for one in positional
+    ]
+    found += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
+    found += [
+        kind(one.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    return found + ([kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else [])
+
+
+def _definition(name: str) -> Definition | None:
+    """Return the definition of `path.py:name`; None for modules and for names without a `def` or `class`."""
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py"):
+        if "/" in place:
+            raise Missing(f"found no file {place}; a file needs its suffix; write `{place}.py:{attribute}`")
+        package = place.partition(".")[0]
+        if PathFinder.find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
+            cure = f"install it, run from its directory, or give `path.py:{attribute}`"
+            raise Missing(f"found no module `{package}`; {cure}")
+        return None
+    file = Path(place)
+    if not file.is_file():
+        raise Missing(f"{unusable(place)}; give `path.py:{attribute}`")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
+    found = {node.name: node for node in tree.body if isinstance(node, Definition)}
+    if attribute not in found and not _is_bound(tree, attribute):
+        close = difflib.get_close_matches(attribute, found, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "correct the name"
+        raise Missing(
+            f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}; {hint}"
+        )
+    return found.get(attribute)
+
+
+def _is_bound(tree: ast.Module, name: str) -> bool:
+    """Return whether a module imports or assigns a name, or defines it below its top level."""
+    return any(
+        (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
+        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
+        or (isinstance(node, Definition) and node.name == name and node not in tree.body)
+        for node in ast.walk(tree)
+    )
+
+
+def _row_problems(config: Config) -> Iterator[Mistake]:
+    """Find files that cannot be read, and rows without a usable prompt or a column that a reward needs."""
+    forms = _forms(config)
+    for key, source, split in (
+        ("data.train", config.data.train, config.data.split),
+        ("data.eval", config.data.eval, config.data.eval_split),
+    ):
+        if source is None or not is_local(source) or not Path(source).is_file():
+            continue
+        if (suffix := Path(source).suffix) not in FORMATS:
+            text = f"found the suffix `{suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
+            yield Mistake((key,), text)
+            continue
+        try:
+            rows = load_rows(source, split)
+        except DataError as error:
+            yield Mistake((key,), str(error))
+        else:
+            found: dict[tuple[str, ...], list[str]] = {}
+            for keys, text in (*_lacking(config, key, rows, forms), *_without_prompt(config, key, rows)):
+                found.setdefault(keys, []).append(text)
+            # One message per key.
+            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
+
+
+def _forms(config: Config) -> dict[str, Form]:
+    """Return the call forms of the reward functions by key, if known without running user code."""
+    found = {}
+    for index, one in enumerate(config.reward.functions):
+        try:
+            form = _reward_form(one.function)
+        except Missing:  # reported by `_function_problems`
+            continue
+        if form is not None:
+            found[f"reward.functions.{index}.function"] = form
+    return found
+
+
+def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
+    """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
+    wants = {name: form.lacking for name, form in forms.items()}
+    prompt = _prompt_columns(config)
+    prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
+    wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
+    for name, lacking in wants.items():
+        found: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            for column in lacking(row):
+                found.setdefault(column, []).append(index)
+        for column, indices in found.items():
+            if len(indices) == len(rows):
+                close = difflib.get_close_matches(column, rows[0], n=1, cutoff=0.5)
+                hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
+                has = f"{rows.source} lacks; it has {', '.join(rows[0])}"
+                yield Mistake((name,), f"wants column `{column}`, which {has}; {hint}")
+            else:
+                places = ", ".join(rows.place(index) for index in indices[:SHOWN])
+                more = ", ..." if len(indices) > SHOWN else ""
+                text = f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants"
+                yield Mistake((key,), f"{text}: {places}{more}; add it there, or remove the rows")
+
+
+def _without_prompt(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:
+    """Find rows whose prompt column holds no prompt."""
+    reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
+    for index, row in enumerate(rows):
+        if all(column in row for column in columns):
+            try:
+                reader.read(row, rows.place(index))
+            except DataError as error:
+                found[str(error)] = None
+    if found:
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        yield Mistake((key,), f"{'; '.join([*found][:SHOWN])}{more}")
+
+
+def _prompt_columns(config: Config) -> list[str]:
+    if config.data.template is None:
+        return [config.data.prompt_field]
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(config.data.template) if name]
+    except ValueError:  # the reader reports what is wrong with the template
+        return []
+    return [name.split(".")[0].split("[")[0] for name in names]

@@ -106,7 +106,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "validate files/list.yaml": (
         "files/list.yaml:1",
         "found no section",
-        "a config is made of `key: value` lines",
+        "allowed are `key: value` lines",
     ),
     # overrides
     "validate task.yaml learner.stepz=5": ("learner.stepz", "unknown key", "did you mean `steps`?"),
@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "write for example",
     ),
     "validate task.yaml =5": ("override `=5`", "found no `key.path=value`"),
-    "validate task.yaml learner.steps=[": ("learner.steps=[", "is no YAML", "check"),
+    "validate task.yaml learner.steps=[": ("learner.steps=[", "is not YAML", "check"),
     # runs
     "status": ("no run found at runs", "give the directory"),
     "status nowhere": ("no run found at nowhere", "give the directory"),

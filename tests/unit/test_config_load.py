@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.load import config_hash, config_json, dump_config, load_config
+from asyncrl.config.load import load_config
+from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
@@ -172,10 +173,10 @@ def test_all_mistakes_of_a_file_come_at_once_in_reading_order(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("run: {name: a\nmodel: b\n", 2, "is no YAML"),
+        ("run: {name: a\nmodel: b\n", 2, "is not YAML"),
         ("run:\n\tname: a\n", 2, "indent with spaces, not tabs"),
         ("run:\n  name: a: b\n", 2, "quotes"),
-        ("run: 'a\n", 2, "is no YAML"),
+        ("run: 'a\n", 2, "is not YAML"),
         ("", 1, "found nothing"),
         ("- a\n", 1, "found no section"),
     ],
@@ -258,7 +259,7 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("=3", "found no `key.path=value`"),
         ("batch.gruops=3", "did you mean `groups`?"),
         ("batch.groups=many", "found 'many'; allowed is a whole number >= 1"),
-        ("batch.groups=[1", "is no YAML"),
+        ("batch.groups=[1", "is not YAML"),
         ("reward.functions.1.weight=2", "allowed is 0 to 0"),
         ("sampling.stop.0=a", "allowed is the whole list"),
         ("data.train.x=1", "found a section with x; allowed is text"),
@@ -305,7 +306,7 @@ def test_extends_that_cannot_work_is_said(tmp_path: Path) -> None:
 
 
 def test_an_anchor_that_holds_itself_ends(tmp_path: Path) -> None:
-    assert "found an anchor that holds itself" in complaint(
+    assert "found an anchor that contains itself" in complaint(
         write(tmp_path, GOOD + "batch: &a {groups: *a}\n")
     )
 
@@ -425,7 +426,7 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
         "model.path=./modle": "did you mean `model`?",
         "model.chat_template=true": "has no template",
         "sampling.max_response_tokens=65": "max_prompt_tokens 64 + max_response_tokens 65 = 129; allowed is 128",
-        "generator.tensor_parallel=4": "divisor of the 6 attention heads: [1, 2, 3, 6]",
+        "generator.tensor_parallel=4": "divisor of the 6 attention heads; set one of [1, 2, 3, 6]",
         "reward.functions.0.function=score.py:f": "reward.functions.0.function: found no score.py",
         "learner.hooks=[look.py:Look]": "learner.hooks.0.name: found no look.py; give `path.py:Look`",
         "learner.ranks=500": "found 500 ranks for 256 sequences",

@@ -65,7 +65,7 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     ("parts", "said"),
     [
         ({"control": {"heartbeat_s": 10}}, "use timeout_s >= 30 or a shorter heartbeat"),
-        ({"telemetry": {"prometheus_port": 65534}}, "use one <= 65533, or 0 for any free ones"),
+        ({"telemetry": {"prometheus_port": 65534}}, "allowed is <= 65533, or 0 for any free ports"),
         (
             {"learner": {"steps": 2**53 + 1}},
             "learner.steps is 9007199254740993; allowed is at most 9007199254740992",
@@ -373,10 +373,10 @@ def test_nothing_listens_on_every_interface(key: str, host: str) -> None:
     ("url", "why"),
     [
         *((f"redis://{host}:6379", "not encrypted") for host in ELSEWHERE if not host.startswith("::")),
-        ("rediss://10.1.2.3:6379?ssl_cert_reqs=none", "lets anybody pose as the store"),
-        ("rediss://host?ssl_cert_reqs=None", "lets anybody pose"),
-        ("rediss://host?ssl_cert_reqs=optional", "lets anybody pose"),
-        ("rediss://host?ssl_ca_certs=a.pem&ssl_check_hostname=False", "lets anybody pose"),
+        ("rediss://10.1.2.3:6379?ssl_cert_reqs=none", "lets any server pose as the store"),
+        ("rediss://host?ssl_cert_reqs=None", "lets any server pose"),
+        ("rediss://host?ssl_cert_reqs=optional", "lets any server pose"),
+        ("rediss://host?ssl_ca_certs=a.pem&ssl_check_hostname=False", "lets any server pose"),
     ],
 )
 def test_a_store_on_another_host_is_guarded_or_said_to_be_open(url: str, why: str) -> None:

@@ -169,6 +169,7 @@ def said_of(text: str, *overrides: str) -> list[str]:
         validated_config(Path("run.yaml"), overrides)
     head, *lines = str(caught.value).splitlines()
     assert head == f"{len(lines)} problem{'s' * (len(lines) != 1)} in run.yaml"
+    assert not [line for line in lines if re.search(r"([\w.]+): \1 ", line)], "a key is named twice"
     return lines
 
 
@@ -199,9 +200,18 @@ def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, 
     assert line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line
 
 
+def test_a_rule_names_its_key_once_and_an_existing_path_is_not_called_absent():
+    for override, said in {
+        "batch.group_size=1": "  batch.group_size: is 1, but advantage `grpo` compares",
+        "model.path=./model/config.json": "  model.path: found ./model/config.json, which is a file; give",
+    }.items():
+        (line,) = said_of(GOOD, override)
+        assert said in line
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("/dev/null", "neither a file nor a directory"), ("./empty", "no data in the directory")],
+    [("/dev/null", "neither file nor directory"), ("./empty", "no data in the directory")],
 )
 def test_data_that_cannot_be_data_are_named(place: str, said: str):
     Path("empty").mkdir()
@@ -343,7 +353,7 @@ def test_a_prompt_that_no_tokenizer_takes(prompt: str):
 def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
     Path("data/train.jsonl").write_text('{"question": "q"}\n')  # without what the default's reward would want
     (line,) = said_of(GOOD.replace("score.py:brief", "score.py:correct"))
-    assert "reward: reward parts need different names" in line
+    assert "reward: reward.functions need different names" in line
 
 
 def test_every_row_is_looked_at_and_named_by_its_line():
@@ -369,7 +379,7 @@ def test_every_row_is_looked_at_and_named_by_its_line():
         "add it there, or remove the rows",
         "data/train.jsonl:103: the prompt is empty; remove the row; data/train.jsonl:105: column "
         "`question` holds nothing; allowed is text; write it as text; data/train.jsonl:106: column "
-        "`question` holds a int; allowed is text; write it as text (and 1 more rows of it)",
+        "`question` holds a int; allowed is text; write it as text (and 1 more)",
     ]
 
 

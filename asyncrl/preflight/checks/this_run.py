@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
@@ -19,71 +20,62 @@ STORE_RETRY_S = 5.0
 
 
 def own_store() -> Finding:
-    """Whether a store server starts, in a temporary directory, as a run would start it."""
+    """Check that a store server starts, in a temporary directory, as a run would start it."""
     with (
         tempfile.TemporaryDirectory() as directory,
         StoreServer(StoreConfig(max_gib=0.25), Path(directory)) as server,
     ):
-        return store_finding(
-            probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S)), "started for the check"
-        )
+        probe = probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S))
+        return store_finding(probe, "started for the check")
 
 
 def configured_store(config: Config) -> Finding:
-    """Whether the store of `store.url` works and serves no other run."""
+    """Check that the store of `store.url` works and serves no other run."""
     assert config.store.url is not None
     password = os.environ.get(config.store.password_env)
     connection = StoreConnection(config.store.url, password=password, retry_s=STORE_RETRY_S)
     finding = store_finding(probe_store(connection), connection.url)
     holder = RunRecord(connection, key=b"").holder()
     if holder not in (None, config.run.name):
-        return wrong(
-            f"{connection.url} serves run {holder!r}, and a store serves one",
-            f"add another database number to store.url, or if {holder!r} is over: redis-cli del asyncrl:run",
+        cure = (
+            f"add another database number to store.url, or if {holder!r} is over: redis-cli del asyncrl:run"
         )
+        return wrong(f"{connection.url} serves run {holder!r}, and a store serves one", cure)
     return finding
 
 
 def store_finding(probe: StoreProbe, where: str) -> Finding:
-    """The finding for a probe of the store."""
-    text = (
-        f"{probe.version}, {where}: functions load, noeviction, a group of 1 MiB there and back in "
-        f"{probe.seconds * 1000:.0f} ms"
-    )
+    """Judge a probe of the store."""
+    millis = f"{probe.seconds * 1000:.0f} ms"
+    text = f"{probe.version}, {where}: functions load, noeviction, 1 MiB written and read in {millis}"
     if abs(probe.skew_s) > SKEW_S:
-        return doubtful(
-            f"{text}; its clock is {probe.skew_s:+.1f} s from ours",
-            "let a time service set both clocks (timedatectl set-ntp true): logs of the hosts cannot be "
-            "compared",
-        )
+        cure = "let a time service set both clocks, so that logs can be compared: timedatectl set-ntp true"
+        return doubtful(f"{text}; its clock is {probe.skew_s:+.1f} s from ours", cure)
     return fine(text)
 
 
 def model(config: Config) -> Finding:
-    """Whether the model's config can be read from disk or the hub. Weights are not loaded."""
+    """Check that the model's config can be read from disk or the hub, without its weights."""
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(
-        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
-    return fine(f"{config.model.path}: {found.model_type}")
+    model = config.model
+    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    return fine(f"{model.path}: {AutoConfig.from_pretrained(model.path, **options).model_type}")
 
 
 def prompts(config: Config) -> Finding:
-    """Whether all prompts can be read and tokenised as in generators."""
+    """Check that all prompts can be read and tokenised as in generators."""
     from asyncrl.data.prompts import PromptSource
 
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     held_out = len(source.eval_prompts(config.eval.prompts))
     longest = max(len(source.prompt(ticket).token_ids) for ticket in range(1, len(source.rows) + 1))
-    return fine(
-        f"{len(source.rows):,} prompts of at most {longest} tokens, {held_out} held-out ones for an "
-        "evaluation"
-    )
+    found = f"{len(source.rows):,} prompts of at most {longest} tokens"
+    return fine(f"{found}, {held_out} held-out ones for an evaluation")
 
 
 def rewards(config: Config) -> Finding:
-    """Whether the reward processes start, which load the functions."""
+    """Check that the reward processes start and load the functions."""
 
     async def load() -> None:
         pool = RewardPool(config.reward, config.run.root)
