@@ -19,7 +19,7 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
 from asyncrl.commands.up import StartedRun, generator_maker, limits_of
-from asyncrl.config.addresses import open_ways
+from asyncrl.config.addresses import insecurities
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config
@@ -123,7 +123,7 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
             f"--store is {url}; allowed is redis://, rediss:// or unix://, such as "
             f"redis://{url.split('://')[-1]}/0"
         )
-    if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(open_ways(url))):
+    if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(insecurities(url))):
         raise RunError(f"--store is {url}: {'; '.join(ways)}")
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):

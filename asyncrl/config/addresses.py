@@ -25,7 +25,7 @@ def is_everywhere(host: str) -> bool:
     return address is not None and (address.is_unspecified or _mapped(address).is_unspecified)
 
 
-def one_interface(key: str, host: str) -> None:
+def require_one_interface(key: str, host: str) -> None:
     """Raise ValueError if `host` means every interface."""
     if is_everywhere(host):
         raise ValueError(
@@ -34,15 +34,15 @@ def one_interface(key: str, host: str) -> None:
         )
 
 
-def one_place(key: str, bind: str) -> None:
+def require_one_address(key: str, bind: str) -> None:
     """Raise ValueError if `tcp://HOST:PORT` means every interface or has an impossible port."""
     host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    one_interface(key, host)
+    require_one_interface(key, host)
     if not 1 <= int(port) <= 65535:
         raise ValueError(f"{key} names port {port}; allowed is 1 to 65535; choose a free one")
 
 
-def open_ways(url: str) -> Iterator[str]:
+def insecurities(url: str) -> Iterator[str]:
     """Yield each reason why a store is not safe for a run's frames and password; a local store has none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or is_loopback(parts.hostname or ""):

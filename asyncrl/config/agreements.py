@@ -55,7 +55,7 @@ def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
         yield Mistake(("eval.samples", "eval.temperature"), text)
 
 
-def _hangs_are_told_from_transfers(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
+def _a_transfer_is_not_a_hang(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
     hang_s, deadline_s = control.hang_s, weights.deadline_s
     if hang_s < 2 * deadline_s:
         yield Mistake(
@@ -66,7 +66,7 @@ def _hangs_are_told_from_transfers(control: ControlConfig, weights: WeightsConfi
         )
 
 
-def _silence_is_told_from_death(control: ControlConfig) -> Iterator[Mistake]:
+def _a_late_heartbeat_is_not_a_death(control: ControlConfig) -> Iterator[Mistake]:
     heartbeat_s, timeout_s = control.heartbeat_s, control.timeout_s
     if timeout_s < 3 * heartbeat_s:
         yield Mistake(
@@ -154,8 +154,8 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
 
 
 RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
-    _hangs_are_told_from_transfers,
-    _silence_is_told_from_death,
+    _a_transfer_is_not_a_hang,
+    _a_late_heartbeat_is_not_a_death,
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,

@@ -14,7 +14,8 @@ class KLConfig(Part):
     estimator: Choice = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
-    """True weighs the KL in the loss by the current / behaviour ratio, against bias (DeepSeek-V3.2)."""
+    """True multiplies the KL in the loss by the current / behaviour probability ratio, so that it is the KL
+    of the trained policy (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: Positive | None = None
@@ -51,8 +52,8 @@ class AlgorithmConfig(Part):
     rejections: tuple[Choice, ...] = ()
     """Further corrections that only reject tokens; the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
-    """Proximal policy: `recompute` by a forward pass before the batch, `log_linear` to interpolate it, or
-    `behaviour` for the behaviour policy."""
+    """Proximal policy: `recompute` by a forward pass at the start of the batch, `log_linear` by
+    interpolation, or `behaviour` for the behaviour policy."""
     aggregation: Choice = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
     kl: KLConfig = KLConfig()
@@ -64,7 +65,7 @@ class AlgorithmConfig(Part):
     shaping: tuple[Choice, ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
-    """True masks rollouts that the length limit cut off (overlong filtering); the baseline still has them."""
+    """True masks rollouts that the length limit cut off (overlong filtering); they count for the baseline."""
 
 
 class OptimizerConfig(Part):
@@ -88,7 +89,7 @@ class CriticConfig(Part):
     """Value model, which starts with the policy's backbone. It exists only if the advantage needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a value from the one in the advantages' computation; null is unlimited."""
+    """Largest distance of a new value from the value used for the advantages; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

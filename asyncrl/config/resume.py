@@ -29,7 +29,8 @@ class Bound(NamedTuple):
 _TICKET = Bound(OTHER_RUN, "it decides which prompt a ticket means")
 _PROMPT = Bound(OTHER_RUN, "it is part of every prompt, so the run would have two tasks")
 _MODEL = Bound(
-    OTHER_RUN, "it decides the tokens of every prompt and the reference; link a moved model to its path"
+    OTHER_RUN,
+    "it decides the tokens of every prompt and the reference; a moved model can be linked to its old path",
 )
 
 BOUND: dict[str, Bound] = {

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
-from asyncrl.config.addresses import one_interface, one_place
+from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part
 
@@ -188,11 +188,11 @@ class StalenessConfig(Part):
     max_lag: NonNegativeInt = 4
     """L: optimizer steps by which sampling may run ahead; 0 is synchronous on-policy training."""
     window_groups: PositiveInt | None = None
-    """W: groups among which one may overtake the oldest unfinished one; 0.3 (L + 1) B by default, none at
-    L = 0."""
+    """W: number of ids within which younger groups may overtake the oldest unfinished one; 0.3 (L + 1) B by
+    default, none at L = 0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Treatment of tokens older than L: only importance weights, masked out of the loss, or the whole group
-    rejected. The last two affect mostly long answers."""
+    """Treatment of tokens older than L: only corrected by importance weights, masked out of the loss, or the
+    whole group rejected. The last two affect mostly long answers."""
 
 
 class LearnerConfig(Part):
@@ -216,7 +216,7 @@ class LearnerConfig(Part):
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
-    """Your classes that are called before and after each step: `path.py:Class`, with keyword arguments."""
+    """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments."""
 
 
 class GeneratorConfig(Part):
@@ -279,7 +279,7 @@ class ControlConfig(Part):
     @classmethod
     def _binds_one_interface(cls, bind: str | None) -> str | None:
         if bind is not None:
-            one_place("control.bind", bind)
+            require_one_address("control.bind", bind)
         return bind
 
 
@@ -291,7 +291,7 @@ class EvalConfig(Part):
     prompts: PositiveInt = 128
     """Number of prompts, taken from the start of `data.eval`; every round uses the same ones."""
     samples: PositiveInt = 1
-    """Samples per prompt; if > 1, pass@k, best@k, mean@k, and maj@k if a reward returns the answer."""
+    """Samples per prompt; several give pass@k, best@k, mean@k, and maj@k if a reward returns the answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of evaluation; 0 is greedy and allows only one sample."""
 
@@ -322,7 +322,7 @@ class TelemetryConfig(Part):
     trace: bool = True
     """Timeline in RUN/trace_events.json; with the previous file at most 64 MiB."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of the learner's /metrics and /health; generator i has this + 1 + i. 0: any free, null: off."""
+    """Port of the learner's /metrics and /health, plus 1 + i for generator i; 0: any free, null: off."""
     prometheus_host: str = "127.0.0.1"
     """Interface on which these ports listen. Every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
@@ -331,5 +331,5 @@ class TelemetryConfig(Part):
     @field_validator("prometheus_host")
     @classmethod
     def _listens_on_one_interface(cls, host: str) -> str:
-        one_interface("telemetry.prometheus_host", host)
+        require_one_interface("telemetry.prometheus_host", host)
         return host

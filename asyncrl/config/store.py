@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.algo.ranges import Positive, PositiveInt
-from asyncrl.config.addresses import one_place, open_ways
+from asyncrl.config.addresses import insecurities, require_one_address
 from asyncrl.config.base import Mistake, Mistakes, Part
 
 
@@ -24,11 +24,13 @@ class StoreConfig(Part):
     ) = None
     """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
     bind: Annotated[str | None, Field(pattern=r"^tcp://\S*:\d+$")] = None
-    """tcp://HOST:PORT on which the run's own server also listens, for other hosts. HOST is one interface."""
+    """tcp://HOST:PORT on which the run's own server also listens, for generators on other hosts. HOST is the
+    address of one interface."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     insecure: bool = False
-    """True allows a `url` on another host without TLS, checked certificate or password: private networks."""
+    """True allows a `url` on another host without TLS, checked certificate or password. Use it only in a
+    private network."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Sync policy of the run's own server. Correctness does not depend on it."""
     max_gib: Positive = 4.0
@@ -37,8 +39,8 @@ class StoreConfig(Part):
     """Lanes among which ticket ids are divided, each with its own hash tag. The number must divide
     `batch.groups` and the window, and must not change on resume."""
     isolate_decoding: bool = False
-    """True decodes each group in a separate process before the learner does, so twice. A group that crashes
-    or hangs that process is refused, and the learner continues."""
+    """True decodes each group in a separate process before the learner decodes it. A group that crashes or
+    hangs that process is refused, and the learner continues. Each group is then decoded twice."""
 
     @field_validator("url")
     @classmethod
@@ -54,12 +56,12 @@ class StoreConfig(Part):
     @classmethod
     def _binds_one_interface(cls, bind: str | None) -> str | None:
         if bind is not None:
-            one_place("store.bind", bind)
+            require_one_address("store.bind", bind)
         return bind
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
-        if self.url is not None and not self.insecure and (ways := list(open_ways(self.url))):
+        if self.url is not None and not self.insecure and (ways := list(insecurities(self.url))):
             text = (
                 f"store.url is {self.url}: {'; '.join(ways)}. In a private network set store.insecure: true"
             )

@@ -169,10 +169,9 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     try:
         import datasets
     except ImportError as error:
-        found = (
-            f"dataset {source} is not a {', '.join(FORMATS)} file, and Hugging Face datasets need `datasets`"
-        )
-        raise DataError(f"{found}; run: {install_command('data')}, or give a file") from error
+        needed = "so it would be a Hugging Face dataset, which needs the package `datasets`"
+        cure = f"run: {install_command('data')}, or give a file"
+        raise DataError(f"dataset {source} is not a {', '.join(FORMATS)} file, {needed}; {cure}") from error
     name, _, part = source.partition(":")
     try:
         rows: Iterable[Row] = datasets.load_dataset(name, part or None, split=split)

@@ -38,10 +38,10 @@ def said_of(text: str, *overrides: str) -> list[str]:
     ("overrides", "said"),
     [
         (("data.eval=train.jsonl",), "data.eval is data.train (train.jsonl): the evaluation is not held out"),
-        (("data.eval=null", "eval.every=5"), "eval is set, but data.eval is not: nothing will be evaluated"),
+        (("data.eval=null", "eval.every=5"), "eval is set, but data.eval is not: nothing is evaluated"),
         (
             ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}",),
-            "algorithm.aggregation.scale is 512, but sampling.max_response_tokens 64",
+            "algorithm.aggregation.scale, which divides losses, is 512, but sampling.max_response_tokens is 64",
         ),
         (("learner.device=cuda",), "learner.device is cuda, but this machine shows no GPU"),
     ],
@@ -54,10 +54,8 @@ def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str
 def test_data_of_ones_own_with_limits_of_an_example() -> None:
     limits = OWN.replace("sampling: {max_prompt_tokens: 64, max_response_tokens: 64}\n", "")
     first, second = said_of("extends: configs/quickstart.yaml\n" + limits)
-    assert "sampling.max_prompt_tokens is 8, which comes from " in first and "quickstart.yaml:" in first
-    assert "sampling.max_response_tokens is 5" in second and second.endswith(
-        "write into it what your texts need"
-    )
+    assert "sampling.max_prompt_tokens is 8 from " in first and "quickstart.yaml:" in first
+    assert "sampling.max_response_tokens is 5" in second and second.endswith("set there what your texts need")
     assert said_of("extends: configs/quickstart.yaml\n" + OWN) == [], "they are one's own"
     assert said_of("extends: configs/quickstart.yaml\nrun: {name: again}\n") == [], "so is nothing"
 
@@ -77,7 +75,7 @@ def test_a_preset_is_found_from_any_directory_and_leaves_no_doubt() -> None:
 def test_shaping_that_punishes_every_answer_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.shaping.0.buffer_tokens is 128, not below .*max_response_tokens \(64\).* 12,",
+        match=r"algorithm.shaping.0.buffer_tokens: is 128, not below .*max_response_tokens \(64\).* 12,",
     ):
         said_of(f"extends: algorithms/dapo.yaml\n{OWN}")
 
