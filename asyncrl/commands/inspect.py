@@ -96,7 +96,7 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
         held_out = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
     except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
-    return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)) if held_out else None}
+    return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)[1]) if held_out else None}
 
 
 def _audit_of(lane: ShardedBuffer | RedisBuffer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.roles import join_store, run_role
-from asyncrl.launch.wiring import eval_lane, eval_rounds, group_limits, open_exporter, train_lane
+from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
@@ -208,10 +208,10 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
     )
     if not held_out:
         return [train]
-    rounds = eval_rounds(config, len(held_out))
+    rounds, eval_buffer = eval_lane(config, store, len(held_out))
     evaluation = Lane(
         name=rounds.lane,
-        buffer=eval_lane(config, store, len(held_out)),
+        buffer=eval_buffer,
         prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
         spec=sampling_spec(config, config.eval.temperature),
         limits=eval_limits,

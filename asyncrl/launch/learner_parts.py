@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from asyncrl import __version__
-from asyncrl.algo.trainable import GroupLimits
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.resolve import GREEDY
 from asyncrl.buffer.base import LearnerBuffer
@@ -39,7 +38,7 @@ from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import Show, StatusPage
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.taking import Taking
-from asyncrl.launch.wiring import eval_lane, eval_rounds, group_limits, open_exporter, train_lane
+from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.lineage import History
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
@@ -181,13 +180,13 @@ def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
     limits, eval_limits = group_limits(config, lead.vocabulary)
     gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
     intake = open_intake(config, lane, lead.state.ledger, gate, history)
-    evaluation = open_evaluation(
-        config,
-        lead.store,
-        lead.state,
-        decode,
-        held_out=lead.data.held_out_rows,
-        limits=eval_limits,
+    prompts = min(config.eval.prompts, lead.data.held_out_rows)
+    rounds, eval_buffer = eval_lane(config, lead.store, prompts)
+    evaluation = Evaluation(
+        buffer=eval_buffer,
+        ledger=resume_ledger(lead.state.evaluation, rounds, version=lead.state.version),
+        gate=Gate(lane=rounds.lane, decode=decode, limits=eval_limits),
+        rounds=rounds,
         history=history,
     )
     return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths)
@@ -225,31 +224,6 @@ def open_intake(
         return intake(lane, ledgers[0], gate)
     gates = [ShardGate.of(gate, shard, shards) for shard in range(shards)]
     return ShardedIntake(tuple(map(intake, lane.shards, ledgers, gates)))
-
-
-def open_evaluation(
-    config: Config,
-    store: StoreConnection,
-    state: LearnerState,
-    decode: Decode,
-    *,
-    held_out: int,
-    limits: GroupLimits,
-    history: History,
-) -> Evaluation:
-    """Continue from `state`, or with the next round if the meaning of a round has changed.
-
-    `held_out` is the number of held-out rows in the data.
-    """
-    prompts = min(config.eval.prompts, held_out)
-    rounds = eval_rounds(config, prompts)
-    return Evaluation(
-        buffer=eval_lane(config, store, prompts),
-        ledger=resume_ledger(state.evaluation, rounds, version=state.version),
-        gate=Gate(lane=rounds.lane, decode=decode, limits=limits),
-        rounds=rounds,
-        history=history,
-    )
 
 
 def claim_store(lead: Lead) -> Callable[[str], None]:

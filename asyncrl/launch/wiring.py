@@ -68,12 +68,8 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
     return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
 
 
-def eval_rounds(config: Config, prompts: int) -> Rounds:
-    """Return the rules of held-out evaluation; `prompts` is the size of a round."""
-    return Rounds(prompts, config.eval.every, config.learner.steps, eval_digest(config))
-
-
-def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> RedisBuffer:
-    """Open the lane of held-out evaluation; a round has `prompts` groups."""
+def eval_lane(config: Config, connection: StoreConnection, prompts: int) -> tuple[Rounds, RedisBuffer]:
+    """Open held-out evaluation: its rules, and its lane. A round has `prompts` groups."""
+    rounds = Rounds(prompts, config.eval.every, config.learner.steps, eval_digest(config))
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
-    return RedisBuffer(connection, config.run.name, rules, lane=eval_rounds(config, prompts).lane)
+    return rounds, RedisBuffer(connection, config.run.name, rules, lane=rounds.lane)

@@ -28,7 +28,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
 from asyncrl.files import replace_text
-from asyncrl.launch.wiring import eval_lane, eval_rounds, train_lane
+from asyncrl.launch.wiring import eval_lane, train_lane
 from tests.support.buffer_contract import RULES, BufferContract, fill, ids, places, take
 from tests.support.buffer_walk import WALK_RULES, Walk
 from tests.support.memory_lane import MemoryLane
@@ -420,12 +420,12 @@ reward: {{functions: [{{function: exact_match}}]}}
     recover()  # a restarted learner
     watch.audit()
     assert watch.mismatch == 0
-    held_out = eval_lane(config, connection, 3)
+    rounds, held_out = eval_lane(config, connection, 3)
     held_out.recover(Ledger(), version=0, limit=3)
     fill(held_out, 3)
     told = audit()
     assert told.returncode == 0 and json.loads(told.stdout)["evaluation"]["ready"] == 3
-    connection.client.zrem(f"{hash_tag('audited', eval_rounds(config, 3).lane)}:ready", "2")
+    connection.client.zrem(f"{hash_tag('audited', rounds.lane)}:ready", "2")
     told = audit()
     assert told.returncode == 2 and "evaluation: 1 issued ids are nowhere" in told.stderr
     (tmp_path / "held_out.jsonl").unlink()

@@ -32,11 +32,12 @@ from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.data.dataset import DataFiles
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
+from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.generator import Generator, GeneratorSettings
 from asyncrl.launch.generator_process import lanes
-from asyncrl.launch.learner_parts import open_evaluation, open_intake
+from asyncrl.launch.learner_parts import open_intake
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import group_limits, train_lane
+from asyncrl.launch.wiring import eval_lane, group_limits, train_lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
@@ -190,13 +191,13 @@ class Life:
         limits, eval_limits = group_limits(config, VOCABULARY)
         gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
         self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
-        self.evaluation = open_evaluation(
-            config,
-            self.connections[0],
-            self.state,
-            decode_group,
-            held_out=DataFiles(config.data).held_out_rows,
-            limits=eval_limits,
+        prompts = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
+        rounds, eval_buffer = eval_lane(config, self.connections[0], prompts)
+        self.evaluation = Evaluation(
+            buffer=eval_buffer,
+            ledger=resume_ledger(self.state.evaluation, rounds, version=self.state.version),
+            gate=Gate(lane=rounds.lane, decode=decode_group, limits=eval_limits),
+            rounds=rounds,
             history=self.history,
         )
         self.evaluated: list[tuple[int, int, float]] = []
