@@ -126,26 +126,21 @@ class GeneratorBuffer(Protocol):
         holder that has tickets leases nothing more. After `max_deaths` the next take gives the ticket up, and
         the reason replaces its frame.
         """
-        ...
 
     def renew(self, holder: str, ids: Iterable[int]) -> None:
         """Extend the leases of `ids` by the lease time; ids that `holder` no longer holds are ignored."""
-        ...
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
         """Store a whole group."""
-        ...
 
     def give_back(self, holder: str, ids: Iterable[int]) -> None:
         """Return unused tickets; this does not count as a failure."""
-        ...
 
     def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
         """Return a ticket whose sampling or reward failed; True if that was its last attempt.
 
         After the last attempt the learner gets `tombstone`, an encoded dead `Group`, in place of the group.
         """
-        ...
 
 
 class LearnerBuffer(Protocol):
@@ -159,18 +154,15 @@ class LearnerBuffer(Protocol):
         After BufferGap a running learner may recover with the ledger in its memory. If it dies before the
         next checkpoint, the recovery from the checkpoint issues again the ids that only this ledger had.
         """
-        ...
 
     def take(self, ledger: Ledger, count: int, *, window: int) -> Take | None:
         """Assign the next `count` groups by the anchored window, all or none; None if not enough are ready.
 
         The take follows those in `ledger`; the caller enters it there. A repeated call returns the same ids.
         """
-        ...
 
     def frames(self, ids: Sequence[int]) -> list[bytes]:
         """Return the stored frames of taken ids, in their order; one that begins with `GIVEN_UP` is dead."""
-        ...
 
     def reject_frame(
         self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
@@ -183,11 +175,9 @@ class LearnerBuffer(Protocol):
         `GIVEN_UP` and the reason replace the frame, and the take stays whole. The same happens if later takes
         exist, because after a rollback a repeated take could otherwise return the rejected frame.
         """
-        ...
 
     def commit(self, number: int, chain: str) -> int:
         """Delete the groups of takes up to `number`, which a checkpoint must contain. Returns the count."""
-        ...
 
     def set_version(self, version: int, *, limit: int, waiting: bool = False) -> None:
         """Announce the version being trained and the highest id that may be issued; both only grow.
@@ -195,23 +185,18 @@ class LearnerBuffer(Protocol):
         `waiting`: the learner waits for another shard. Until the next take, accept the oldest unfinished
         group despite the byte cap: a generator that keeps a group for a full shard leases from no shard.
         """
-        ...
 
     def revoke(self, holder: str) -> int:
         """Issue all tickets of a dead generator again and count a death for each. Returns their number."""
-        ...
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the newest `DEAD_LETTERS` groups that were set aside or rejected, newest first."""
-        ...
 
     def close(self) -> None:
         """Tell the generators that the run is over."""
-        ...
 
     def audit(self) -> Audit:
         """Count every id once."""
-        ...
 
 
 class Buffer(GeneratorBuffer, LearnerBuffer, Protocol):

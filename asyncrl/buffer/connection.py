@@ -8,35 +8,21 @@ server, and calls COMMAND and CLUSTER SLOTS on every node, which a generator's u
 
 import contextlib
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
+from redis import exceptions
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    AuthenticationWrongNumberOfArgsError,
-    AuthorizationError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    InvalidResponse,
-    MovedError,
-    NoPermissionError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis.exceptions import MovedError, RedisError, ResponseError
 from redis.retry import Retry
 
 from asyncrl.backoff import Backoff
-from asyncrl.buffer.bounded import bounded, bounded_kind
 from asyncrl.errors import StoreError, StoreRefused
 from asyncrl.progress import beat
 
@@ -49,6 +35,8 @@ PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
 READ_BYTES = 1 << 20
 # The longest wait for a store that loads its data: hundreds of GiB from a slow disk.
 LOADING_S = 3600.0
+# A reply that arrives at this rate or faster extends the deadline of its call: large replies may take longer.
+SLOWEST_BYTES_PER_S = 1 << 20
 BACKOFF = Backoff(0.02, 0.2)
 MINIMUM_VERSION = (7, 0)
 
@@ -69,17 +57,17 @@ class _Errors:
 
 
 # The server is starting: it answers, so it is not down.
-_LOADING = _Errors((BusyLoadingError,), ("LOADING",))
+_LOADING = _Errors((exceptions.BusyLoadingError,), ("LOADING",))
 # The same call may succeed later. InvalidResponse comes from a proxy without its store, or was cut off.
 _TRANSIENT = _Errors(
     (
-        AskError,
-        ClusterDownError,
-        ConnectionError,
-        InvalidResponse,
-        ReadOnlyError,
-        TimeoutError,
-        TryAgainError,
+        exceptions.AskError,
+        exceptions.ClusterDownError,
+        exceptions.ConnectionError,
+        exceptions.InvalidResponse,
+        exceptions.ReadOnlyError,
+        exceptions.TimeoutError,
+        exceptions.TryAgainError,
     ),
     (
         *_LOADING.answers,
@@ -96,7 +84,12 @@ _TRANSIENT = _Errors(
 # The same call will never succeed: a wrong password (also a ConnectionError), a missing right, a server
 # without functions, a server that accepts only short calls without a login.
 _REFUSED = _Errors(
-    (AuthenticationError, AuthenticationWrongNumberOfArgsError, AuthorizationError, NoPermissionError),
+    (
+        exceptions.AuthenticationError,
+        exceptions.AuthenticationWrongNumberOfArgsError,
+        exceptions.AuthorizationError,
+        exceptions.NoPermissionError,
+    ),
     (
         "unknown command",
         "ACL failure in script",
@@ -104,6 +97,62 @@ _REFUSED = _Errors(
         "Protocol error: unauthenticated",
     ),
 )
+
+
+class _Call(threading.local):
+    """The deadline of the call that this thread is making. A socket's timeout bounds only a single read."""
+
+    until_s = float("inf")
+
+    def check(self) -> None:
+        if time.monotonic() > self.until_s:
+            raise TimeoutError("the reply was not complete at the deadline of the call")
+
+
+_call = _Call()
+
+
+@contextlib.contextmanager
+def bounded(until_s: float) -> Iterator[None]:
+    """Reads of this thread raise TimeoutError after `until_s` (monotonic), or later while bytes arrive."""
+    before_s, _call.until_s = _call.until_s, until_s
+    try:
+        yield
+    finally:
+        _call.until_s = before_s
+
+
+class _Socket:
+    """A socket whose reads obey the deadline of the call."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def recv_into(self, *arguments: Any) -> int:
+        _call.check()
+        count: int = self._plain.recv_into(*arguments)
+        _call.until_s += count / SLOWEST_BYTES_PER_S
+        return count
+
+    def recv(self, *arguments: Any) -> bytes:
+        _call.check()
+        data: bytes = self._plain.recv(*arguments)
+        _call.until_s += len(data) / SLOWEST_BYTES_PER_S
+        return data
+
+
+@cache
+def bounded_kind(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a redis-py connection class whose sockets obey the deadline of the call."""
+
+    class Bounded(kind):  # type: ignore[misc]
+        def _connect(self) -> Any:
+            return _Socket(super()._connect())
+
+    return Bounded
 
 
 class StoreConnection:

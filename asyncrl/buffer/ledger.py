@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from asyncrl.errors import CheckpointError
@@ -59,14 +59,8 @@ class Ledger:
         return sum(self.rejected.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "watermark": self.watermark,
-            "above": sorted(self.above),
-            "takes": self.takes,
-            "chain": self.chain,
-            "trained": self.trained,
-            "rejected": dict(self.rejected),
-        }
+        values = {known.name: getattr(self, known.name) for known in fields(Ledger)}
+        return values | {"above": sorted(self.above), "rejected": dict(self.rejected)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

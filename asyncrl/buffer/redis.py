@@ -53,6 +53,7 @@ class RedisBuffer:
         self, connection: StoreConnection, run: str, rules: BufferRules, *, lane: str = "train"
     ) -> None:
         self._connection = connection
+        self._where = f"store {connection.url}"
         self._rules = rules
         self._tag = hash_tag(run, lane)
         self._keys = keys_of(self._tag)
@@ -111,12 +112,19 @@ class RedisBuffer:
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         above = _text(sorted(ledger.above))
-        state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above, str(history))
+        state = (
+            ledger.takes,
+            ledger.chain,
+            version,
+            limit,
+            ledger.watermark,
+            above,
+            str(history),
+            self._lease_ms,
+        )
         known, is_first = self._epoch, int(not self._epoch)
         for _ in range(MOST_RIVALS):
-            call = partial(
-                self._reload_and_call, arguments=(known, self._owner, is_first, *state, self._lease_ms)
-            )
+            call = partial(self._reload_and_call, arguments=(known, self._owner, is_first, *state))
             status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":
                 self._epoch = epoch
@@ -137,17 +145,14 @@ class RedisBuffer:
         frames: list[Any] = self._connection.call(lambda client: self._fetch(client, keys), tag=self._tag)
         missing = [i for i, frame in zip(ids, frames, strict=True) if frame is None]
         if missing:
-            raise BufferGap(f"store {self._connection.url} has no frame of ids {missing}; recover")
+            raise BufferGap(f"{self._where} has no frame of ids {missing}; recover")
         return [frame for frame in frames if frame is not None]
 
     def reject_frame(
         self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
     ) -> Take:
-        digest, attempts = sha1_of(frame), 0 if final else self._rules.max_attempts
-        reply = self._learner(
-            "reject", take.number, take.chain, ticket_id, digest, one_line(reason), attempts
-        )
-        return _take(take.number, reply)
+        rejected = (ticket_id, sha1_of(frame), one_line(reason), 0 if final else self._rules.max_attempts)
+        return _take(take.number, self._learner("reject", take.number, take.chain, *rejected))
 
     def commit(self, number: int, chain: str) -> int:
         return int(self._learner("commit", number, chain)[0])
@@ -180,13 +185,11 @@ class RedisBuffer:
         if status == b"FENCED":
             raise self._fenced(reply[0].decode())
         if status == b"GAP":
-            raise BufferGap(f"store {self._connection.url}: {reply[0].decode()}; recover from the ledger")
+            raise BufferGap(f"{self._where}: {reply[0].decode()}; recover from the ledger")
         return reply
 
     def _fenced(self, found: str) -> BufferFenced:
-        return BufferFenced(
-            f"store {self._connection.url}: {found}; another learner has the run, this one must stop"
-        )
+        return BufferFenced(f"{self._where}: {found}; another learner has the run, this one must stop")
 
     def _call(self, function: str, *arguments: object) -> Any:
         return self._connection.call(lambda client: self._fcall(client, function, arguments), tag=self._tag)
@@ -199,7 +202,7 @@ class RedisBuffer:
         try:
             _load(client)
         except ResponseError as error:  # for example for lack of memory, which the recovery ends
-            log.warning("store %s keeps the functions that it has: %s", self._connection.url, error)
+            log.warning("%s keeps the functions that it has: %s", self._where, error)
         return self._fcall(client, "recover", arguments)
 
     def _put(self, client: redis.Redis, ticket_id: int, frame: bytes) -> Any:
@@ -219,9 +222,7 @@ class RedisBuffer:
         except ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            raise BufferGap(
-                f"store {self._connection.url}: the key of its frames has another type; recover"
-            ) from error
+            raise BufferGap(f"{self._where}: the key of its frames has another type; recover") from error
 
     def _request(self, client: redis.Redis, function: str, arguments: tuple[object, ...]) -> Any:
         return client.fcall(f"asyncrl_{_DIGEST}_{function}", len(self._keys), *self._keys, *arguments)
@@ -232,11 +233,9 @@ class RedisBuffer:
             return request()
         except ResponseError as error:
             if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
-                raise StoreFullError(f"store {self._connection.url} is out of memory: {error}") from error
+                raise StoreFullError(f"{self._where} is out of memory: {error}") from error
             if "WRONGTYPE" in str(error):
-                raise StoreFullError(
-                    f"store {self._connection.url}: a key has another type: {error}"
-                ) from error
+                raise StoreFullError(f"{self._where}: a key has another type: {error}") from error
             if "Function not found" not in str(error):
                 raise
         try:

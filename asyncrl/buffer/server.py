@@ -119,35 +119,32 @@ class StoreServer:
 
     def begin(self) -> None:
         """Start the server without waiting; `comes_up` then watches it. Raises StoreError."""
+        argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
+        self._close_log()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._launch()
+            if self.socket_path.is_dir():  # the server replaces an old socket, but not a directory
+                shutil.rmtree(self.socket_path)
+            self._log = open_log(self._directory / "store.log")
+            self._begun_at = self._log.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env=public_environment(),
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            # Standard input hides the settings; every user of this host can read the arguments.
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(self._settings().encode())
         except OSError as error:
             self.stop()
             raise StoreError(
                 f"{self._binary} cannot be started in {self._directory}: {error}; fix the cause and try again"
             ) from error
         self._loading = Loading()
-
-    def _launch(self) -> None:
-        argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
-        self._close_log()
-        if self.socket_path.is_dir():  # the server replaces an old socket, but not a directory
-            shutil.rmtree(self.socket_path)
-        self._log = open_log(self._directory / "store.log")
-        self._begun_at = self._log.seek(0, os.SEEK_END)
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            env=public_environment(),
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        # Standard input hides the settings; every user of this host can read the arguments.
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(self._settings().encode())
 
     def comes_up(self) -> bool:
         """Whether the server answers yet; call it repeatedly after `begin`.

@@ -77,11 +77,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
         arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
     _check_counts(arrays)
-    _check_finite(
-        arrays,
-        reward_parts=[value for rollout in rollouts for value in rollout.reward_parts.values()],
-        greedy_reward=group.greedy_reward,
-    )
+    reward_parts = [value for rollout in rollouts for value in rollout.reward_parts.values()]
+    _check_finite(arrays, group.greedy_reward, reward_parts)
     meta = {
         "lane": group.lane,
         "ticket_id": group.ticket_id,
@@ -109,7 +106,7 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
     _check_columns(frame.arrays)
     meta = frame.meta
     greedy_reward = _optional(meta, "greedy_reward", float)
-    _check_finite(frame.arrays, greedy_reward=greedy_reward)
+    _check_finite(frame.arrays, greedy_reward)
     try:
         rollouts = _rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts"))
     except (ValueError, IndexError) as error:
@@ -134,15 +131,8 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
         names = {name: dtype.name for name, dtype in found.items()}
         raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}")
     _check_counts(arrays)
-    least = {
-        "prompt_tokens": 0,
-        "response_tokens": 0,
-        "spans": 0,
-        "span_tokens": 0,
-        "answer_bytes": NO_ANSWER,
-    }
-    for name, count in least.items():
-        if (arrays[name] < count).any():
+    for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens", "answer_bytes"):
+        if (arrays[name] < (NO_ANSWER if name == "answer_bytes" else 0)).any():
             raise WireError(f"the group has a negative count in {name}")
     if (arrays["action_mask"] > 1).any():
         raise WireError("the group has an action mask with values other than 0 and 1")
@@ -155,25 +145,18 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
             f"the group has {rollouts} rollouts with {spans} version spans; at most {MAX_ROLLOUTS} and "
             f"{MAX_SPANS} are allowed"
         )
-    if (arrays["answer_bytes"] > MAX_ANSWER_BYTES).any():
-        raise WireError(
-            f"the group has an answer of {arrays['answer_bytes'].max()} bytes; at most {MAX_ANSWER_BYTES} "
-            "are allowed"
-        )
+    most = arrays["answer_bytes"].max(initial=0)
+    if most > MAX_ANSWER_BYTES:
+        raise WireError(f"the group has an answer of {most} bytes; at most {MAX_ANSWER_BYTES} are allowed")
 
 
 def _check_finite(
-    arrays: Mapping[str, NDArray[Any]],
-    *,
-    reward_parts: Sequence[float] = (),
-    greedy_reward: float | None = None,
+    arrays: Mapping[str, NDArray[Any]], greedy_reward: float | None, reward_parts: Sequence[float] = ()
 ) -> None:
-    for name, values in (
-        ("behaviour_logprobs", arrays["behaviour_logprobs"]),
-        ("rewards", arrays["rewards"]),
-        ("reward_parts", np.asarray(reward_parts, dtype=np.float64)),
-        ("greedy_reward", np.asarray(0.0 if greedy_reward is None else greedy_reward)),
-    ):
+    columns = {name: arrays[name] for name in ("behaviour_logprobs", "rewards")}
+    columns["reward_parts"] = np.asarray(reward_parts, dtype=np.float64)
+    columns["greedy_reward"] = np.asarray(0.0 if greedy_reward is None else greedy_reward)
+    for name, values in columns.items():
         if not np.isfinite(values).all():
             raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
 
@@ -205,9 +188,7 @@ def _rollouts(
             version_spans=tuple(map(VersionSpan, *(column[r].tolist() for column in span_columns))),
             finish_reason=finish_reasons[finish[r]],
             reward=rewards[r],
-            reward_parts={
-                part: value for part, value in zip(parts, part_values[r], strict=True) if value == value
-            },
+            reward_parts={part: x for part, x in zip(parts, part_values[r], strict=True) if x == x},
             answer=answers[r].tobytes().decode() if has_answer[r] else None,
         )
         for r in range(count)

@@ -75,12 +75,7 @@ class MessageCodec:
                 f"{name} has unknown fields {sorted(map(str, unknown))}; it has {', '.join(hints)}"
             )
         try:
-            return kind(
-                **{
-                    field: self._lift(value, hints[field], f"{name}.{field}")
-                    for field, value in values.items()
-                }
-            )
+            return kind(**{k: self._lift(v, hints[k], f"{name}.{k}") for k, v in values.items()})
         except (TypeError, ValueError) as error:
             raise WireError(f"{name} cannot be made from these fields: {error}") from error
 
@@ -98,10 +93,7 @@ class MessageCodec:
         if origin is list and isinstance(value, list):
             return [self._lift(item, arguments[0], where) for item in value]
         if origin in (dict, Mapping) and isinstance(value, dict):
-            return {
-                self._lift(name, str, where): self._lift(item, arguments[1], where)
-                for name, item in value.items()
-            }
+            return {self._lift(k, str, where): self._lift(v, arguments[1], where) for k, v in value.items()}
         if hint is float and type(value) in (int, float):
             return self._finite(float(value), hint, where)
         if hint in _PLAIN and type(value) is hint:
@@ -126,10 +118,7 @@ class MessageCodec:
         if isinstance(value, list):
             return [self._plain(item, where, depth + 1) for item in value]
         if isinstance(value, dict):
-            return {
-                self._lift(name, str, where): self._plain(item, where, depth + 1)
-                for name, item in value.items()
-            }
+            return {self._lift(k, str, where): self._plain(v, where, depth + 1) for k, v in value.items()}
         if type(value) is float:
             return self._finite(value, float, where)
         return value if type(value) in _PLAIN else self._refuse(value, Any, where)

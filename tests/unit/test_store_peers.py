@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from asyncrl.buffer import bounded as bounds
 from asyncrl.buffer import connection as module
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.errors import StoreError, StoreRefused
@@ -70,13 +69,13 @@ def test_a_large_answer_may_take_longer_than_its_bound():
     """The bound moves by what has arrived: what a slow network brings is not thrown away."""
     left, right = socket.socketpair()
     with left, right:
-        wrapped = bounds.bounded_kind(type("Kind", (), {"_connect": lambda self: left}))()._connect()
+        wrapped = module.bounded_kind(type("Kind", (), {"_connect": lambda self: left}))()._connect()
         right.sendall(bytes(1000))
         until_s = time.monotonic() + 60.0
-        with bounds.bounded(until_s):
+        with module.bounded(until_s):
             assert wrapped.recv_into(bytearray(1000)) == 1000
-            assert bounds._call.until_s == pytest.approx(until_s + 1000 / bounds.SLOWEST_BYTES_PER_S)
-        with bounds.bounded(time.monotonic() - 1.0), pytest.raises(TimeoutError):
+            assert module._call.until_s == pytest.approx(until_s + 1000 / module.SLOWEST_BYTES_PER_S)
+        with module.bounded(time.monotonic() - 1.0), pytest.raises(TimeoutError):
             wrapped.recv(1)
 
 
