@@ -26,10 +26,7 @@ from asyncrl.telemetry.state import StateReader, read_state
 def run_here(
     config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
 ) -> int:
-    """Run until the training is over or stopped, and return the exit status. Raises RunError.
-
-    `plain` shows lines instead of the dashboard. For `generators` and `join_key` see `commands.up`.
-    """
+    """Run as `commands.up` does until the end or a stop, and return the exit status. Raises RunError."""
     directory = RunDirectory(config.run.directory)
     may_fail, lines = BestEffort(), plain or not Console().is_terminal
     saved = None if fresh else read_saved(directory)

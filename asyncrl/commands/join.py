@@ -54,8 +54,7 @@ def joined(
 ) -> Iterator[StartedRun]:
     """Start `count` generators that leave when the run is over. Raises RunError.
 
-    `report` gets the reason for waiting while the run is not up, at most `wait_s`. For `allowed` see
-    `commands.allowance`.
+    `report` gets the reason for waiting, at most `wait_s`. For `allowed` see `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
     own_keys = is_given(os.environ)

@@ -69,8 +69,7 @@ def started(
 ) -> Iterator[StartedRun]:
     """Start a run, or resume it from the checkpoint `saved`. Raises RunError.
 
-    With `console` the supervisor also logs to standard error. The key for generators elsewhere is also
-    written to `join_key`.
+    With `console` the supervisor also logs to standard error. `join_key` gets a copy of the generators' key.
     """
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     with ExitStack() as stack:
@@ -223,7 +222,7 @@ def generator_maker(
 ) -> Callable[[int, int], ProcessSpec]:
     """Return a function (index, number of generators) -> a generator's process.
 
-    The generators share this machine with `learner_ranks` learner ranks; by default with all of them.
+    `learner_ranks` is the number of ranks on the same machine; by default all of them.
     """
     ranks = config.learner.ranks if learner_ranks is None else learner_ranks
     width, gpus = config.generator.tensor_parallel, count_gpus()
