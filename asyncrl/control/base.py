@@ -129,33 +129,6 @@ class MemberStatus:
     metrics: Mapping[str, float]
 
 
-class LearnerControl(Protocol):
-    """The learner's side of the control plane."""
-
-    def announce(self, version: int) -> None:
-        """Bring every generator to the newly published version; a newer version replaces an older one."""
-        ...
-
-    def check(self) -> None:
-        """Raise ControlError if the control plane has broken down. Cheap."""
-        ...
-
-    def members(self) -> list[MemberStatus]:
-        """The generators that have joined and have neither left nor died."""
-        ...
-
-    def counters(self) -> Mapping[str, float]:
-        """Counts of joined and dead generators, updates, senders and messages, and the last `probe_max`."""
-        ...
-
-    def stop(self, reason: str, *, farewell: bool = True) -> None:
-        """End the thread and the senders; with `farewell`, also end the generators.
-
-        Without `farewell`, generators continue, and join the next learner at the same endpoint.
-        """
-        ...
-
-
 class GeneratorControl(Protocol):
     """The generator's side of the control plane."""
 

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 # Heartbeats without an answer after which the learner counts as lost.
 _SILENT_BEATS = 3
 _RETRY_S = 0.05
-_IDENTITY_BYTES = 16
 _FLUSH_MS = 500
 
 
@@ -80,15 +79,14 @@ class ControlClient:
         self._task.add_done_callback(lambda _: self._arrived.set())
         try:
             return await asyncio.wait_for(asyncio.shield(self._answer), self._join_s)
-        except TimeoutError as error:
+        except (TimeoutError, ControlError) as error:
             await self.leave()
+            if isinstance(error, ControlError):
+                raise
             raise ControlError(
                 f"control plane: no learner answered at {self._endpoint} within {self._join_s:g} s; "
                 "check that it runs and listens there, and that this generator has the secret of this run"
             ) from error
-        except ControlError:
-            await self.leave()
-            raise
 
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
@@ -105,7 +103,7 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         # A secret identity, so that no other process can send messages in the name of this generator.
-        self._socket.setsockopt(zmq.IDENTITY, os.urandom(_IDENTITY_BYTES).hex().encode())
+        self._socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
         self._socket.connect(self._endpoint)
 
     async def next_order(self) -> UpdateOrder | Stop:

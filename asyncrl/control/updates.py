@@ -92,7 +92,7 @@ class _Member:
 
 @dataclass(slots=True)
 class UpdateSchedule:
-    """The updates of all generators. Every method returns the actions to carry out now; time is passed in."""
+    """The updates of all generators. Methods return the actions to carry out now; time is passed in."""
 
     # The preferred transport; see `common_transport`.
     transport: str
@@ -146,16 +146,11 @@ class UpdateSchedule:
         member.phase, member.target, member.until_s = Phase.UPDATING, order.weights, now_s + self.deadline_s
         return [Deliver(holder, order)]
 
-    def sent(self, holder: str, now_s: float) -> list[Action]:
+    def sent(self, holder: str, now_s: float) -> None:
         """The transfer is complete; the generator now has `deadline_s` to apply the weights."""
         member = self.members.get(holder)
         if member is not None and member.phase is Phase.UPDATING:
             member.until_s = now_s + self.deadline_s
-        return []
-
-    def sender_failed(self, holder: str, now_s: float) -> list[Action]:
-        """The sender reported a failure, died, or could not be started."""
-        return self._fail(holder, now_s)
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""
@@ -169,7 +164,7 @@ class UpdateSchedule:
         if not report.applied:
             if report.probe_max > 0:  # otherwise the weights did not arrive
                 member.refused, member.reason = member.refused + 1, report.reason
-            return self._fail(holder, now_s)
+            return self.fail(holder, now_s)
         self.updates += 1
         member.refused = 0
         member.phase, member.version, member.failures, member.until_s = Phase.IDLE, report.version, 0, now_s
@@ -187,7 +182,7 @@ class UpdateSchedule:
     def tick(self, now_s: float) -> list[Action]:
         """Apply the deadlines and back-offs that have passed by `now_s`."""
         late = [h for h, m in self.members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
-        actions = [action for holder in late for action in self._fail(holder, now_s)]
+        actions = [action for holder in late for action in self.fail(holder, now_s)]
         return actions + self._begin_all(now_s)
 
     def postpone(self, holder: str) -> None:
@@ -210,7 +205,8 @@ class UpdateSchedule:
         member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
         return [Prepare(holder, member.next_transport)]
 
-    def _fail(self, holder: str, now_s: float) -> list[Action]:
+    def fail(self, holder: str, now_s: float) -> list[Action]:
+        """The update failed or is late, or the sender died or could not be started."""
         member = self.members.get(holder)
         if member is None or not member.has_sender:
             return []

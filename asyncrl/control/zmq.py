@@ -1,6 +1,4 @@
-"""The learner's side of the control plane: one thread that owns membership, senders and update schedule.
-
-In the learner process, rank 0:
+"""The learner's side of the control plane: one thread, in rank 0, owns membership, senders and schedule.
 
     publisher = SharedMemoryPublisher(layout, ...)
     hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo", ...)
@@ -28,7 +26,7 @@ from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen
-from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership, holder_name
+from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
 from asyncrl.control.messages import CODEC, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
@@ -50,7 +48,7 @@ MAX_GREETED = 64
 
 
 class ControlHub:
-    """Implements `control.base.LearnerControl`; the module's docstring shows its use."""
+    """The learner's connection to its generators; the module's docstring shows its use."""
 
     def __init__(
         self,
@@ -72,8 +70,7 @@ class ControlHub:
         """Bind the endpoint and start the thread. Raises ControlError if `endpoint` cannot be used.
 
         Args:
-            endpoint: ipc://PATH, or tcp://ADDRESS:PORT with the address of one interface of this host, which
-                the publisher gets as well; tcp:// needs `keys`.
+            endpoint: ipc://PATH, or tcp://ADDRESS:PORT of one interface, as for the publisher, with `keys`.
             release, config_hash, host_digest, rows: a generator whose `Hello` has others is refused.
             on_dead: revokes the leases of a generator (by holder name) that died or was replaced; called in a
                 thread of its own. Its failure is logged, because leases expire anyway.
@@ -119,25 +116,32 @@ class ControlHub:
     # --- called by the learner, from any thread ---------------------------------------------------
 
     def announce(self, version: int) -> None:
+        """Bring every generator to the newly published version; a newer version replaces an older one."""
         self.check()
         self._announced = version
         self._wake_up()
 
     def check(self) -> None:
+        """Raise ControlError if the control plane has broken down, or no generator accepts updates. Cheap."""
         if self._failure is not None:
-            raise ControlError(
-                f"the control thread died: {self._failure!r}; its traceback is in the log"
-            ) from self._failure
+            died = f"the control thread died: {self._failure!r}; its traceback is in the log"
+            raise ControlError(died) from self._failure
         if self._hopeless is not None:
             raise UpdatesRefused(self._hopeless)
 
     def members(self) -> list[MemberStatus]:
+        """The generators that have joined and have neither left nor died."""
         return list(self._statuses)
 
     def counters(self) -> Mapping[str, float]:
+        """Counts since the start, and `probe_max` of the last update that has one."""
         return dict(self._counters)
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
+        """End the thread and the senders; with `farewell`, also the generators.
+
+        Without it, they continue, and join the next learner at the same endpoint.
+        """
         self._farewell = farewell
         self._stop_reason = reason
         self._wake_up()
@@ -177,7 +181,7 @@ class ControlHub:
         now_s = time.monotonic()
         for holder, sender in self._live_senders().items():
             for reply in sender.replies():
-                self._carry_out(self._handle_reply(holder, reply, now_s))
+                self._handle_reply(holder, reply, now_s)
         for holder in self._membership.expire(self._attention.now_s):
             log.warning("generator %s has been silent too long and is counted dead", holder)
             self._remove_dead(holder)
@@ -245,39 +249,37 @@ class ControlHub:
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
             raise WireError(f"{MAX_GREETED} newcomers have no sender yet; {holder} must send another hello")
         transport, offered = self._schedule.common_transport(hello.transports), ", ".join(hello.transports)
-        answer: Joined | AlreadyMember | Deferred | Refused
+        refused = None
         if transport is None:
-            answer = Refused(
+            refused = Refused(
                 reason=f"the generator receives weights over {offered or 'nothing'}, the learner sends over "
                 f"{self._schedule.transport}; set the same weights.transport for both"
             )
-        else:
-            answer = self._membership.hello(hello, self._attention.now_s)
-        if isinstance(answer, Refused):
-            log.warning("generator %s was refused: %s", holder, answer.reason)
-            self._answer(peer, answer)
-        elif isinstance(answer, AlreadyMember):
-            self._send(holder, Welcome(version=self._schedule.newest))
-            self._start_sender(holder, now_s)
-        elif isinstance(answer, Joined):
-            log.info("generator %s joined with version %d", holder, hello.version)
-            if (dead := answer.replaced) is not None:
-                log.warning("generator %s has been replaced by %s and is counted dead", dead, holder)
-                self._remove_dead(dead)
-            self._peers.bind(peer, holder, now_s)
-            self._greeted[holder] = hello
-            self._send(holder, Welcome(version=self._schedule.newest))
-            if transport != self._schedule.transport:
-                log.warning(
-                    "generator %s can receive over %s, but not over %s: its weights go over %s, which is "
-                    "slower; start it with the learner's weights.transport, on a device that has it",
-                    *(holder, offered, self._schedule.transport, transport),
-                )
+        match answer := refused or self._membership.hello(hello, self._attention.now_s):
+            case Refused(reason=reason):
+                log.warning("generator %s was refused: %s", holder, reason)
+                self._answer(peer, answer)
+            case AlreadyMember():
+                self._send(holder, Welcome(version=self._schedule.newest))
+                self._start_sender(holder, now_s)
+            case Joined(replaced=dead):
+                log.info("generator %s joined with version %d", holder, hello.version)
+                if dead is not None:
+                    log.warning("generator %s has been replaced by %s and is counted dead", dead, holder)
+                    self._remove_dead(dead)
+                self._peers.bind(peer, holder, now_s)
+                self._greeted[holder] = hello
+                self._send(holder, Welcome(version=self._schedule.newest))
+                if transport != self._schedule.transport:
+                    log.warning(
+                        "generator %s can receive over %s, but not over %s: its weights go over %s, which is "
+                        "slower; start it with the learner's weights.transport, on a device that has it",
+                        *(holder, offered, self._schedule.transport, transport),
+                    )
 
     def _start_sender(self, holder: str, now_s: float) -> None:
         """Start the sender of a member that has answered the welcome, unless it has one."""
-        hello = self._greeted.pop(holder, None)
-        if hello is None:
+        if (hello := self._greeted.pop(holder, None)) is None:
             return
         try:
             self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
@@ -298,13 +300,15 @@ class ControlHub:
         finally:
             self._carry_out(self._schedule.reported(holder, report, now_s))
 
-    def _handle_reply(self, holder: str, reply: UpdateOrder | Sent | Failed, now_s: float) -> list[Action]:
-        if isinstance(reply, UpdateOrder):
-            return self._schedule.prepared(holder, reply, now_s)
-        if isinstance(reply, Sent):
-            return self._schedule.sent(holder, now_s)
-        log.warning("sender of generator %s failed: %s", holder, reply.reason)
-        return self._schedule.sender_failed(holder, now_s)
+    def _handle_reply(self, holder: str, reply: UpdateOrder | Sent | Failed, now_s: float) -> None:
+        match reply:
+            case UpdateOrder():
+                self._carry_out(self._schedule.prepared(holder, reply, now_s))
+            case Sent():
+                self._schedule.sent(holder, now_s)
+            case Failed(reason=reason):
+                log.warning("sender of generator %s failed: %s", holder, reason)
+                self._carry_out(self._schedule.fail(holder, now_s))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -317,14 +321,14 @@ class ControlHub:
                     if self._send(holder, order):
                         sender.transfer()
                     else:
-                        self._carry_out(self._schedule.sender_failed(holder, time.monotonic()))
+                        self._carry_out(self._schedule.fail(holder, time.monotonic()))
                 case RestartSender(holder):
                     self._killed += 1
                     try:
                         sender.restart()
                     except OSError as error:
                         self._warn_not_started(holder, error)
-                        self._carry_out(self._schedule.sender_failed(holder, time.monotonic()))
+                        self._carry_out(self._schedule.fail(holder, time.monotonic()))
                 case CloseSender(holder):
                     sender.close()
                     del self._senders[holder]
@@ -343,17 +347,17 @@ class ControlHub:
         self._carry_out(self._schedule.remove(holder))
 
     def _remove_dead(self, holder: str) -> None:
+        def revoke() -> None:
+            try:
+                self._on_dead(holder)
+            except AsyncRLError:
+                log.exception("the leases of %s could not be revoked; they expire anyway", holder)
+
         self._remove(holder)
         try:
-            self._revoker.submit(self._revoke, holder)
+            self._revoker.submit(revoke)
         except RuntimeError as error:  # the host cannot start the thread, which starts with the first call
             log.warning("the leases of %s are not revoked (%s); they expire anyway", holder, error)
-
-    def _revoke(self, holder: str) -> None:
-        try:
-            self._on_dead(holder)
-        except AsyncRLError:
-            log.exception("the leases of %s could not be revoked; they expire anyway", holder)
 
     def _send(self, holder: str, message: Any) -> bool:
         """Send to a member; False if it cannot be reached at this moment."""

@@ -221,9 +221,9 @@ def test_every_phase_has_its_deadline():
 def test_a_sender_that_dies_idle_is_replaced_without_a_failed_update():
     schedule = make()
     joined(schedule, "a")
-    assert schedule.sender_failed("a", 0.0) == []
+    assert schedule.fail("a", 0.0) == []
     assert not schedule.has_sender("a")
-    assert schedule.sender_failed("a", 0.1) == []
+    assert schedule.fail("a", 0.1) == []
     assert schedule.tick(0.2) == []
     assert schedule.announce(1, 0.3) == [RestartSender("a")]
     assert schedule.has_sender("a")
@@ -234,11 +234,11 @@ def test_a_sender_that_dies_idle_is_replaced_without_a_failed_update():
 def test_a_sender_that_dies_at_each_start_is_started_ever_more_rarely():
     schedule, starts_s = make(), []
     joined(schedule, "a")
-    schedule.sender_failed("a", 0.0)
+    schedule.fail("a", 0.0)
     for tenths in range(3_000):
         if RestartSender("a") in schedule.tick(tenths / 10):
             starts_s.append(tenths / 10)
-            schedule.sender_failed("a", tenths / 10)
+            schedule.fail("a", tenths / 10)
     pauses_s = [round(later - earlier, 3) for earlier, later in pairwise(starts_s)]
     assert pauses_s == sorted(pauses_s)
     assert 10 <= len(starts_s) <= 20
@@ -249,7 +249,7 @@ def test_a_day_of_failures_is_no_failure_of_the_schedule():
     schedule = make()
     joined(schedule, "a")
     for failures in range(3_000):
-        schedule.sender_failed("a", 31.0 * failures)
+        schedule.fail("a", 31.0 * failures)
         assert RestartSender("a") in schedule.tick(31.0 * (failures + 1) - 0.5)
 
 
@@ -335,7 +335,7 @@ class World:
             case "prepared" if busy and busy[0] == "preparing":
                 self.obey(self.schedule.prepared(holder, order(busy[1]), self.now_s), holder)
             case "sent" if busy and busy[0] == "transferring":
-                self.obey(self.schedule.sent(holder, self.now_s), holder)
+                self.schedule.sent(holder, self.now_s)
             case "applied" if busy and busy[0] == "transferring":
                 assert busy[1] >= self.applied[holder], "a version went backwards"
                 self.applied[holder] = busy[1]
@@ -345,7 +345,7 @@ class World:
                 self.obey(self.schedule.reported(holder, failed(busy[1]), self.now_s), holder)
             case "died" if holder in self.senders:
                 self.down.add(holder)
-                self.obey(self.schedule.sender_failed(holder, self.now_s), holder)
+                self.obey(self.schedule.fail(holder, self.now_s), holder)
             case "tick":
                 self.obey(self.schedule.tick(self.now_s))
 
