@@ -161,8 +161,9 @@ class WatchedStaging(GlooStaging):
 class Endless:
     """A buffer with always one more ticket, until the generator is told to leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_fail: bool) -> None:
         self.closed = False
+        self._may_fail = may_fail
         self.put_tokens = 0
         self._next = 0
 
@@ -175,6 +176,10 @@ class Endless:
 
     def renew(self, holder: str, ids: object) -> None: ...
     def give_back(self, holder: str, ids: object) -> None: ...
+
+    def fail(self, holder: str, ticket_id: int, reason: str, tombstone: bytes) -> bool:
+        assert self._may_fail, reason
+        return False
 
     def put(self, holder: str, ticket_id: int, frame: bytes) -> PutOutcome:
         self.put_tokens += 1
@@ -213,7 +218,9 @@ def generator(endpoint: str, name: str, seed: int, pipe: Connection, options: di
 
 
 async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, options: dict[str, Any]) -> None:
-    told, rng, buffer, nothing = Told(pipe), random.Random(seed), Endless(), Nothing()
+    told, rng, nothing = Told(pipe), random.Random(seed), Nothing()
+    # An engine that never pauses also samples between two versions, and such rollouts are refused.
+    buffer = Endless(may_fail=options.get("never_pauses", False))
     engine = WeighedEngine(told, rng, options)
     client = WatchedClient(endpoint, heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S, join_s=WAIT_S)
     client.told = told

@@ -2,6 +2,7 @@
 was not."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.run.checkpoint import EXPORT
 from tests.support.models import tiny_qwen2
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks, forked_ranks
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.integration
 
 
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+@pytest.fixture(scope="module")
+def learner() -> Iterator[Ranks]:
+    with forked_ranks() as learner:
+        yield learner
 
 
 @pytest.mark.parametrize(
@@ -25,18 +29,18 @@ def slow(*values: object) -> Any:
     [(1, 0, "float32"), slow(2, 0, "float32"), (2, 2, "float32"), slow(2, 3, "bfloat16")],
 )
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
-    tmp_path: Path, ranks: int, stage: int, dtype: str
+    learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str
 ) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype, "critic": True, "reference": True}
     saved = base | {"store": str(store)}
-    first = run_ranks(
+    first = learner.run(
         ranks,
         model,
         [base | {"name": "whole", "steps": [0, 4]}, saved | {"name": "begun", "steps": [0, 2]}],
         tmp_path / "first",
     )
-    second = run_ranks(ranks, model, [saved | {"name": "resumed", "steps": [2, 4]}], tmp_path / "second")
+    second = learner.run(ranks, model, [saved | {"name": "resumed", "steps": [2, 4]}], tmp_path / "second")
 
     (whole, whole_report), (begun, begun_report), (resumed, report) = (
         first["whole"],
@@ -71,11 +75,11 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
 
 
 @pytest.mark.slow
-def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Path) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store)}
     full = {"critic": True, "reference": True}
-    run_ranks(1, model, [base | full | {"name": "begun", "steps": [0, 1]}], tmp_path / "first")
+    learner.run(1, model, [base | full | {"name": "begun", "steps": [0, 1]}], tmp_path / "first")
     written = json.loads((store / "step-000001" / "trainer.json").read_text())
     assert written == {
         "ranks": 1,
@@ -88,13 +92,13 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(
             AssertionError, match=f"ConfigError: .*{found}.*resume with the same learner.ranks"
         ):
-            run_ranks(
+            learner.run(
                 ranks,
                 model,
                 [base | models | {"name": "resumed", "steps": [1, 2]}],
                 tmp_path / f"second {found}",
             )
-    run_ranks(
+    learner.run(
         1,
         model,
         [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
@@ -106,7 +110,7 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     ("ranks", "stage", "dtype"), [(1, 0, "float32"), slow(2, 2, "float32"), slow(2, 3, "bfloat16")]
 )
 def test_a_resumed_optimizer_has_the_numbers_of_today(
-    tmp_path: Path, ranks: int, stage: int, dtype: str
+    learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str
 ) -> None:
     """Loaded and not: the learning rate, its warm-up and the rest are those of the config that resumes."""
     model, base = (
@@ -117,12 +121,12 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
         base | {"store": str(tmp_path / "store")},
         {"lr": 1e-30, "weight_decay": 0.0, "warmup_steps": 5, "eps": 1e-3},
     )
-    run_ranks(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")
+    learner.run(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")
     scenarios = [
         saved | {"name": "none", "steps": [2, 2]},
         saved | {"name": "still", "steps": [2, 4], "optimizer": still},
     ]
-    results = run_ranks(ranks, model, scenarios, tmp_path / "second")
+    results = learner.run(ranks, model, scenarios, tmp_path / "second")
     tensors, report = results["still"]
     assert all(torch.equal(tensor, results["none"][0][name]) for name, tensor in tensors.items()), (
         "steps of 1e-30 change nothing"
@@ -138,7 +142,7 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
 def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(
-    tmp_path: Path, ranks: int, stage: int
+    learner: Ranks, tmp_path: Path, ranks: int, stage: int
 ) -> None:
     """Every file is the first that does not fit: the ranks still meet in every collective."""
     limits = [1, 3_000, 20_000, 200_000]
@@ -150,20 +154,22 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(
         "limits": limits,
         "critic": True,
     }
-    errors = run_ranks(ranks, tiny_qwen2(tmp_path / "model"), [scenario], tmp_path / "out")["full"][1]
+    errors = learner.run(ranks, tiny_qwen2(tmp_path / "model"), [scenario], tmp_path / "out")["full"][1]
     assert len(errors) >= 3 and all(
         f"rank {ranks - 1}:" in error and "could not be written" in error for error in errors
     )
     assert not list((tmp_path / "store").glob(".writing-*"))
 
 
-def test_a_frozen_reference_is_not_saved_and_may_be_switched_on_and_off(tmp_path: Path) -> None:
+def test_a_frozen_reference_is_not_saved_and_may_be_switched_on_and_off(
+    learner: Ranks, tmp_path: Path
+) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store), "decay": None}
-    run_ranks(1, model, [base | {"name": "begun", "steps": [0, 1], "reference": True}], tmp_path / "first")
+    learner.run(1, model, [base | {"name": "begun", "steps": [0, 1], "reference": True}], tmp_path / "first")
     assert not (store / "step-000001" / "reference").exists()
     scenarios = [base | {"name": f"resumed {on}", "steps": [1, 2], "reference": on} for on in (True, False)]
-    results = run_ranks(1, model, scenarios, tmp_path / "second")
+    results = learner.run(1, model, scenarios, tmp_path / "second")
     loaded = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     tensors = results["resumed True"][0]
     assert all(

@@ -8,8 +8,6 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -23,10 +21,14 @@ from asyncrl.control.client import ControlClient
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
+from asyncrl.weights import publisher
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.sender_process import ForkServer
+from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
+from tests.support.forks import fork_server
 
 pytestmark = pytest.mark.integration
 
@@ -108,29 +110,23 @@ class Learner:
 
 
 class Generator:
-    def __init__(self, learner, name, **options):
+    def __init__(self, forks, learner, name, **options):
         self.layout = learner.layout
         options = {"secret": KEYS.secret.hex()} | options
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.generator_stand_in",
-                learner.hub.endpoint,
-                name,
-                json.dumps(options),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.output, theirs = forks.Pipe(duplex=False)
+        with theirs:
+            self.process = forks.Process(
+                target=generator_stand_in.work, args=(learner.hub.endpoint, name, options, theirs)
+            )
+            self.process.start()
         self.lines = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
     def _read(self):
-        for line in self.process.stdout:
-            self.lines.put(json.loads(line))
+        with open(self.output.fileno(), closefd=False) as lines:
+            for line in lines:
+                self.lines.put(json.loads(line))
 
     def expect(self, key, value=None, timeout_s=30.0):
         """The next line with `key` (and value); transfers on the way must have been whole."""
@@ -143,17 +139,39 @@ class Generator:
                 return line
 
     def signal(self, number):
-        self.process.send_signal(number)
+        os.kill(self.process.pid, number)
 
     def close(self):
         self.process.kill()
-        self.process.wait(10)
+        self.process.join()
         self.reader.join(10)
-        self.process.stdout.close()
+        self.output.close()
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with fork_server("tests.support.generator_stand_in") as forks:
+        yield forks
+
+
+class SharedForkServer(ForkServer):
+    """Forks the senders of all learners here, as it takes long to start. Those of tests/integration/test_senders.py
+    have their own."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def sender_forks():
+    shared = SharedForkServer()
+    yield shared
+    ForkServer.close(shared)
 
 
 @pytest.fixture
-def stage(tmp_path):
+def stage(tmp_path, monkeypatch, forks, sender_forks):
+    monkeypatch.setattr(publisher, "ForkServer", lambda: sender_forks)
     learners, generators = [], []
 
     def learner(*args, **kwargs):
@@ -161,7 +179,7 @@ def stage(tmp_path):
         return learners[-1]
 
     def generator(*args, **kwargs):
-        generators.append(Generator(*args, **kwargs))
+        generators.append(Generator(forks, *args, **kwargs))
         return generators[-1]
 
     yield learner, generator
@@ -191,7 +209,8 @@ def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage,
     learner.hub.stop("enough")
     for generator in (first, late):
         generator.expect("stopped", "enough")
-        assert generator.process.wait(10) == 0
+        generator.process.join(60)
+        assert generator.process.exitcode == 0
     assert learner.dead == []
 
 
@@ -397,11 +416,14 @@ def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_
     learner.wait_for(lambda *_: learner.dead == ["a:one"])
 
 
+def hello_of(name):
+    return Hello(generator_id=name, incarnation="i", release="1.0", config_hash="abc", version=0)
+
+
 async def pass_by(endpoint, name, *, says_goodbye):
     """Join, receive one version, and go."""
     client = ControlClient(endpoint, heartbeat_s=0.2, timeout_s=5.0)
-    hello = Hello(generator_id=name, incarnation="i", release="1.0", config_hash="abc", version=0)
-    await client.join(hello)
+    await client.join(hello_of(name))
     order = await asyncio.wait_for(client.next_order(), 60.0)
     assert await asyncio.to_thread(receiving.receive, order) == byte_sum(SMALL, order.version)
     await client.report(UpdateReport(version=order.version, applied=True))
@@ -453,17 +475,6 @@ def test_an_endpoint_that_is_open_to_all_or_impossible_is_refused(stage, endpoin
 
 
 def test_nobody_answers(tmp_path):
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.generator_stand_in",
-            f"ipc://{tmp_path}/none",
-            "a",
-            '{"join_s": 1.0}',
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "no learner answered" in process.stdout
+    client = ControlClient(f"ipc://{tmp_path}/none", heartbeat_s=0.2, timeout_s=5.0, join_s=1.0)
+    with pytest.raises(ControlError, match="no learner answered"):
+        asyncio.run(client.join(hello_of("a")))

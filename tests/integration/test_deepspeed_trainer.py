@@ -1,7 +1,7 @@
 """The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every
 ZeRO stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_qwen2
-from tests.support.ranks import Ranks, resident_ranks
+from tests.support.ranks import Ranks, forked_ranks
+from tests.support.tiers import slow
 from tests.support.trainer_worker import sequences, tokens_of
 
 pytestmark = pytest.mark.integration
 
-Start = Callable[[int], Ranks]
 CUTS = {
     "whole": [[[0, 1, 2, 3, 4, 5, 6]]],
     "cut": [[[3], [0, 6, 1], [], [2, 4, 5]]],
@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks_of() -> Iterator[Start]:
-    with resident_ranks() as ranks_of:
-        yield ranks_of
+def learner() -> Iterator[Ranks]:
+    with forked_ranks() as learner:
+        yield learner
 
 
 def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
@@ -56,11 +56,9 @@ def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tied"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), slow(2, False)])
 def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
-    ranks_of: Start, tmp_path: Path, ranks: int, tied: bool
+    learner: Ranks, tmp_path: Path, ranks: int, tied: bool
 ) -> None:
     model = tiny_qwen2(tmp_path / "model", tied=tied)
     expected, loss = oracle(model)
@@ -72,7 +70,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
     ]
     scenarios.append(scenarios[-1] | {"name": "checkpointing", "checkpointing": True})
     norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
-    for name, (gradients, report) in ranks_of(ranks).run(model, scenarios, tmp_path).items():
+    for name, (gradients, report) in learner.run(ranks, model, scenarios, tmp_path).items():
         assert report["names"] == list(expected), name
         for parameter, gradient in expected.items():
             torch.testing.assert_close(
@@ -90,7 +88,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
-    ranks_of: Start, model: Path, tmp_path: Path, ranks: int
+    learner: Ranks, model: Path, tmp_path: Path, ranks: int
 ) -> None:
     scenarios = [
         {
@@ -104,7 +102,7 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
         for stage, dtype in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")]
         for bad in ("never", "nan", "inf", "gradient")
     ]
-    results = ranks_of(ranks).run(model, scenarios, tmp_path)
+    results = learner.run(ranks, model, scenarios, tmp_path)
     for scenario in scenarios:
         if not scenario["with_bad"]:
             continue
@@ -127,13 +125,13 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logprobs_reference_score_and_broadcast(
-    ranks_of: Start, model: Path, tmp_path: Path, ranks: int
+    learner: Ranks, model: Path, tmp_path: Path, ranks: int
 ) -> None:
     scenarios = [
         {"run": "surface", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (0, "bfloat16"), (3, "bfloat16")]
     ]
-    results = ranks_of(ranks).run(model, scenarios, tmp_path)
+    results = learner.run(ranks, model, scenarios, tmp_path)
     for name, (tensors, report) in results.items():
         assert torch.equal(tensors["before"], tensors["reference"]), name
         assert torch.equal(tensors["still"], tensors["reference"]), name
@@ -147,11 +145,11 @@ def test_logprobs_reference_score_and_broadcast(
         assert results[name][1]["score"] == pytest.approx(results["0 float32"][1]["score"], abs=1e-5)
 
 
-def test_score_is_the_stock_models_at_temperature_one(ranks_of: Start, tmp_path: Path) -> None:
+def test_score_is_the_stock_models_at_temperature_one(learner: Ranks, tmp_path: Path) -> None:
     model, ids = tiny_qwen2(tmp_path / "model"), torch.tensor([[3, 9, 4, 30, 12]])
     # A learning rate this small leaves the weights as they were loaded, to 1e-6.
     scenario = {"run": "surface", "name": "s", "stage": 0, "reference": True, "lr": 1e-9}
-    _, report = ranks_of(1).run(model, [scenario], tmp_path)["s"]
+    _, report = learner.run(1, model, [scenario], tmp_path)["s"]
     table = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=ids)
         .logits[0, :-1]
@@ -162,7 +160,7 @@ def test_score_is_the_stock_models_at_temperature_one(ranks_of: Start, tmp_path:
 
 @pytest.mark.slow
 def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_and_any_budget(
-    ranks_of: Start, model: Path, tmp_path: Path
+    learner: Ranks, model: Path, tmp_path: Path
 ) -> None:
     results: dict[str, tuple[dict[str, Tensor], Any]] = {}
     for ranks, cuts in {1: [(0, 1000), (0, 40)], 2: [(2, 60), (3, 40)], 4: [(3, 60)]}.items():
@@ -176,7 +174,7 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
             }
             for stage, budget in cuts
         ]
-        results |= ranks_of(ranks).run(model, scenarios, tmp_path / str(ranks))
+        results |= learner.run(ranks, model, scenarios, tmp_path / str(ranks))
     (first, (expected, report)), *others = results.items()
     assert report["microbatches"] == 1 < results["1 ranks, stage 0, budget 40"][1]["microbatches"], first
     for name, (found, other) in others:
@@ -189,13 +187,13 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
 
 
 def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(
-    ranks_of: Start, model: Path, tmp_path: Path
+    learner: Ranks, model: Path, tmp_path: Path
 ) -> None:
     scenarios = [
         {"run": "critic", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
     ]
-    for name, (tensors, report) in ranks_of(2).run(model, scenarios, tmp_path).items():
+    for name, (tensors, report) in learner.run(2, model, scenarios, tmp_path).items():
         expected = {"step": [0, ["policy"]], "bad": [1, []], "none": [1, []], "critic_step": [0, ["critic"]]}
         assert report["moved"] == expected, name
         assert report["losses"][-1] < report["losses"][0] / 100, name  # squares: the error falls by 10
@@ -204,13 +202,13 @@ def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_r
 
 
 def test_the_reference_follows_the_policy_as_a_moving_average(
-    ranks_of: Start, model: Path, tmp_path: Path
+    learner: Ranks, model: Path, tmp_path: Path
 ) -> None:
     scenarios = [
         {"run": "reference", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype, "reference": True}
         for stage, dtype in [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
     ]
-    for name, (_, report) in ranks_of(2).run(model, scenarios, tmp_path).items():
+    for name, (_, report) in learner.run(2, model, scenarios, tmp_path).items():
         # bfloat16 has 8 bits, and rounds at random to one of the two neighbours, in every one of the four
         # updates.
         assert report["error"] < (1e-6 if "float32" in name else 0.03), name

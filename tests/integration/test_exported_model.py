@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from asyncrl.results.export import export_model
 from asyncrl.run.directory import RunDirectory
 from tests.support.models import tiny_qwen2
-from tests.support.ranks import run_ranks
+from tests.support.ranks import forked_ranks
 from tests.support.trainer_worker import KEY
 from tests.support.vllm_engines import running_engine
 
@@ -38,7 +38,8 @@ def test_vllm_gives_the_learners_logprobs(tmp_path: Path) -> None:
         "ids": IDS,
         "store": str(directory.checkpoints),
     }
-    _, (before, learner) = run_ranks(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
+    with forked_ranks() as ranks:
+        _, (before, learner) = ranks.run(1, model, [scenario], tmp_path / "ranks", timeout_s=600)["run"]
     export_model(directory, tmp_path / "exported")
 
     with running_engine(tmp_path / "exported") as (runner, engine):

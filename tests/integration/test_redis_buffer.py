@@ -24,9 +24,10 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import shard_names
 from asyncrl.buffer.watch import AuditWatch
+from asyncrl.commands.inspect import audit_run, require_whole
 from asyncrl.config.load import load_config
 from asyncrl.config.store import StoreConfig
-from asyncrl.errors import BufferGap, ForeignRunError, StoreError, StoreRefused
+from asyncrl.errors import BufferGap, ForeignRunError, RunError, StoreError, StoreRefused
 from asyncrl.files import replace_text
 from asyncrl.launch.wiring import eval_lane, train_lane
 from tests.support.buffer_contract import RULES, BufferContract, fill, ids, places, take
@@ -390,10 +391,9 @@ reward: {{functions: [{{function: exact_match}}]}}
     run.mkdir()
     (run / "config.yaml").write_text(text)
     replace_text(run / "run.key", "5" * 64, private=True)
-    argv = [sys.executable, "-m", "asyncrl.cli.main", "audit", str(run), "--store", server.url]
 
     def audit():
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        return audit_run(run, server.url)
 
     config = load_config(run / "config.yaml")
     buffer = train_lane(config, connection)
@@ -406,9 +406,10 @@ reward: {{functions: [{{function: exact_match}}]}}
     fill(buffer, 8)
     now_s = iter(range(0, 1000, 11))
     watch = AuditWatch("training", buffer.audit, clock=lambda: float(next(now_s)))
-    assert audit().returncode == 0
+    require_whole(audit())
     connection.client.zrem(f"{{audited:{shard_names('train', shards)[-1]}}}:ready", "2")
-    told = audit()
+    argv = [sys.executable, "-m", "asyncrl.cli.main", "audit", str(run), "--store", server.url]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert (
         told.returncode == 2
         and json.loads(told.stdout)["missing"] == 1
@@ -423,14 +424,16 @@ reward: {{functions: [{{function: exact_match}}]}}
     rounds, held_out = eval_lane(config, connection, 3)
     held_out.recover(Ledger(), version=0, limit=3)
     fill(held_out, 3)
-    told = audit()
-    assert told.returncode == 0 and json.loads(told.stdout)["evaluation"]["ready"] == 3
+    found = audit()
+    require_whole(found)
+    assert found["evaluation"]["ready"] == 3
     connection.client.zrem(f"{hash_tag('audited', rounds.lane)}:ready", "2")
-    told = audit()
-    assert told.returncode == 2 and "evaluation: 1 issued ids are nowhere" in told.stderr
+    with pytest.raises(RunError, match="evaluation: 1 issued ids are nowhere"):
+        require_whole(audit())
     (tmp_path / "held_out.jsonl").unlink()
-    told = audit()
-    assert told.returncode == 0 and "does not exist" in json.loads(told.stdout)["evaluation"]["not_counted"]
+    found = audit()
+    require_whole(found)
+    assert "does not exist" in found["evaluation"]["not_counted"]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import select
@@ -21,6 +20,8 @@ from asyncrl.errors import TransferError
 from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SharedMemoryPublisher
+from tests.support import receiver_stand_in
+from tests.support.forks import fork_server
 
 pytestmark = pytest.mark.integration
 
@@ -44,28 +45,26 @@ def expected_sum(version):
 
 
 class Receiver:
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.receiver_stand_in"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout.readline() == "ready\n"
+    def __init__(self, forks):
+        self.channel, theirs = forks.Pipe()
+        with theirs:
+            self.process = forks.Process(target=receiver_stand_in.work, args=(theirs,))
+            self.process.start()
 
     def obey(self, order):
-        self.process.stdin.write(json.dumps(asdict(order)) + "\n")
-        self.process.stdin.flush()
+        self.channel.send(asdict(order))
 
     def answer(self):
-        return json.loads(self.process.stdout.readline())
+        assert self.channel.poll(120.0), "no answer"
+        return self.channel.recv()
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
 
     def close(self):
         self.process.kill()
-        self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.join()
+        self.channel.close()
 
 
 def next_reply(sender, timeout_s=30.0):
@@ -88,8 +87,14 @@ def update(sender, receiver, transport="gloo"):
     return order, reply, receiver.answer()
 
 
+@pytest.fixture(scope="module")
+def forks():
+    with fork_server("tests.support.receiver_stand_in") as forks:
+        yield forks
+
+
 @pytest.fixture
-def stage(tmp_path):
+def stage(tmp_path, forks):
     publishers, receivers = [], []
 
     def publisher(**kwargs):
@@ -98,7 +103,7 @@ def stage(tmp_path):
         return publishers[-1]
 
     def receiver():
-        receivers.append(Receiver())
+        receivers.append(Receiver(forks))
         return receivers[-1]
 
     yield publisher, receiver
@@ -151,7 +156,7 @@ def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_g
     publisher.publish(1, weights(1), ())
     first, _, _ = update(sender, receiver)
     receiver.process.kill()
-    receiver.process.wait(10)
+    receiver.process.join()
     assert sender.prepare("gloo")
     assert isinstance(next_reply(sender), UpdateOrder)
     sender.transfer()
@@ -290,13 +295,13 @@ def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stag
     update(slow, stopped)
     assert slow.prepare("gloo")
     order = next_reply(slow)
-    stopped.process.send_signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)
     stopped.obey(order)
     slow.transfer()
     for version in range(2, 8):
         assert publisher.publish(version, weights(version), ()) < 5.0
         assert update(fast, well)[2] == {"sum": expected_sum(version)}
-    stopped.process.send_signal(signal.SIGCONT)
+    stopped.signal(signal.SIGCONT)
     assert stopped.answer() == {"sum": expected_sum(1)}  # its slot was left alone all the time
     assert len(publisher._slots) <= 3
 

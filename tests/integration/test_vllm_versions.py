@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engine.base import SamplingSpec
+from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     LINEAGE,
     apply,
@@ -32,7 +33,7 @@ def one_token(request, tmp_path_factory):
         yield runner, engine, directory
 
 
-@pytest.mark.parametrize("one_token", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("one_token", [False, slow(True)], indirect=True)
 def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp_path):
     runner, engine, directory = one_token
     model, updates = load(directory), 30

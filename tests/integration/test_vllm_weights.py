@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
+from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     STAGING,
     STORIES,
@@ -31,7 +32,7 @@ PROBE = (1, *range(300, 331))
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=200)
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["tied", slow("untied")])
 def world(request, tmp_path_factory):
     """(runner, engine, a Hugging Face model of the same architecture)"""
     directory = STORIES if request.param == "tied" else untied_qwen2(tmp_path_factory.mktemp("untied"))
@@ -69,7 +70,7 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         await apply(engine, disk_order(1, old, tmp_path))
         paused_before_s = engine.stats().paused_s
         leave = threading.Event()
-        update = Sender(tmp_path, deadline_s=60.0).order(2, new, after=leave)
+        update = Sender(tmp_path).order(2, new, after=leave)
         arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, update))
         during = await engine.sample([1, 300], 4, SPEC)
         assert (
@@ -101,8 +102,9 @@ def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
     runner, engine, model = world
 
     async def scenario():
-        good = Sender(tmp_path, deadline_s=2.0)
+        good = Sender(tmp_path)
         await apply(engine, good.order(1, model))
+        good.deadline_s = 2.0
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         nobody = Sender(tmp_path, deadline_s=1.0).order(2, model, absent=True)
         # In the second bucket: the first was fine.

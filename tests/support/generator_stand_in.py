@@ -1,7 +1,7 @@
 """A generator without an engine: the real control client and the real Gloo receiver. Says what happens as
 JSON lines.
 
-Arguments: endpoint, generator id, and a JSON object of options:
+Its options:
     hang_on     version whose transfer it stops reading half way, for good
     fail_times  how many Gloo transfers it declares failed
     secret      of the run, as run.key holds it
@@ -10,6 +10,7 @@ Arguments: endpoint, generator id, and a JSON object of options:
 
 import asyncio
 import json
+import os
 import sys
 import time
 import uuid
@@ -17,13 +18,15 @@ import uuid
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
+from asyncrl.processes import die_with_parent
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import UpdateReport, receivable
 from tests.support import receiver_stand_in as receiving
 
 
 def say(**what):
-    receiving.say(json.dumps(what))
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 async def main(endpoint, generator_id, options):
@@ -82,5 +85,8 @@ def receive(order, options):
     return receiving.receive(order, on_bucket)
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
+def work(endpoint, generator_id, options, output):
+    """As a process of its own, whose standard output is the pipe `output`."""
+    die_with_parent(os.getppid())
+    os.dup2(output.fileno(), 1)
+    asyncio.run(main(endpoint, generator_id, options))

@@ -1,8 +1,7 @@
-"""A generator's receiving end without a generator: obeys orders that arrive as JSON lines, answers with JSON
-lines."""
+"""A generator's receiving end without a generator."""
 
-import json
-import sys
+import contextlib
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from asyncrl.errors import TransferError
+from asyncrl.processes import die_with_parent
 from asyncrl.weights import gloo, layout
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
@@ -43,21 +43,15 @@ def byte_sum(tensor):
     return int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
-def say(text):
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def main():
-    say("ready")
-    for line in sys.stdin:
-        try:
-            answer = {"sum": receive(UpdateOrder(**json.loads(line)))}
-        except TransferError as error:
-            answer = {"error": str(error)}
-        say(json.dumps(answer))
+def work(channel):
+    """As a process of its own: receive what each order of the channel announces, and answer."""
+    die_with_parent(os.getppid())
+    with contextlib.suppress(EOFError):
+        while True:
+            order = UpdateOrder(**channel.recv())
+            try:
+                answer = {"sum": receive(order)}
+            except TransferError as error:
+                answer = {"error": str(error)}
+            channel.send(answer)
     staging.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,13 @@
-"""One rank of a learner, as its own process: reads jobs such as `{"rank": 0, ...}`, one a line, until its
-input ends.
+"""One rank of a learner, as a process of its own: runs the scenarios of a job such as `{"rank": 0, ...}`.
 
-Each scenario of a job writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`; after the last,
-each rank makes `<out>/<rank>.done`.
+Each scenario writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`.
 """
 
 import json
 import math
+import os
 import random
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from asyncrl.batch.packing import TrainSample, deal, microbatch
 from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Rendezvous
@@ -392,17 +391,15 @@ def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str,
     return {"done": torch.zeros(1)}, scores
 
 
-def main() -> None:
+def work(job: dict[str, Any], log: Path) -> None:
+    """Run the scenarios of `job`; the output goes to `log`."""
+    die_with_parent(os.getppid())
+    with log.open("w") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        for scenario in job["scenarios"]:
-            tensors, report = globals()[scenario["run"]](job, scenario)
-            if job["rank"] == 0:
-                save_file(tensors, Path(job["out"]) / f"{scenario['name']}.safetensors")
-                (Path(job["out"]) / f"{scenario['name']}.json").write_text(json.dumps(report))
-        (Path(job["out"]) / f"{job['rank']}.done").touch()
-
-
-if __name__ == "__main__":
-    main()
+    for scenario in job["scenarios"]:
+        tensors, report = globals()[scenario["run"]](job, scenario)
+        if job["rank"] == 0:
+            save_file(tensors, Path(job["out"]) / f"{scenario['name']}.safetensors")
+            (Path(job["out"]) / f"{scenario['name']}.json").write_text(json.dumps(report))

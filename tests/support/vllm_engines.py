@@ -112,9 +112,11 @@ def logprobs_of(model, token_ids, temperature=1.0):
 
 LINEAGE = 4_000_000_000
 """Of every version but 0."""
+DEADLINE_S = 120.0
+"""Of an update that is to succeed, on a machine with other work."""
 
 
-def order(version, transport, details, deadline_s=20.0):
+def order(version, transport, details, deadline_s=DEADLINE_S):
     return UpdateOrder(
         version=version,
         transport=transport,
@@ -147,7 +149,7 @@ async def apply(engine, update):
 class Sender:
     """The learner's side of one Gloo group, on a thread."""
 
-    def __init__(self, directory, deadline_s=10.0):
+    def __init__(self, directory, deadline_s=DEADLINE_S):
         self.rendezvous = {"name": uuid.uuid4().hex, "directory": str(directory)}
         self.deadline_s = deadline_s
         self.group = None
@@ -174,7 +176,7 @@ class Sender:
 
     def _send(self, buffer, layout, after):
         if after is not None:
-            after.wait(60.0)
+            after.wait(DEADLINE_S)
         with contextlib.suppress(TransferError):  # the receiver's side is what is tested
             if self.group is None:
                 self.group = open_group(self.rendezvous, rank=0, deadline_s=self.deadline_s)
