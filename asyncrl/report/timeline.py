@@ -24,8 +24,7 @@ from asyncrl.weights.base import UpdateReport
 OPENING, END = b"[\n", b",\n"
 MAX_BYTES = 32 << 20  # size of one file, enough for about 900 steps of 32 groups; there are at most two files
 LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
-# The life of a group: waiting for weights, sampled, scored, handed over, waiting in the store, waiting for
-# the step, trained.
+# The life of a group: `leased` waits for weights, `put` for the probe of the weights, `taken` for the step.
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
 
 

@@ -59,7 +59,7 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
 def _status_of(argv: Sequence[str]) -> int:
     """Run a process that, with all its children, ends with this one. Raises RunError if it was killed."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
-    # What libraries print to stdout goes to stderr.
+    # Libraries print to stdout, which is for the command's own output.
     process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
     try:
         status = process.wait()
@@ -109,6 +109,6 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
-# In the engine's processes, which wait minutes for a dead parent before they load our plugin.
+# In the engine's processes, which would otherwise notice a dead parent only when our plugin is loaded.
 elif __name__ == "__mp_main__":
     die_with_spawner()

@@ -65,7 +65,7 @@ STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
 def learning_charts(archive: Archive) -> list[Chart]:
-    """Return reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
+    """Draw reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
     charts = []
     for curve in CURVES:
         found: dict[str, Series] = {}
@@ -82,7 +82,7 @@ def learning_charts(archive: Archive) -> list[Chart]:
 
 
 def staleness_charts(archive: Archive) -> list[Chart]:
-    """Return the age of tokens when they were trained on, and where that age came from."""
+    """Draw the age of tokens when they were trained on, and where that age came from."""
     histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
     charts = []
     if any(histograms.values()):
@@ -94,7 +94,7 @@ def staleness_charts(archive: Archive) -> list[Chart]:
 
 
 def dropped_charts(archive: Archive) -> list[Chart]:
-    """Return lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
+    """Draw lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
     charts = []
     # (number of groups, mean length) of what was trained, and of each reason to reject.
     kinds = {"trained": ("groups/trained", "completions/length_mean")}
@@ -121,7 +121,7 @@ def dropped_charts(archive: Archive) -> list[Chart]:
 
 
 def waiting_charts(archive: Archive) -> list[Chart]:
-    """Return which side waited for the other: the bottleneck is the side that never waits."""
+    """Draw the shares of time that each side waited: the bottleneck is the side that never waits."""
     if not archive.learner_times:
         return []
     steps = [archive.history.rows[step] for step in archive.history.steps]

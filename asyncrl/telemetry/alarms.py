@@ -47,7 +47,7 @@ class Alarm:
     """One kind of alarm."""
 
     metric: str
-    rings: Callable[[float, Past], bool]  # (value of the metric, not NaN; past) -> whether there is cause
+    rings: Callable[[float, Past], bool]  # (value of the metric, not NaN; past) -> whether there is a cause
     cure: str
 
 
@@ -73,7 +73,7 @@ ALARMS: Mapping[str, Alarm] = {
     "entropy": Alarm(
         "policy/entropy",
         _entropy,
-        "raise clip_high or set algorithm.entropy; go on from an earlier checkpoint",
+        "raise clip_high or set algorithm.entropy; resume from an earlier checkpoint",
     ),
     "ess": Alarm(
         "mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"
@@ -81,11 +81,11 @@ ALARMS: Mapping[str, Alarm] = {
     "probe": Alarm(
         "weights/probe_max",
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
-        "generators and learner compute differently: compare model.dtype float32, and their releases",
+        "generators and learner compute differently: try model.dtype float32, and compare their releases",
     ),
     "skipped": Alarm("policy/skipped_steps", _skipped, "lower learner.optimizer.lr; see policy/grad_norm"),
     "length": Alarm(
-        "completions/length_mean", _length, "the reward may pay for length: shape it; see the samples"
+        "completions/length_mean", _length, "the reward may favour length: add shaping; see the samples"
     ),
     "truncated": Alarm(
         "completions/truncated_share",
@@ -95,13 +95,12 @@ ALARMS: Mapping[str, Alarm] = {
     "no_signal": Alarm(
         "group/zero_variance",
         _flat,
-        "all rewards of a group are equal: easier or harder prompts, another reward (`asyncrl reward "
-        "test`); see the samples",
+        "all rewards of a group are equal: use easier or harder prompts, or another reward; see the samples",
     ),
     "untrainable": Alarm(
         "groups/rejected_untrainable",
         lambda value, past: value > 0,
-        "groups of settings before a resume, else a generator that samples nonsense: `asyncrl samples "
+        "unless these groups are from before a resume, a generator samples invalid ones: `asyncrl samples "
         "--dropped` has the reasons",
     ),
     "deadly": Alarm(
@@ -113,8 +112,8 @@ ALARMS: Mapping[str, Alarm] = {
     "audit": Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,
-        "the learner heals it; another client changed the store, or asyncrl is at fault: keep the run "
-        "directory, report it",
+        "the learner repairs it; another program changed the store, or asyncrl has a bug: keep the run "
+        "directory and report it",
     ),
 }
 

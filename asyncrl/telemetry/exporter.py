@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PREFIX = "asyncrl_"
 GENERATOR_PREFIX = "asyncrl_generator_"
 KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
-PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes whenever a generator does something
+PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 # (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
 UNITS = (
     ("", r"(reward|hook|alarm)/.*"),
@@ -105,7 +105,7 @@ class Exporter(Collector):
         self._families = families
 
     def moved(self, *marks: object) -> None:
-        """Compare values that change with progress: a difference from the last call counts as progress."""
+        """Receive values that change with progress: a difference from the last call counts as progress."""
         if marks != self._marks:
             self._marks, self._moved_at_s = marks, time.monotonic()
 
@@ -122,12 +122,12 @@ class Exporter(Collector):
         for name, value in sorted(self._values.items()):
             exported, labels = prometheus_name(name, self._prefix)
             family = logged.setdefault(exported, GaugeMetricFamily(exported, name, labels=list(labels)))
-            if labels or not family.samples:  # two names that become one are distinct in the files only
+            if labels or not family.samples:  # of two metrics with one Prometheus name, the first
                 family.add_metric(list(labels.values()), float(value))
         age_s = time.monotonic() - self._moved_at_s
         own = (
             *self._families,
-            gauge("asyncrl_progress_age_seconds", "since tokens, groups or weights last changed", age_s),
+            gauge("asyncrl_progress_age_seconds", "since the last progress", age_s),
             gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
         )
         return {family.name: family for family in (*logged.values(), *own)}.values()

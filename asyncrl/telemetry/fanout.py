@@ -51,7 +51,7 @@ class Trackers:
 
 
 class _Kept:
-    """One tracker with its failures. Calls are dropped while it is paused."""
+    """One tracker with its failures. While it is paused after a failure, calls are dropped."""
 
     def __init__(self, opener: Callable[[], Tracker]) -> None:
         self._opener = opener
@@ -60,7 +60,7 @@ class _Kept:
         self._failures, self._again_at_s = 0, 0.0
 
     def call(self, what: str, call: Callable[[Tracker], None]) -> None:
-        """Never raises."""
+        """Call the tracker and log its failure. Never raises."""
         now_s = time.monotonic()
         if now_s < self._again_at_s:
             return
@@ -74,7 +74,7 @@ class _Kept:
             self._again_at_s = now_s + BACKOFF.pause_s(self._failures)
 
     def close(self) -> None:
-        """Never raises."""
+        """Close the tracker and log its failure. Never raises."""
         if self._tracker:
             with self._may_fail(f"close of {self._name}"):
                 self._tracker.close()

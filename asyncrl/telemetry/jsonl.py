@@ -28,7 +28,7 @@ class JsonlTracker:
     """
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
-        """Append metrics to the file `metrics`, and rollouts to the file `samples` if there is one."""
+        """Append metrics to the file `metrics` and, if it is given, rollouts to the file `samples`."""
         self._metrics = Lines(metrics)
         self._samples = Lines(samples) if samples else None
         self._nonfinite: Counter[str] = Counter()

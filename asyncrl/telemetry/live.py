@@ -16,7 +16,7 @@ from asyncrl.telemetry.state import DashboardState, StateReader
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
-# Silence before a line says what the run waits for; the longer one before a wait between steps is repeated.
+# Seconds without a line before one says what the run waits for, and before it repeats that between steps.
 QUIET_S, LONG_QUIET_S = 9.0, 60.0
 REPEAT_S = 60.0  # a warning that differs only in its numbers is repeated after this long
 
@@ -57,7 +57,7 @@ class PlainReporter:
         """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
         self._write, self._since = write, since
         self._step = -1
-        self._shown_at: dict[str, float] = {}  # when each warning, without its numbers, was shown last
+        self._shown_at: dict[str, float] = {}  # time of the last line of each warning, without its numbers
         self._noted_at = self._said_at = 0.0
         self._waiting = ""
 

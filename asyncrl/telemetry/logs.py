@@ -44,7 +44,7 @@ class LogContext(logging.Filter):
         self.version = version
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add to the record and keep it."""
+        """Add both to the record and keep it."""
         record.role, record.version = self.role, self.version
         return True
 
@@ -68,7 +68,7 @@ class _LogFile(logging.handlers.WatchedFileHandler):
         self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never raises."""
+        """Write a line. Never raises."""
         lost = self._lost
         try:
             super().emit(record)
@@ -79,7 +79,7 @@ class _LogFile(logging.handlers.WatchedFileHandler):
             logging.getLogger(__name__).warning("%d lines before these could not be written", lost)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called while an exception is handled."""
+        """Count a line that was lost, while its exception is handled."""
         self._lost += 1
         if self._lost == 1:
             message = f"{self.baseFilename} cannot be written and is tried again: {sys.exception()}\n"

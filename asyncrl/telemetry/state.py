@@ -20,8 +20,7 @@ SAMPLES = 8  # rollouts kept for showing
 SAMPLE_BYTES = 1 << 20
 RECENT_ROWS = 12  # metric lines of a generator (one minute) that give its recent idle share
 RECENT_STEPS = 20  # steps that give the speed for the time left, and the learner's idle share
-# After this long without a step, and after the usual time of this many steps, the past speed predicts
-# nothing.
+# Seconds and usual times of a step without a new step: after both, the past speed predicts nothing.
 STUCK_S, STUCK_STEPS = 30.0, 5.0
 NOTES = 8
 # Counters of the buffer that count work given up or repeated.
@@ -189,9 +188,8 @@ class StateReader:
         self.directory = directory
         self._since = since or 0.0
         status = None if since else read_status(directory / "status.json")
-        self._note_reader = NoteReader(
-            directory / "logs", since=status.started_at if status else self._since, without=without
-        )
+        notes_since = status.started_at if status else self._since
+        self._note_reader = NoteReader(directory / "logs", since=notes_since, without=without)
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._learner = Tail(directory / "metrics" / "learner.jsonl")
         self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)

@@ -13,13 +13,8 @@ from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.telemetry.jsonl import to_json
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
-PLACES = (
-    "leased",
-    "reissue",
-    "ready",
-    "taken",
-    "done",
-)  # where an issued id can be, by the fields of `Audit`
+# Where an issued id can be, by the fields of `Audit`.
+PLACES = ("leased", "reissue", "ready", "taken", "done")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
