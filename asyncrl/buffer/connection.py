@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -31,8 +31,6 @@ T = TypeVar("T")
 SOCKET_TIMEOUT_S = 10.0
 # The client sends only the password: a user with few rights may not send more. No server may redirect it.
 PLAIN: Mapping[str, Any] = {"protocol": 2, "driver_info": None}
-# Bytes per system call. A batch of frames has megabytes, and the client's default is 32 KiB.
-READ_BYTES = 1 << 20
 # The longest wait for a store that loads its data: hundreds of GiB from a slow disk.
 LOADING_S = 3600.0
 # A reply that arrives at this rate or faster extends the deadline of its call: large replies may take longer.
@@ -181,7 +179,7 @@ class StoreConnection:
             **({"password": self._password} if self._password else {}),
             retry=Retry(NoBackoff(), 0),
             socket_timeout=SOCKET_TIMEOUT_S,
-            socket_read_size=READ_BYTES,
+            socket_read_size=1 << 20,  # a batch of frames has megabytes, and the default is 32 KiB
             **PLAIN,
             **({} if url.startswith("unix:") else {"socket_connect_timeout": SOCKET_TIMEOUT_S}),
         )
@@ -196,10 +194,11 @@ class StoreConnection:
             do(self)
             return
         slots: Any = self.call(lambda client: client.cluster("SLOTS"))
-        for address in sorted({_address(entry[2]) for entry in slots}):
-            with contextlib.closing(
-                StoreConnection(self._url_of(*address), password=self._password, retry_s=self._retry_s)
-            ) as node:
+        primaries = (entry[2][:2] for entry in slots)
+        for host, port in sorted({(h.decode() if isinstance(h, bytes) else h, int(p)) for h, p in primaries}):
+            url = self._url_of(host, port)
+            node = StoreConnection(url, password=self._password, retry_s=self._retry_s)
+            with contextlib.closing(node):
                 do(node)
 
     def _url_of(self, host: str, port: int) -> str:
@@ -292,11 +291,6 @@ class StoreConnection:
     def close(self) -> None:
         for client in (self.client, *self._by_address.values()):
             client.close()
-
-
-def _address(node: Sequence[Any]) -> tuple[str, int]:
-    host, port = node[:2]
-    return host.decode() if isinstance(host, bytes) else host, int(port)
 
 
 def reason(error: ResponseError) -> str:

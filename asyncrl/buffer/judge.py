@@ -25,7 +25,6 @@ FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 
 # A kind is the name of a metric and a key in every checkpoint, so kinds of users' filters are few and short.
 MOST_KINDS = 20
-KIND_CHARACTERS = 40
 OTHER = "other"
 
 
@@ -84,7 +83,7 @@ def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: C
 def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     if not isinstance(reason, str):
         raise TypeError(f"a filter returned {reason!r:.100}; it must return a reason, as text, or None")
-    kind = re.sub(r"[^A-Za-z0-9_.-]", "_", kind_of(reason).strip())[:KIND_CHARACTERS] or "unnamed"
+    kind = re.sub(r"[^A-Za-z0-9_.-]", "_", kind_of(reason).strip())[:40] or "unnamed"
     if kind not in known_kinds and len(known_kinds) >= MOST_KINDS:
         if OTHER not in known_kinds:
             log.warning(

@@ -47,10 +47,8 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
         buffer.recover(ledger, version=0, limit=1)
         tickets = buffer.lease("probe", 1).tickets
         if not tickets or buffer.put("probe", tickets[0].id, frame) is not PutOutcome.STORED:
-            raise StoreError(
-                f"store {url} refused a group of {FRAME_BYTES >> 20} MiB; it may be out of memory: raise its "
-                "maxmemory"
-            )
+            found = f"store {url} refused a group of {FRAME_BYTES >> 20} MiB"
+            raise StoreError(f"{found}; it may be out of memory: raise its maxmemory")
         take = buffer.take(ledger, 1, window=1)
         if take is None or buffer.frames(take.ids) != [frame]:
             raise StoreError(f"store {url} returned a group that differs from the stored one; {use}")

@@ -32,8 +32,6 @@ PLACES = (
 )  # fmt: skip
 # Windows and counts above this bound have the same effect.
 MAX_COUNT = 1 << 40
-# Attempts of a starting learner to recover, as delayed calls of dead learners may recover in between.
-MOST_RIVALS = 10
 
 
 def hash_tag(run: str, lane: str) -> str:
@@ -123,7 +121,7 @@ class RedisBuffer:
             self._lease_ms,
         )
         known, is_first = self._epoch, int(not self._epoch)
-        for _ in range(MOST_RIVALS):
+        for _ in range(10):  # delayed calls of dead learners may recover in between
             call = partial(self._reload_and_call, arguments=(known, self._owner, is_first, *state))
             status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":

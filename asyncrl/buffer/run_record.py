@@ -83,23 +83,20 @@ class RunRecord:
         has, and StoreRefused if the record was changed without the key.
         """
         record: dict[Any, Any] = self._connection.call(lambda client: client.hgetall(_KEY), tag=_KEY)
+        where = f"store {self._connection.url}"
         values = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in record.items()}
         try:
             run = StoredRun(**{name: values[name] for name in StoredRun.__dataclass_fields__})
             seal = values[_SEAL]
         except KeyError as error:
-            raise StoreError(
-                f"store {self._connection.url} serves no run yet; start the learner first, or check store.url"
-            ) from error
+            raise StoreError(f"{where} serves no run yet; start the learner, or check store.url") from error
         if hmac.compare_digest(seal.encode(), _seal(run, self._key).encode()):
             return run
         if run.key_id != key_id(self._key):
-            raise ForeignRunError(
-                f"run {run.name!r} of store {self._connection.url} has another secret; use the join.key of "
-                "the learner's run directory"
-            )
+            foreign = f"run {run.name!r} of {where} has another secret"
+            raise ForeignRunError(f"{foreign}; use the join.key of the learner's run directory")
         raise StoreRefused(
-            f"the record of run {run.name!r} in store {self._connection.url} was not written by the run's "
+            f"the record of run {run.name!r} in {where} was not written by the run's "
             "learner, so nothing in it is used; find the program that writes into this store, and try again: "
             "a running learner writes its record every second"
         )

@@ -35,8 +35,6 @@ Look = Literal["dead", "silent", "loading", "ready"]
 # This user cannot log in. It keeps its rights because the server replays its log as this user: without them
 # the server would skip everything that functions wrote.
 LOCKED_USER = "user default off ~* &* +@all"
-# Linux allows 107.
-SOCKET_PATH_BYTES = 100
 # The server's memory limit / store.max_gib. The buffer reaches its cap first; this limit protects the host.
 MEMORY_MARGIN = 1.5
 
@@ -89,7 +87,7 @@ class StoreServer:
     def socket_path(self) -> Path:
         """The socket in the run directory, or in a private directory if that path is too long."""
         path = self._directory / "store.sock"
-        if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
+        if len(os.fsencode(path)) <= 100:  # Linux allows 107
             return path
         if self._socket_directory is None:
             self._socket_directory = Path(tempfile.mkdtemp(prefix="asyncrl-"))

@@ -35,7 +35,6 @@ FRAME_S = 30.0
 ATTEMPTS = 2
 # Exit status.
 OUT_OF_MEMORY = 77
-_SLACK_BYTES = 64 << 20
 
 
 class IsolatedDecoder:
@@ -122,8 +121,8 @@ def _new_worker() -> Worker:
 
 
 def _memory_of(frame_bytes: int) -> int:
-    """The bytes that decoding may take: the frame and twice its size, and some slack."""
-    return 3 * frame_bytes + _SLACK_BYTES
+    """The bytes that decoding may take: the frame and twice its size, and 64 MiB for the rest."""
+    return 3 * frame_bytes + (64 << 20)
 
 
 def _serve(channel: socket.socket) -> None:

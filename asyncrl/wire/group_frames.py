@@ -219,9 +219,7 @@ def _times(meta: Mapping[str, Any]) -> GroupTimes | None:
         case [float(leased_at), float(sampling_at), float(put_at)]:
             return GroupTimes(leased_at, sampling_at, put_at)
         case found:
-            raise WireError(
-                f"times of the group is {reprlib.repr(found)}; three numbers of Unix seconds are needed"
-            )
+            raise WireError(f"times of the group is {reprlib.repr(found)}; three Unix times are needed")
 
 
 def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:

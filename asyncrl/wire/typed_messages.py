@@ -98,9 +98,7 @@ class MessageCodec:
             return self._finite(float(value), hint, where)
         if hint in _PLAIN and type(value) is hint:
             if hint is int and abs(value) > LARGEST_INT:
-                raise WireError(
-                    f"{where} is {value}; an integer of at most {LARGEST_INT} in magnitude is needed"
-                )
+                raise WireError(f"{where} is {value}; an integer of at most ±{LARGEST_INT} is needed")
             return value
         return self._refuse(value, hint, where)
 
