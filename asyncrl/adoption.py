@@ -38,7 +38,7 @@ class Adoption:
     control: GeneratorControl
     probe_limit: float
     dtype: str
-    on_version: Callable[[int], None]  # called with the first version, and with each that begins to sample
+    on_version: Callable[[int], None]  # called when a version begins to sample, the first one included
     discards: int = 0  # how often all running requests were aborted; a group that saw this is given back
 
     def __post_init__(self) -> None:

@@ -83,9 +83,7 @@ class Generator:
     control: GeneratorControl
     tracker: Tracker
     settings: GeneratorSettings
-    on_version: Callable[[int], None] = lambda version: (
-        None
-    )  # called with every version that begins to sample
+    on_version: Callable[[int], None] = lambda version: None  # called when a version begins to sample
 
     def __post_init__(self) -> None:
         self._weights = Adoption(

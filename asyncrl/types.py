@@ -75,9 +75,7 @@ class Rollout:
         lengths = {name: len(getattr(self, name)) for name in columns}
         lengths["version_spans"] = sum(span.tokens for span in self.version_spans)
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"rollout columns differ in length: {lengths}; give each response token one entry"
-            )
+            raise ValueError(f"rollout columns differ in length: {lengths}; each token needs one entry")
 
     @property
     def versions(self) -> NDArray[np.int64]:
@@ -106,9 +104,8 @@ class Group:
     ticket_id: int
     rollouts: tuple[Rollout, ...]
     generator_id: str
-    finished_version: (
-        int  # of the generator when the group was complete; parts lag into in-flight and in-queue
-    )
+    # The generator's version when the group was complete; it splits lag into in-flight and in-queue.
+    finished_version: int
     sampling_s: float = 0.0
     reward_s: float = 0.0
     times: GroupTimes | None = None  # None for dead groups, and for groups sampled outside of a run
@@ -121,7 +118,7 @@ class Group:
     def dead(
         cls, ticket_id: int, reason: str, *, generator_id: str, version: int, lane: str = "train"
     ) -> Self:
-        """Return the group without rollouts that takes the place of a ticket's group."""
+        """Return the group that stands for a ticket which failed too often."""
         return cls(
             ticket_id=ticket_id,
             rollouts=(),

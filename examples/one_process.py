@@ -2,12 +2,11 @@
 
     python examples/one_process.py
 
-The prompt is a digit, and the right response goes on counting from it: 3 -> 4 5 6 7. The reward is the share
-of right digits.
+The prompt is a digit, and the right response counts on from it: 3 -> 4 5 6 7. The reward is the share of
+right digits.
 
 Both loops, the buffer's protocol, the staleness bound, frames, advantages, masks, packing and the loss are
-those of a real run. Only what a real run keeps in other processes is replaced, each by the smallest class
-with the same interface:
+those of a real run. A small class replaces each part that a real run keeps in another process:
 
     interface          real run                      here
     Buffer             Redis or Valkey               MemoryBuffer, shipped with asyncrl
@@ -16,7 +15,7 @@ with the same interface:
     GeneratorControl   ZMQ                           Control: a queue of orders
     learner.Run        store, senders, checkpoints   Run: passes the table on, prints a line for each step
 
-Read `main` first, then `asyncrl/learner.py` and `asyncrl/generator.py`.
+Read `train` first, then `asyncrl/learner.py` and `asyncrl/generator.py`.
 """
 
 import asyncio
@@ -64,7 +63,7 @@ PROBE = tuple(range(DIGITS))
 
 
 def prompt(ticket_id: int) -> Prompt:
-    """A digit; a real run looks the ticket up in its dataset."""
+    """Return a digit; a real run looks the ticket up in its dataset."""
     digit = ticket_id % DIGITS
     return Prompt(token_ids=(digit,), text=str(digit), row={})
 
@@ -73,7 +72,7 @@ class Counting:
     """A `Scorer`: the share of response digits that follow their predecessor."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score for each response."""
+        """Return one score for each response."""
         return [Score(total=share, parts={"right": share}) for share in map(self._share, inputs)]
 
     def _share(self, answer: RewardInput) -> float:
@@ -98,7 +97,7 @@ class TableTrainer:
         self._optimizer = torch.optim.Adam([self._logits], lr=0.1)
 
     def _policy(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """logprobs_T and entropy_T."""
+        """Return logprobs_T and entropy_T."""
         logprobs_TV = self._logits[microbatch.input_ids_N[microbatch.source_T]].log_softmax(-1)
         entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
         return logprobs_TV.gather(-1, microbatch.target_T[:, None])[:, 0], entropy_T
@@ -107,12 +106,12 @@ class TableTrainer:
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
     ) -> list[dict[str, Tensor]]:
-        """Log-probabilities; the algorithm below asks for nothing else."""
+        """Return log-probabilities; the algorithm below needs no other column."""
         assert set(columns) == {"logprobs_T"}
         return [{"logprobs_T": self._policy(microbatch)[0]} for microbatch in microbatches]
 
     def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """Gradients of all micro-batches, then Adam."""
+        """Add up the gradients of all micro-batches, then step Adam."""
         self._optimizer.zero_grad()
         for microbatch in microbatches:
             loss(microbatch, *self._policy(microbatch)).loss.backward()
@@ -122,12 +121,12 @@ class TableTrainer:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of token_ids[1:]."""
+        """Return the log-probabilities of token_ids[1:]."""
         logprobs = self._logits[list(token_ids[:-1])].log_softmax(-1)
         return logprobs[range(len(token_ids) - 1), list(token_ids[1:])].tolist()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The table."""
+        """Yield the table."""
         yield "logits", self._logits.detach()
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
@@ -163,10 +162,8 @@ class Run:
 
     def __init__(self, trainer: TableTrainer, buffer: MemoryBuffer, control: "Control") -> None:
         self._trainer, self.control = trainer, control
-        self.rewards: list[float] = []
-        """Mean reward of each step."""
-        self.lags: list[int] = []
-        """Age of the oldest token of each step, in optimizer steps."""
+        self.rewards: list[float] = []  # mean of each step
+        self.lags: list[int] = []  # age of the oldest token of each step, in optimizer steps
         self.intake = Intake(
             buffer=buffer,
             ledger=Ledger(),
@@ -187,7 +184,7 @@ class Run:
         return collected
 
     def publish(self, version: int) -> None:
-        """Order the generator to adopt the weights, and allow it to sample for the steps that come."""
+        """Order the generator to adopt the weights, and give it credit for the next steps."""
         tensors = {name: tensor.tolist() for name, tensor in self._trainer.parameters()}
         order = UpdateOrder(
             version=version,
@@ -201,14 +198,14 @@ class Run:
         self.intake.open(version)
 
     def report(self, step: Step) -> None:
-        """One line for each step."""
+        """Print one line for each step."""
         rollouts = [rollout for group in step.collected.groups for rollout in group.rollouts]
         self.rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
         self.lags.append(step.version - 1 - min(int(rollout.versions.min()) for rollout in rollouts))
         print(f"step {step.version:2}   reward {self.rewards[-1]:.3f}   oldest token {self.lags[-1]} steps")
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """A real run saves, then lets the store forget what is saved."""
+        """Let the store forget the trained groups; a real run saves first."""
         self.intake.commit(self.intake.settled.to_dict(), version)
 
 
@@ -216,8 +213,7 @@ class Run:
 
 
 class Control:
-    """A `GeneratorControl`: the learner's thread puts orders in, the generator's event loop takes them
-    out."""
+    """A `GeneratorControl`: the learner's thread puts orders in, the generator's event loop takes them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -225,11 +221,11 @@ class Control:
         self.refused: list[UpdateReport] = []
 
     def send(self, order: UpdateOrder | Stop) -> None:
-        """From any thread."""
+        """Send an order from any thread."""
         self._loop.call_soon_threadsafe(self._orders.put_nowait, order)
 
     async def join(self, hello: Hello) -> Welcome:
-        """Everybody is welcome."""
+        """Admit every generator."""
         return Welcome(version=0)
 
     async def next_order(self) -> UpdateOrder | Stop:
@@ -237,22 +233,22 @@ class Control:
         return await self._orders.get()
 
     async def report(self, report: UpdateReport) -> None:
-        """Keep what was not applied."""
+        """Keep reports of orders that were not applied."""
         if not report.applied:
             self.refused.append(report)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Nobody watches."""
+        """Ignore the heartbeat."""
 
     async def leave(self) -> None:
-        """Nobody minds."""
+        """Do nothing."""
 
 
 class NoStaging:
     """A `Staging` for orders that carry the weights themselves."""
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        """Nothing to fetch."""
+        """Return the order; there is nothing to fetch."""
         return order
 
     def close(self) -> None:
@@ -260,7 +256,7 @@ class NoStaging:
 
 
 class NoTracker:
-    """A `Tracker` for numbers that nobody asks for."""
+    """A `Tracker` that drops all metrics."""
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Drop them."""
@@ -273,7 +269,7 @@ class NoTracker:
 
 
 def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
-    """A generator with one lane of tickets."""
+    """Make a generator with one lane of tickets."""
     engine = FakeEngine(vocabulary=DIGITS, token_s=0.001, logits=[[0.0] * DIGITS] * DIGITS)
     lane = Lane(
         name="train",
@@ -298,7 +294,7 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
 
 
 def make_algorithm() -> Recipe:
-    """GRPO with the importance correction for tokens of older versions."""
+    """Make GRPO with the importance correction for tokens of older versions."""
     settings = PlanSettings(
         max_lag=MAX_LAG,
         mask_stale=False,
@@ -320,7 +316,7 @@ def make_algorithm() -> Recipe:
 
 
 async def train() -> Run:
-    """Generator on this event loop, learner in a thread: neither waits for the other."""
+    """Run the generator on this event loop and the learner in a thread; neither waits for the other."""
     buffer = MemoryBuffer(BufferRules(groups=BATCH.groups))
     control, trainer = Control(), TableTrainer()
     run = Run(trainer, buffer, control)

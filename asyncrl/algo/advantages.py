@@ -1,8 +1,7 @@
 """Advantage of every action token from the rewards of groups: return minus baseline.
 
-Group-relative estimators give every token of a sequence the same advantage. A group of one has nothing to be
-compared with and gets 0, never its raw reward; `metrics.group_metrics` counts such groups. Results are
-float32 [T].
+Group-relative estimators give all tokens of a sequence the same advantage. In a group of one it is 0, because
+there is nothing to compare with; `metrics.group_metrics` counts such groups. Results are float32 [T].
 """
 
 from collections.abc import Mapping
@@ -61,8 +60,7 @@ def rloo(rewards: GroupRewards, *, normalise: bool = False, std_eps: Positive = 
     """R_i - mean of the other rewards = n / (n - 1) (R_i - mean_group).
 
     Args:
-        normalise: divide by (standard deviation of the batch's advantages + std_eps); their mean is 0
-            already.
+        normalise: divide by the standard deviation of the batch's advantages, whose mean is 0, + std_eps.
 
     Source: Ahmadian et al. 2024 (arXiv:2402.14740); normalised as in TRL.
     """
@@ -84,8 +82,7 @@ def opo(rewards: GroupRewards) -> Tensor:
 def gpg(rewards: GroupRewards) -> Tensor:
     """a (R - mean_group), with a = sequences of the batch / sequences of groups whose rewards differ.
 
-    The factor compensates for groups whose rewards are all equal and that therefore give no gradient.
-
+    The factor compensates for groups without a gradient, whose rewards are all equal.
     Source: Chu et al. 2025 (arXiv:2504.02546).
     """
     centred_S = rewards.centred_S(rewards.totals_S)
@@ -98,9 +95,7 @@ def grpo_passk(
 ) -> Tensor:
     """(best - second) / (std_group + std_eps) for the best of a group, 0 for the others and on a tie.
 
-    Maximises pass@k, k being the size of the group.
-
-    Source: Tang et al. 2025 (arXiv:2503.19595).
+    Maximises pass@k for k, the size of the group. Source: Tang et al. 2025 (arXiv:2503.19595).
     """
     totals_S = rewards.totals_S
     is_best_S = totals_S == rewards.group_max_S(totals_S)
@@ -135,10 +130,7 @@ def gdpo(
     Source: Liu et al. 2026 (arXiv:2601.05242).
     """
     if rewards.token_rewards_T is not None:
-        raise ConfigError(
-            "advantage `gdpo` normalises parts of the reward and has no place for a KL reward; put the KL "
-            "into the loss"
-        )
+        raise ConfigError("advantage `gdpo` has no place for a KL reward; set algorithm.kl.placement to loss")
     chosen = dict.fromkeys(rewards.parts, 1.0) if weights is None else dict(weights)
     if not chosen or not chosen.keys() <= rewards.parts.keys():
         raise ConfigError(

@@ -4,9 +4,8 @@ With l = ln pi_proximal - ln mu, clamped to +-20 for each token, the ratio of a 
     token      exp(l_t)            per-token, biased, low variance
     sequence   exp(sum_t l_t)      unbiased for whole responses, high variance; the sum is clamped, too
     geometric  exp(mean_t l_t)     length-independent distance of a response
-A rejected token has weight 0. The denominators of the loss count it all the same: otherwise every kept token
-would weigh more, the more tokens are rejected. Without a proximal column the ratio is 1 (bypass: the loss
-itself corrects).
+A rejected token has weight 0 and counts in the denominators of the loss; otherwise rejections would raise
+the weight of kept tokens. Without a proximal column the ratio is 1 (bypass: the loss itself corrects).
 
 `normalise` divides the weights by their mean over the tokens of the optimizer step (level `token`) or over
 its sequences (other levels); a rejected one counts as 0. `step` holds the tokens of all ranks and
@@ -29,12 +28,9 @@ from asyncrl.algo.tokens import TokenBatch
 class Correction:
     """Constant weights of one batch."""
 
-    # float32, 0 where rejected; becomes `TokenBatch.weights_T`.
-    weights_T: Tensor
-    # bool, False where rejected.
-    keep_T: Tensor
-    # Sums over tokens, by name.
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    weights_T: Tensor  # float32, 0 where rejected; becomes `TokenBatch.weights_T`
+    keep_T: Tensor  # bool, False where rejected
+    metrics: Mapping[str, float] = field(default_factory=dict)  # sums over tokens, by name
 
 
 def none(batch: TokenBatch) -> Correction:
@@ -57,9 +53,11 @@ def truncate(
     brings you off-policy RL training", for token level with cap 2.
     """
     ratio_T = _ratio_T(batch, level)
-    weights_T = _weights(
-        ratio_T, lambda ratio_T: ratio_T.clamp(floor, cap), step or batch, level, normalise=normalise
-    )
+
+    def weigh(ratio_T: Tensor) -> Tensor:
+        return ratio_T.clamp(floor, cap)
+
+    weights_T = _weights(ratio_T, weigh, step or batch, level, normalise=normalise)
     return _correction(weights_T, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
 
 
@@ -77,14 +75,11 @@ def mask(
     def is_inside(ratio_T: Tensor) -> Tensor:
         return (ratio_T >= low) & (ratio_T <= high)
 
+    def weigh(ratio_T: Tensor) -> Tensor:
+        return torch.where(is_inside(ratio_T), ratio_T, 0.0)
+
     ratio_T = _ratio_T(batch, level)
-    weights_T = _weights(
-        ratio_T,
-        lambda ratio_T: torch.where(is_inside(ratio_T), ratio_T, 0.0),
-        step or batch,
-        level,
-        normalise=normalise,
-    )
+    weights_T = _weights(ratio_T, weigh, step or batch, level, normalise=normalise)
     return _correction(weights_T, is_inside(ratio_T))
 
 
@@ -106,20 +101,16 @@ def reject(
             the token's probability under mu, p under pi_proximal.
         low: lower bound on the ratio for k1, 1 / high by default; the other divergences have no lower bound.
         divergence: the quantity that is bounded.
-        level: where the divergence is measured: at each token, summed over a sequence, or averaged over it
-            (geometric).
+        level: measures the divergence at each token, summed over a sequence, or averaged (geometric).
         weights: level of the kept weights; with `none` they are 1.
 
     Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
     (arXiv:2602.04879) for tv and binary_kl.
     """
     keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
-    weights_T = (
-        torch.ones_like(batch.behaviour_logprobs_T)
-        if weights == "none"
-        else _ratio_T(batch, weights).clamp(max=cap)
-    )
-    return _correction(weights_T, keep_T)
+    if weights == "none":
+        return _correction(torch.ones_like(batch.behaviour_logprobs_T), keep_T)
+    return _correction(_ratio_T(batch, weights).clamp(max=cap), keep_T)
 
 
 def veto(
@@ -127,8 +118,7 @@ def veto(
 ) -> Correction:
     """w = min(token ratio, cap), but 0 for every token of a sequence with a token ratio outside [low, high].
 
-    After a token that the policy practically never samples, all later tokens stem from a context it would not
-    reach.
+    After a token that the policy practically never samples, all later tokens have a context out of its reach.
     """
     ratio_T = _ratio_T(batch, "token")
     is_outlier_T = (ratio_T < low) | (ratio_T > high)
@@ -141,11 +131,8 @@ def combined(correction: Correction, rejections: Iterable[Correction]) -> Correc
     keep_T = correction.keep_T
     for other in rejections:
         keep_T = keep_T & other.keep_T
-    return Correction(
-        torch.where(keep_T, correction.weights_T, 0.0),
-        keep_T,
-        {**correction.metrics, **sums(rejected=~keep_T)},
-    )
+    weights_T = torch.where(keep_T, correction.weights_T, 0.0)
+    return Correction(weights_T, keep_T, {**correction.metrics, **sums(rejected=~keep_T)})
 
 
 def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:

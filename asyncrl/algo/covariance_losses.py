@@ -32,15 +32,13 @@ def clip_cov(
     losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     covariance_T = _covariance(batch, logprobs_T)
     is_clipped_T = ratio_T.detach() * batch.advantages_T > -losses_T.detach()
-    (candidates,) = torch.where(
-        (covariance_T > covariance_low) & (covariance_T < covariance_high) & ~is_clipped_T
-    )
+    is_high_T = (covariance_T > covariance_low) & (covariance_T < covariance_high)
+    (candidates,) = torch.where(is_high_T & ~is_clipped_T)
     drawn = candidates[torch.randperm(len(candidates), device=candidates.device)[: _number(batch, share)]]
     keep_T = torch.ones_like(losses_T, dtype=torch.bool)
     keep_T[drawn] = False
-    return TokenLoss(
-        batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T
-    )
+    losses_T = torch.where(keep_T, losses_T, 0.0)
+    return TokenLoss(batch.weighted(losses_T), metrics | sums(left_out=~keep_T), ~keep_T)
 
 
 def kl_cov(

@@ -20,25 +20,23 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Mean over all choices of k of the rewards of their maximum.
+    """Mean of the highest reward over all choices of k rewards.
 
     The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
     """
     choices = [math.comb(i, k - 1) for i in range(len(rewards))]
-    return sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True)) / math.comb(
-        len(rewards), k
-    )
+    total = sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True))
+    return total / math.comb(len(rewards), k)
 
 
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
     """Mean, over all choices of k rollouts, of the solved share of those with the most frequent answer.
 
-    Answers that tie share the vote equally. A rollout without an answer abstains; a choice in which all
-    abstain counts as unsolved.
+    Answers that tie share the vote equally. A rollout without an answer abstains; if all abstain, the choice
+    is unsolved.
 
-    The computation draws each rollout independently with probability k/n and conditions on k rollouts being
-    drawn: then all choices are equally likely, votes for different answers are independent, and vote counts
-    add by convolution.
+    The computation draws each rollout independently with probability k/n, on condition that k are drawn. Then
+    all choices are equally likely, answers get votes independently, and vote counts add by convolution.
 
     Source: Wang et al. 2022 (arXiv:2203.11171), self-consistency.
     """

@@ -5,7 +5,7 @@ Rewards are summed and centred in float64, because a variance is a small differe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -18,57 +18,36 @@ from asyncrl.errors import ConfigError, ShapeError
 class GroupRewards:
     """Rewards of a batch of whole groups, plus optional columns that single estimators need."""
 
-    # float32, shaped reward of each sequence.
-    rewards_S: Tensor
-    # int64, 0..G-1, non-decreasing: the group of each sequence.
-    group_S: Tensor
+    rewards_S: Tensor  # float32, shaped reward of each sequence
+    group_S: Tensor  # int64, 0..G-1, non-decreasing: the group of each sequence
     num_groups: int
-    # int64, number of action tokens of each sequence.
-    lengths_S: Tensor
-    # int64, non-decreasing: the sequence of each action token.
-    sequence_T: Tensor
-    # Parts of the reward by name, each [S]; used by gdpo.
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-    # Rewards of single tokens, added to `rewards_S`, e.g. minus the KL penalty.
-    token_rewards_T: Tensor | None = None
-    # The critic's values; used by gae.
-    values_T: Tensor | None = None
-    # [G], reward of the greedy response to each prompt; used by remax.
-    greedy_rewards_group: Tensor | None = None
-    # bool, responses cut off at the length limit; used by gae.
-    truncated_S: Tensor | None = None
-    # ln mu, recorded by the generator; used by optimal_token_baseline.
-    behaviour_logprobs_T: Tensor | None = None
-    # ln pi at the start of the update; used by optimal_token_baseline.
-    logprobs_T: Tensor | None = None
-    # ln pi of the reference model; for a user's advantage function.
-    reference_logprobs_T: Tensor | None = None
+    lengths_S: Tensor  # int64, number of action tokens of each sequence
+    sequence_T: Tensor  # int64, non-decreasing: the sequence of each action token
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # parts of the reward, each [S]; used by gdpo
+    token_rewards_T: Tensor | None = None  # added to `rewards_S`, e.g. minus the KL penalty
+    values_T: Tensor | None = None  # the critic's values; used by gae
+    greedy_rewards_group: Tensor | None = None  # [G], of the greedy response to each prompt; used by remax
+    truncated_S: Tensor | None = None  # bool, responses cut off at the length limit; used by gae
+    behaviour_logprobs_T: Tensor | None = None  # ln mu of the generator; used by optimal_token_baseline
+    logprobs_T: Tensor | None = None  # ln pi at the start of the update; used by optimal_token_baseline
+    reference_logprobs_T: Tensor | None = None  # ln pi of the reference; for a user's advantage function
     # Sum of squared probabilities over the vocabulary; used by optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
 
     def __post_init__(self) -> None:
-        tokens, sequences = self.sequence_T.shape, self.rewards_S.shape
-        expected = {
-            "group_S": sequences,
-            "lengths_S": sequences,
-            "token_rewards_T": tokens,
-            "values_T": tokens,
-            "greedy_rewards_group": (self.num_groups,),
-            "truncated_S": sequences,
-            "behaviour_logprobs_T": tokens,
-            "logprobs_T": tokens,
-            "reference_logprobs_T": tokens,
-            "sum_squared_probs_T": tokens,
-        }
-        columns = {name: getattr(self, name) for name in expected}
+        sequences = self.rewards_S.shape
+        shapes = {"T": self.sequence_T.shape, "S": sequences, "group": (self.num_groups,)}
+        # The end of a column's name is its axis.
+        axes = {one.name: one.name.rpartition("_")[2] for one in fields(self)}
+        columns = {name: getattr(self, name) for name, axis in axes.items() if axis in shapes}
         columns |= {f"parts[{name!r}]": part for name, part in self.parts.items()}
         for name, column in columns.items():
-            shape = expected.get(name, sequences)
+            shape = shapes[axes[name]] if name in axes else sequences
             if column is not None and column.shape != shape:
                 raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
 
     def column(self, name: str) -> Tensor:
-        """An optional column by name. Raises ConfigError if this run does not have it."""
+        """Return an optional column. Raises ConfigError if this run does not have it."""
         column: Tensor | None = getattr(self, name)
         if column is None:
             raise ConfigError(
@@ -91,9 +70,8 @@ class GroupRewards:
         """float64 [S]: reward of each sequence plus the rewards of its tokens."""
         if self.token_rewards_T is None:
             return self.rewards_S.double()
-        return self.rewards_S.double() + segment_sum(
-            self.token_rewards_T.double(), self.sequence_T, self.num_sequences
-        )
+        token_rewards_T = self.token_rewards_T.double()
+        return self.rewards_S.double() + segment_sum(token_rewards_T, self.sequence_T, self.num_sequences)
 
     @property
     def sizes_S(self) -> Tensor:

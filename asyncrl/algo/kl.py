@@ -12,8 +12,8 @@ from torch import Tensor
 from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.tokens import TokenBatch
 
-# k3 grows like the ratio: without a bound a single token would dominate the gradient. Beyond the bound k3 has
-# no gradient; k2 and k3+ have one up to a ratio of e^20.
+# k3 grows like the ratio; without a bound, one token would dominate the gradient. Beyond the bound k3 has no
+# gradient; k2 and k3+ have one up to a ratio of e^20.
 K3_BOUND = 10.0
 
 

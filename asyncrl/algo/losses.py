@@ -22,11 +22,9 @@ from asyncrl.algo.tokens import TokenBatch
 class TokenLoss:
     """Loss of every action token, and sums over tokens for metrics."""
 
-    # Differentiable, importance weights included.
-    losses_T: Tensor
+    losses_T: Tensor  # differentiable, with importance weights
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # bool, tokens that the loss leaves out; None if it trains all tokens.
-    left_out_T: Tensor | None = None
+    left_out_T: Tensor | None = None  # bool, tokens that the loss leaves out; None if it trains all tokens
 
 
 def ppo_clip(
@@ -46,14 +44,12 @@ def ppo_clip(
     With a proximal policy this is decoupled PPO; clip_high > clip_low is DAPO's clip-higher.
 
     Args:
-        dual_clip: bound on the loss where A < 0. For values above 1 + clip_high the same as TRL's two-sided
-            clip `delta`.
-        level: the ratio is taken of each token, or of its whole response as product (with seq-mean-token-sum
-            this is PPO with the response as action) or as geometric mean (`gspo` has the narrow clip that a
-            mean needs).
-        max_drift: leaves out a sequence with A < 0 that has drifted further than this from the behaviour
-            policy, in mean nats per token (`selection.within_drift`).
-        top_entropy: share of each sequence's tokens that is trained, highest entropy first
+        dual_clip: bound on the loss where A < 0; above 1 + clip_high, TRL's two-sided clip `delta`.
+        level: takes the ratio of each token, or of its response as product (with seq-mean-token-sum, PPO with
+            the response as action) or geometric mean (`gspo` has the narrow clip that a mean needs).
+        max_drift: leaves out a sequence with A < 0 whose mean drift from the behaviour policy is larger, in
+            nats per token (`selection.within_drift`).
+        top_entropy: trained share of each sequence's tokens, those of highest entropy
             (`selection.highest_entropy`).
         entropy_T: float32 in nats, needed for `top_entropy` below 1.
 
@@ -70,9 +66,8 @@ def ppo_clip(
     keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
     if keep_T is None:
         return TokenLoss(batch.weighted(losses_T), metrics)
-    return TokenLoss(
-        batch.weighted(torch.where(keep_T, losses_T, 0.0)), metrics | sums(left_out=~keep_T), ~keep_T
-    )
+    losses_T = torch.where(keep_T, losses_T, 0.0)
+    return TokenLoss(batch.weighted(losses_T), metrics | sums(left_out=~keep_T), ~keep_T)
 
 
 def reinforce(batch: TokenBatch, logprobs_T: Tensor) -> TokenLoss:

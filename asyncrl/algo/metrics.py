@@ -24,10 +24,9 @@ from asyncrl.algo.tokens import TokenBatch
 
 # A raw ratio beyond this, or below its inverse, is counted as tail.
 TAIL = 2.0
-# Thirds of the longest response allowed. Dropping more of the long responses than of the short ones is a
-# bias.
+# Thirds of the longest response allowed. Dropping more long than short responses is a bias.
 BANDS = ("short", "medium", "long")
-# Metrics whose names end so are means over sequences.
+# Metrics with these last names are means over sequences.
 OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
 
 
@@ -64,9 +63,8 @@ def policy_metrics(
     }
     for name, (to_T, from_T) in pairs.items():
         # Equal log-probabilities are a ratio of 1, also where both are infinite.
-        columns |= _ratio_columns(
-            name, batch, torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))
-        )
+        log_ratio_T = torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))
+        columns |= _ratio_columns(name, batch, log_ratio_T)
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
     if batch.reference_logprobs_T is not None:
@@ -99,8 +97,7 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce micro-batches or ranks: extremes by maximum or minimum, the rest by sum. A part may lack
-    names."""
+    """Reduce micro-batches or ranks, which may lack names: extremes by maximum or minimum, others by sum."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -116,18 +113,15 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def finish(sums: Mapping[str, float]) -> dict[str, float]:
-    """Published metrics from fully reduced sums.
+    """Make the published metrics from fully reduced sums.
 
     `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal.
     `group/*` become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over
     sequences, names that end in a band over the tokens of that band. All other sums, those of losses and
     corrections included, become means over tokens; extremes stay as they are.
     """
-    counts = {
-        name: value
-        for name, value in sums.items()
-        if name.split("/")[0] in ("tokens", "sequences", "groups", "rewards")
-    }
+    counted = ("tokens", "sequences", "groups", "rewards")
+    counts = {name: value for name, value in sums.items() if name.split("/")[0] in counted}
     published = {name: value for name, value in counts.items() if name != "rewards"}
     for name, value in sums.items():
         if name.endswith(("/max", "/min")):
@@ -161,11 +155,7 @@ def _larger(first: float, second: float) -> float:
 
 
 def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[str, Tensor]:
-    """Per-token columns, plus two per-sequence columns [S]: perplexity_ratio and chi2_sequence.
-
-    They are the perplexity ratio (numerator policy / denominator policy) and the chi-square divergence of
-    whole responses.
-    """
+    """Per-token columns and two [S]: ratio of perplexities, and chi-square divergence of whole responses."""
     log_ratio_T = log_ratio_T.double()
     ratio_T = log_ratio_T.exp()
     product_S = batch.sum_S(log_ratio_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -227,9 +217,8 @@ def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
 
 def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
     """exp of the mean negative log-probability; 0 for an empty sequence."""
-    return _of_owners(
-        batch, (-batch.mean_S(logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp()
-    )
+    logprobs_T = logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return _of_owners(batch, (-batch.mean_S(logprobs_T)).exp())
 
 
 def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Probability ratios that cannot overflow, and the sums that losses report.
 
-`min` and `clamp` after `exp` are not enough: they back-propagate 0 * inf = NaN. So the log-ratio is clamped
-first.
+The log-ratio is clamped before `exp`, because `min` and `clamp` after it back-propagate 0 * inf = NaN.
 """
 
 import torch
@@ -19,8 +18,7 @@ PROBABILITY_EPS = 1e-8
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     """[T]: ln(numerator / denominator), clamped to +-20; the denominator is a constant.
 
-    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN, so that a broken model is
-    noticed.
+    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN and shows a broken model.
     """
     return (numerator_T - denominator_T.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 

@@ -19,9 +19,7 @@ def select(
     top_entropy: float,
 ) -> Tensor | None:
     """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are missing."""
-    keep_T = None
-    if max_drift is not None:
-        keep_T = within_drift(batch, logprobs_T, max_drift)
+    keep_T = None if max_drift is None else within_drift(batch, logprobs_T, max_drift)
     if top_entropy < 1.0:
         if entropy_T is None:
             raise ConfigError(f"top_entropy is {top_entropy}, but no entropies were computed; set it to 1.0")

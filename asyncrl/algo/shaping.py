@@ -16,8 +16,7 @@ def soft_overlong(
     buffer_tokens: PositiveInt,
     penalty: NonNegative = 1.0,
 ) -> float:
-    """reward - penalty * clip((response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0,
-    1).
+    """reward - penalty * clip((response_tokens - max_response_tokens) / buffer_tokens + 1, 0, 1).
 
     The penalty is 0 up to `buffer_tokens` before the limit, then grows linearly to `penalty` at the limit.
     Source: Yu et al. 2025 (arXiv:2503.14476) eq. 13, DAPO.

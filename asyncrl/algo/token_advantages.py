@@ -33,8 +33,7 @@ def gae(
     bootstrap: bool = False,
     whitened: bool = True,
 ) -> Tensor:
-    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the batch's
-    tokens.
+    """sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t; whitened over the batch.
 
     Args:
         length_alpha: replaces `gae_lambda` by 1 - 1 / (length_alpha * length), at least 0, of each response.
@@ -58,8 +57,7 @@ def value_targets(
     critic_lambda: Share | None = None,
     bootstrap: bool = False,
 ) -> Tensor:
-    """float32 [T]: the targets of `gae`'s critic: V + the advantage before whitening, by the critic's
-    lambda."""
+    """float32 [T]: targets of `gae`'s critic: V + the advantage before whitening, by the critic's lambda."""
     decay = _lambda(rewards, gae_lambda, length_alpha) if critic_lambda is None else critic_lambda
     return (_gae(rewards, gamma, decay, bootstrap) + rewards.column("values_T").double()).float()
 
@@ -97,9 +95,8 @@ def optimal_token_baseline(
     probs_T = rewards.column("logprobs_T").double().clamp(max=0.0).exp()
     gradient_norms_T = 1.0 - 2.0 * probs_T + rewards.column("sum_squared_probs_T").double()
     if weight_cap is not None:
-        ratio_T = log_ratio(
-            rewards.column("logprobs_T").double(), rewards.column("behaviour_logprobs_T").double()
-        ).exp()
+        behaviour_logprobs_T = rewards.column("behaviour_logprobs_T").double()
+        ratio_T = log_ratio(rewards.column("logprobs_T").double(), behaviour_logprobs_T).exp()
         gradient_norms_T = gradient_norms_T * ratio_T.clamp(max=weight_cap).square()
     weights_T = running_sum_T(gradient_norms_T, rewards)
     returns_T = discounted_returns_T(rewards_T(rewards), rewards, 1.0)

@@ -4,7 +4,7 @@ Axes in names:  T action tokens, S sequences (rollouts). All tokens of sequence 
 There is no padding and no mask: prompt, tool and user tokens are not among them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,39 +16,21 @@ from asyncrl.errors import ShapeError
 class TokenBatch:
     """Action tokens of one micro-batch or one whole batch."""
 
-    # int64, 0..S-1, non-decreasing: the sequence of each token.
-    sequence_T: Tensor
-    # S. Counts sequences without an action token, too; they have no entry in `sequence_T`.
-    num_sequences: int
-    # float32, ln mu, recorded by the generator when it sampled the token.
-    behaviour_logprobs_T: Tensor
-    # float32, return minus baseline.
-    advantages_T: Tensor
+    sequence_T: Tensor  # int64, 0..S-1, non-decreasing: the sequence of each token
+    num_sequences: int  # S; also counts sequences without an action token, which are not in `sequence_T`
+    behaviour_logprobs_T: Tensor  # float32, ln mu, recorded by the generator when it sampled the token
+    advantages_T: Tensor  # float32, return minus baseline
     # float32, ln pi at the start of the update; while it is None, the behaviour column takes its place.
     proximal_logprobs_T: Tensor | None = None
-    # float32, ln pi_ref; only with a KL penalty.
-    reference_logprobs_T: Tensor | None = None
-    # float32, constant importance weights behaviour -> proximal, from the correction; None means 1.
-    weights_T: Tensor | None = None
-    # int64, version being trained minus version of the token, in optimizer steps.
-    lag_T: Tensor | None = None
-    # float32, the critic's values that the advantages were computed from.
-    values_T: Tensor | None = None
-    # float32, the critic's training targets.
-    returns_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None  # float32, ln pi_ref; only with a KL penalty
+    weights_T: Tensor | None = None  # float32, constant weights behaviour -> proximal; None means 1
+    lag_T: Tensor | None = None  # int64, version being trained minus version of the token, in optimizer steps
+    values_T: Tensor | None = None  # float32, the critic's values behind the advantages
+    returns_T: Tensor | None = None  # float32, the critic's training targets
 
     def __post_init__(self) -> None:
         size = self.sequence_T.shape
-        for name in (
-            "behaviour_logprobs_T",
-            "advantages_T",
-            "proximal_logprobs_T",
-            "reference_logprobs_T",
-            "weights_T",
-            "lag_T",
-            "values_T",
-            "returns_T",
-        ):
+        for name in (one.name for one in fields(self) if one.name.endswith("_T")):
             column = getattr(self, name)
             if column is not None and column.shape != size:
                 raise ShapeError(
@@ -87,8 +69,7 @@ class TokenBatch:
 def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
     """[count]: sum of the values with each segment index; differentiable.
 
-    The sum is taken in float64: in float32, 100,000 values of 0.01 add up with an error of 7e-4, more than
-    GSPO's clip.
+    The sum is in float64: in float32, 100,000 values of 0.01 have an error of 7e-4, more than GSPO's clip.
     """
     sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(
         0, segment, values.double()

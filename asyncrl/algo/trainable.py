@@ -1,8 +1,7 @@
 """Decides whether a group can be trained on; everything that reads groups relies on it.
 
-A frame that decodes can still hold any numbers: those of other settings (the run was resumed with shorter
-responses), or of a faulty sender. Generators check a group before they hand it over; the learner checks it
-again.
+A frame that decodes can hold any numbers, from a faulty sender or from other settings before a resume. The
+generator checks a group before it hands it over; the learner checks it again.
 """
 
 import math
@@ -78,10 +77,7 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
         yield f"log-probability {wrong:g}, {-MOST_NATS:g} to {ROUNDING_NATS:g} are allowed"
     for span in rollout.version_spans:
         if not (0 <= span.version <= MOST_VERSION and span.tokens > 0):
-            yield (
-                f"{span.tokens} tokens of version {span.version}; neither may be negative, nor the tokens "
-                "none"
-            )
+            yield f"{span.tokens} tokens of version {span.version}; versions start at 0, tokens at 1"
     if len(rollout.finish_reason) > MOST_CHARACTERS:
         yield f"a finish reason of {len(rollout.finish_reason)} characters, {MOST_CHARACTERS} are allowed"
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
@@ -92,9 +88,7 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
 def _reward_faults(rollout: Rollout) -> Iterator[str]:
     parts = rollout.reward_parts
     if len(parts) > MOST_PARTS or any(len(name) > MOST_CHARACTERS for name in parts):
-        yield (
-            f"{len(parts)} reward parts; {MOST_PARTS} with names of {MOST_CHARACTERS} characters are allowed"
-        )
+        yield f"{len(parts)} reward parts; {MOST_PARTS} with {MOST_CHARACTERS} characters each are allowed"
     for name, value in (("reward", rollout.reward), *parts.items()):
         if not abs(value) <= MOST_REWARD:
             yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"

@@ -32,8 +32,5 @@ def value_loss(
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 is no better than a constant. 0 if all returns are equal."""
     spread = returns_T.double().var(correction=0)
-    return (
-        float(1.0 - (returns_T.double() - values_T.double()).var(correction=0) / spread)
-        if spread > 0
-        else 0.0
-    )
+    unexplained = (returns_T.double() - values_T.double()).var(correction=0)
+    return float(1.0 - unexplained / spread) if spread > 0 else 0.0

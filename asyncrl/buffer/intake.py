@@ -103,7 +103,12 @@ class Intake:
                 self.open(version)
                 return None
             time.sleep(0.005)
-        return self._finish()
+        step = self._step
+        self.ledger.trained += len(step.accepted)
+        self._settled = self.ledger.to_dict()
+        self._step = _Step()
+        groups, rejected = tuple(step.accepted), tuple(step.rejected)
+        return Collected(groups=groups, rejected=rejected, takes=step.takes, taken_at=step.taken_at)
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         """Let the store forget the groups of a checkpoint; `saved` is the ledger in that checkpoint."""
@@ -156,14 +161,6 @@ class Intake:
         if step.unfit.total() > (most := self.max_refills * self.groups):
             accepted = f"{len(step.accepted)} of {self.groups}"
             raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)
-
-    def _finish(self) -> Collected:
-        step = self._step
-        self.ledger.trained += len(step.accepted)
-        self._settled = self.ledger.to_dict()
-        self._step = _Step()
-        groups, rejected = tuple(step.accepted), tuple(step.rejected)
-        return Collected(groups=groups, rejected=rejected, takes=step.takes, taken_at=step.taken_at)
 
     def _limit(self, version: int) -> int:
         if version != self._version:

@@ -1,5 +1,4 @@
-"""Keep responses between 30 and 80 tokens: a shaping function and a hook. Copy the file and change it;
-docs/hooks.md explains."""
+"""Keep responses between 30 and 80 tokens, by a shaping function and a hook; docs/hooks.md explains them."""
 
 import logging
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ def shape(
 ) -> float:
     """Return reward - weight * magnitude * distance; distance is 0 inside [low, high] and grows to 1 outside.
 
-    The distance is relative: it is 1 for an empty response and from 2 * high tokens on. Length alone
-    therefore never costs more than the share `weight` of the difference between a good and a bad answer.
+    The distance is 1 for an empty response and from 2 * high tokens on. So length alone never costs more than
+    the share `weight` of the difference between a good and a bad answer.
 
     Args:
         reward: reward of the rollout before shaping.
@@ -44,8 +43,7 @@ class LengthDrift:
     def __init__(
         self, *, low: int = 30, high: int = 80, decay: float = 0.9, largest_drift_tokens: float = 5.0
     ) -> None:
-        """Take the band in tokens, the decay of the mean per step, and the drift per step that causes a
-        warning."""
+        """Take the band in tokens, the decay of the mean per step, and the largest drift per step."""
         self._low, self._high = low, high
         self._decay = decay
         self._largest_drift_tokens = largest_drift_tokens
@@ -60,27 +58,20 @@ class LengthDrift:
             for sequence in plan.sequences
         ]
         middle = mean(lengths)
-        pull = mean(
-            [advantage * (length - middle) for advantage, length in zip(advantages, lengths, strict=True)]
-        )
+        pull = mean([a * (length - middle) for a, length in zip(advantages, lengths, strict=True)])
         outside = mean([float(not self._low <= length <= self._high) for length in lengths])
         return {"length/pull": pull, "length/outside_share": outside}
 
     def after_step(self, step: Any) -> dict[str, float]:
         """Update the mean; warn of a large drift, and once each time the mean leaves the band."""
-        newest = mean(
-            [len(rollout.response_ids) for group in step.collected.groups for rollout in group.rollouts]
-        )
+        rollouts = [rollout for group in step.collected.groups for rollout in group.rollouts]
+        newest = mean([len(rollout.response_ids) for rollout in rollouts])
         before = newest if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = self._decay * before + (1.0 - self._decay) * newest
         drift_tokens = self._mean_tokens - before
         if abs(drift_tokens) > self._largest_drift_tokens:
-            log.warning(
-                "step %d: the mean length moved by %+.1f tokens to %.1f",
-                step.version,
-                drift_tokens,
-                self._mean_tokens,
-            )
+            found = step.version, drift_tokens, self._mean_tokens
+            log.warning("step %d: the mean length moved by %+.1f tokens to %.1f", *found)
         is_outside = not self._low <= self._mean_tokens <= self._high
         if is_outside and not self._was_outside:
             log.warning(
@@ -93,5 +84,5 @@ class LengthDrift:
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 for none."""
+    """Return the mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0

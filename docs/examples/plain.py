@@ -1,5 +1,4 @@
-"""The task of docs/tutorial.md: answer in a plain sentence. `python docs/examples/plain.py` writes its
-prompts to build/plain."""
+"""The task of docs/tutorial.md, to answer in a plain sentence. Run as a program, it writes build/plain."""
 
 import itertools
 import json
@@ -23,7 +22,7 @@ def plain(prompt: str, response: str, **columns: object) -> float:
 
 
 def prompts(nouns: Sequence[str], count: int) -> list[str]:
-    """Return `count` prompts with different pairs of nouns, always the same ones."""
+    """Return `count` prompts with different pairs of nouns, the same ones at every call."""
     pairs = random.Random(0).sample(list(itertools.combinations(nouns, 2)), count)
     return [f"Describe a {first} and a {second}." for first, second in pairs]
 

@@ -270,7 +270,7 @@ MUTANTS = [
     Mutant("metrics", "torch.expm1(2.0 * product_S)", "torch.expm1(product_S)"),
     Mutant("metrics", "batch.sum_S(log_ratio_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "batch.sum_S(log_ratio_T)"),
     Mutant("metrics", "(-batch.mean_S(logprobs_T", "(batch.mean_S(logprobs_T"),
-    Mutant("metrics", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))).exp()", ")).exp()"),
+    Mutant("metrics", "logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "logprobs_T.double()"),
     Mutant("metrics", "torch.where(batch.lengths_S > 0, values_S, 0.0)", "values_S"),
     Mutant("metrics", "_perplexity_S(batch, batch.anchor_logprobs_T)", "_perplexity_S(batch, batch.behaviour_logprobs_T)"),
     Mutant("metrics", "batch.advantages_T > 0", "batch.advantages_T >= 0"),
