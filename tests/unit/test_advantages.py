@@ -462,7 +462,7 @@ def test_gdpo_names_parts_that_do_not_exist_and_refuses_token_rewards():
         estimate("gdpo", make_rewards(1), {"weights": {"wrong": 1.0}})
     with pytest.raises(ConfigError, match=r"\[\]"):
         estimate("gdpo", dataclasses.replace(make_rewards(1), parts={}))
-    with pytest.raises(ConfigError, match="set algorithm.kl.placement to loss"):
+    with pytest.raises(ConfigError, match="placement to loss"):
         estimate("gdpo", make_rewards(1, token_rewards=True))
 
 
