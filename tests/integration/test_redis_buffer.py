@@ -4,7 +4,6 @@ import itertools
 import json
 import multiprocessing
 import random
-import shutil
 import socketserver
 import subprocess
 import sys
@@ -35,14 +34,13 @@ from tests.support.buffer_walk import WALK_RULES, Walk
 from tests.support.memory_lane import MemoryLane
 from tests.support.redis_lane import RUN, RedisLane, Weighed, run_numbers
 from tests.support.shard_contract import SHARDS, Run, ShardContract
+from tests.support.store_servers import SERVERS
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module", params=["bundled", "redis-server"])
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request, tmp_path_factory):
-    if request.param != "bundled" and shutil.which(request.param) is None:
-        pytest.skip(f"no {request.param} on PATH")
     with StoreServer(
         StoreConfig(fsync="no"), tmp_path_factory.mktemp("store"), server=request.param
     ) as running:

@@ -3,7 +3,6 @@ should."""
 
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.buffer_contract import RULES, fill, take
 from tests.support.compose import DEPLOY, compose, env_file
 from tests.support.ports import free_ports
 from tests.support.redis_lane import RUN
+from tests.support.store_servers import SERVERS
 from tests.support.store_users import ATTACKS, OF_A_RULER, REFUSED, ByRole
 
 pytestmark = pytest.mark.integration
@@ -79,10 +79,8 @@ def type_the_lines(server: Shipped) -> None:
             client.execute_command(*typed.split())  # as redis-cli sends a line
 
 
-@pytest.fixture(scope="module", params=["bundled", "redis-server"])
+@pytest.fixture(scope="module", params=SERVERS)
 def binary(request) -> Path:
-    if request.param != "bundled" and shutil.which(request.param) is None:
-        pytest.skip(f"no {request.param} on PATH")
     return find_server(request.param)
 
 

@@ -25,14 +25,13 @@ from asyncrl.buffer.users import StoreUser, with_user
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, StoreError, StoreRefused
 from tests.support.buffer_contract import ids
+from tests.support.store_servers import SERVERS
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(params=["bundled", "redis-server"])
+@pytest.fixture(params=SERVERS)
 def choice(request):
-    if request.param != "bundled" and shutil.which(request.param) is None:
-        pytest.skip(f"no {request.param} on PATH")
     return request.param
 
 

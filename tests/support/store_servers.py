@@ -1,0 +1,17 @@
+"""The servers that a store may be."""
+
+import shutil
+
+import pytest
+
+SERVERS = (
+    "bundled",
+    pytest.param(
+        "redis-server",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on PATH"),
+        ],
+    ),
+)
+"""For `pytest.mark.parametrize` and fixtures."""
