@@ -24,6 +24,7 @@ import asyncrl
 from asyncrl.buffer.server import find_server
 from asyncrl.commands.down import processes_of
 from asyncrl.rewards.sandbox import Sandbox
+from tests.support.command import ASYNCRL
 from tests.support.compose import DEPLOY, compose, env_file, mounts, words
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
@@ -36,7 +37,6 @@ pytestmark = [
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
 ]
 
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 CLIENT = f"""#!{sys.executable}
 import os, sys, redis
 assert sys.argv[-1] == "ping"

@@ -21,11 +21,12 @@ from asyncrl.config.store import StoreConfig
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Finding, execute, fine
+from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-DOCTOR = [sys.executable, "-m", "asyncrl.cli.main", "doctor"]
+DOCTOR = [*ASYNCRL, "doctor"]
 
 
 def outcome(work, limit_s: float = 60.0) -> Finding:

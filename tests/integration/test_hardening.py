@@ -30,9 +30,10 @@ from asyncrl.control.curve import GeneratorKeys
 from asyncrl.errors import StoreRefused
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys
+from tests.support.command import ASYNCRL
 from tests.support.curve import answer
 from tests.support.ports import free_ports
-from tests.support.whole_run import ASYNCRL, call, kill, member_versions, rows, steps, tiny_run, wait
+from tests.support.whole_run import call, kill, member_versions, rows, steps, tiny_run, wait
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -30,6 +30,7 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.codec import encode_frame
 from asyncrl.wire.typed_messages import MESSAGE_LIMITS
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -151,11 +152,8 @@ class Stage:
     def members(self):
         return {member.generator_id: member for member in self.hub.members()}
 
-    def wait_for(self, condition, within_s=20.0):
-        until_s = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < until_s, (self.hub.counters(), self.hub.members())
-            time.sleep(0.02)
+    def wait_for(self, condition):
+        wait_until(condition, seen=lambda: (self.hub.counters(), self.hub.members()))
 
     def rejected(self):
         return self.hub.counters()["messages_rejected"]

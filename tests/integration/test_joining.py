@@ -4,7 +4,6 @@ waiting."""
 import asyncio
 import json
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ForeignRunError, RunError, StoreError
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
+from tests.support.command import ASYNCRL
 
 pytestmark = pytest.mark.integration
 
@@ -82,7 +82,7 @@ def host(tmp_path, monkeypatch):
 
 
 def join(server, *options, timeout_s=60):
-    argv = [sys.executable, "-m", "asyncrl.cli.main", "generator", "--store", server.url, *options]
+    argv = [*ASYNCRL, "generator", "--store", server.url, *options]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

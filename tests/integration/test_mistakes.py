@@ -3,17 +3,15 @@ traceback."""
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
-
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import asyncio
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +33,12 @@ from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group
+from tests.support.command import ASYNCRL
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
 NAMES = [path.stem for path in PRESETS]
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 B, G, STEPS = 8, 8, 3
 
 FITTED = {

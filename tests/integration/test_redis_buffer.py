@@ -6,7 +6,6 @@ import multiprocessing
 import random
 import socketserver
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -31,6 +30,7 @@ from asyncrl.files import replace_text
 from asyncrl.launch.wiring import eval_lane, train_lane
 from tests.support.buffer_contract import RULES, BufferContract, fill, ids, places, take
 from tests.support.buffer_walk import WALK_RULES, Walk
+from tests.support.command import ASYNCRL
 from tests.support.memory_lane import MemoryLane
 from tests.support.redis_lane import RUN, RedisLane, Weighed, run_numbers
 from tests.support.shard_contract import SHARDS, Run, ShardContract
@@ -406,7 +406,7 @@ reward: {{functions: [{{function: exact_match}}]}}
     watch = AuditWatch("training", buffer.audit, clock=lambda: float(next(now_s)))
     require_whole(audit())
     connection.client.zrem(f"{{audited:{shard_names('train', shards)[-1]}}}:ready", "2")
-    argv = [sys.executable, "-m", "asyncrl.cli.main", "audit", str(run), "--store", server.url]
+    argv = [*ASYNCRL, "audit", str(run), "--store", server.url]
     told = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert (
         told.returncode == 2

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
+from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -68,7 +68,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def reward_test(config: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "asyncrl.cli.main", "reward", "test", str(config), *arguments]
+    command = [*ASYNCRL, "reward", "test", str(config), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"COLUMNS": "200"}
     )

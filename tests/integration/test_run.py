@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
 from tests.support.cluster import PRIMARIES, Node, cluster
+from tests.support.command import ASYNCRL
 from tests.support.whole_run import (
-    ASYNCRL,
     B,
     call,
     kill,

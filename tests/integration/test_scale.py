@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncrl.commands.down import processes_of
 from asyncrl.run.directory import RunDirectory
+from tests.support.command import ASYNCRL
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -49,7 +50,6 @@ with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) 
         scaled.begin(int(sys.argv[2]))
         supervisor.run(scaled.tend)
 """
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 
 
 @pytest.fixture
@@ -72,13 +72,6 @@ def children(run: RunDirectory) -> set[str]:
     return set(json.loads(run.processes.read_text())["children"]) if run.processes.exists() else set()
 
 
-def wait(condition: Callable[[], bool], wait_s: float = 120.0) -> None:
-    until_s = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-
-
 def scale(run: RunDirectory, change: str) -> tuple[int, str]:
     done = subprocess.run(
         [*ASYNCRL, "scale", change, str(run.path)], capture_output=True, text=True, timeout=120, check=False
@@ -90,13 +83,13 @@ def scale(run: RunDirectory, change: str) -> tuple[int, str]:
 def test_generators_are_started_and_drained_while_the_run_goes_on(run):
     supervisor = start(run, 2)
     try:
-        wait(lambda: children(run) == {"learner", "g0", "g1"} and run.scale.exists())
+        wait_until(lambda: children(run) == {"learner", "g0", "g1"} and run.scale.exists())
         assert scale(run, "generators=+2") == (
             0,
             "generators: 2 -> 4; started: g2, g3 (the model is loaded first)\n",
         )
         assert children(run) == {"learner", "g0", "g1", "g2", "g3"}
-        wait(lambda: all((run.path / f"g{index}.up").exists() for index in range(4)))
+        wait_until(lambda: all((run.path / f"g{index}.up").exists() for index in range(4)))
         status, said = scale(run, "generators=-3")
         assert status == 0 and "left: g1, g2, g3 (their tickets are given back)" in said
         assert children(run) == {"learner", "g0"}
@@ -111,7 +104,7 @@ def test_generators_are_started_and_drained_while_the_run_goes_on(run):
         assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None
         (run.path / "broken").touch()
         run.scale.write_text('{"generators": 4}')
-        wait(lambda: run.scale.read_text() == '{"generators": 2}')
+        wait_until(lambda: run.scale.read_text() == '{"generators": 2}')
         assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None, (
             "extra ones that cannot start end nothing"
         )
@@ -126,7 +119,7 @@ def test_generators_are_started_and_drained_while_the_run_goes_on(run):
 def test_a_run_without_generators_of_its_own_is_not_scaled(run):
     supervisor = start(run, 0)
     try:
-        wait(lambda: children(run) == {"learner"})
+        wait_until(lambda: children(run) == {"learner"})
         status, said = scale(run, "generators=+1")
         assert status == 2 and "asyncrl generator --count" in said and children(run) == {"learner"}
     finally:

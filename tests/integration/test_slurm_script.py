@@ -18,6 +18,7 @@ import typer
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 from tests.support.ports import free_ports
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -82,13 +83,6 @@ def started(directory: Path, role: str) -> list:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait(condition, within_s=JOB_S) -> None:
-    until_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def job(tmp_path):
     environment = install(tmp_path, STAND_INS) | {"SLURM_JOB_NODELIST": "n[1-3]"}
@@ -102,7 +96,7 @@ def job(tmp_path):
 
 def test_who_runs_where_with_which_secrets_and_that_all_find_the_store(job, tmp_path):
     (tmp_path / "fail").touch()
-    wait(lambda: len(started(tmp_path, "generator")) == 2)  # the first has failed, and is started again
+    wait_until(lambda: len(started(tmp_path, "generator")) == 2)  # the first has failed, and is started again
     [(_, learner, of_learner)] = started(tmp_path, "learner")
     _, generator, of_generator = started(tmp_path, "generator")[-1]
     assert {"--nodelist=n1", "--nodes=1", "--ntasks=1"} <= {*json.loads(of_learner["SRUN"])}
@@ -130,7 +124,7 @@ def test_who_runs_where_with_which_secrets_and_that_all_find_the_store(job, tmp_
 
 
 def test_the_learners_status_is_the_jobs(job, tmp_path):
-    wait(lambda: started(tmp_path, "learner"))
+    wait_until(lambda: started(tmp_path, "learner"))
     (tmp_path / "over").write_text("3")
     assert job.wait(timeout=JOB_S) == 3
 
@@ -195,7 +189,7 @@ def slurm(tmp_path_factory):
         daemons = [subprocess.Popen(line, env=environment, stdout=out, stderr=out) for line in lines]
         try:
             ask = ["sinfo", "--noheader", "--format=%T %D"]
-            wait(
+            wait_until(
                 lambda: (
                     subprocess.run(ask, env=environment, capture_output=True, text=True).stdout.strip()
                     == "idle 3"
@@ -247,12 +241,14 @@ def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_
         text=True,
         check=True,
     ).stdout.strip()
-    wait(lambda: len(started(tmp_path, "generator")) >= 2)
+    wait_until(lambda: len(started(tmp_path, "generator")) >= 2)
     time.sleep(1)  # for one too many
     first = [seen["SLURMD_NODENAME"] for _, _, seen in started(tmp_path, "generator")]
     assert sorted(first) == ["n2", "n3"], "one command on each of the other nodes"
-    wait(lambda: (tmp_path / "saved").exists(), 2 * JOB_S)
-    wait(lambda: state_of(job, environment)["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
+    wait_until(lambda: (tmp_path / "saved").exists(), 2 * JOB_S)
+    wait_until(
+        lambda: state_of(job, environment)["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+    )
     assert state_of(job, environment)["JobState"] == "COMPLETED", (tmp_path / "job.out").read_text()
     assert state_of(job, environment)["ExitCode"] == "0:0"
     [(_, _, of_learner)] = started(tmp_path, "learner")

@@ -22,6 +22,7 @@ from asyncrl.buffer.users import StoreUser
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
 from reliability.chaos.disk import Disk
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -42,13 +43,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for key in range(KEYS):
             client.set(f"base {key}", os.urandom(100))
         client.bgrewriteaof()
-        until_s = time.monotonic() + 60
-        while (
-            not (directory / "appendonlydir" / BASE).exists()
-            or client.info("persistence")["aof_rewrite_in_progress"]
-        ):
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until(
+            lambda: (
+                (directory / "appendonlydir" / BASE).exists()
+                and not client.info("persistence")["aof_rewrite_in_progress"]
+            )
+        )
         for key in range(KEYS):
             client.set(f"log {key}", os.urandom(100))
         client.close()

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ from pathlib import Path
 import yaml
 
 from asyncrl.commands.down import processes_of
+from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 
 B = 4
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl import __version__
 from asyncrl.cli.main import main
+from tests.support.command import ASYNCRL
 
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
 GOOD = """\
 run: {name: mine}
 model: {path: ./model}

@@ -1,0 +1,5 @@
+"""The command line as a process."""
+
+import sys
+
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
