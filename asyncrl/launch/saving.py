@@ -108,9 +108,7 @@ class LeadSaving(Saving):
         try:
             ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
         except CheckpointError as error:
-            log.error(
-                "step %d is saved, but the store keeps its groups until the next save: %s", version, error
-            )
+            log.error("step %d is saved; the store keeps its groups until the next save: %s", version, error)
         else:
             self.taking.commit(ledger, version)
 
