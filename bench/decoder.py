@@ -85,8 +85,7 @@ def group_of(rollouts: int, tokens: int, spans: int = 1) -> Group:
 
 
 def rates(decode: Callable[[bytes], Group], frame: bytes, used_s: Callable[[], float]) -> tuple[float, float]:
-    """Groups per second of the clock, and of the processors, which other programs on the machine do not
-    change."""
+    """Groups per second of the clock, and of the processors, which other programs do not affect."""
     count, started_s, started_used_s = 0, time.perf_counter(), used_s()
     while time.perf_counter() - started_s < ROUND_S:
         for _ in range(10):

@@ -39,8 +39,7 @@ CLIP = 0.2
 
 
 def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[TrainSample]:
-    """Prompts of 8 to 32 tokens, log-normal response lengths (median a sixth of the limit), cut off at the
-    limit."""
+    """Prompts of 8 to 32 tokens; log-normal response lengths with median limit / 6, cut at the limit."""
     rng = np.random.default_rng(seed)
     result = []
     for _ in range(number):

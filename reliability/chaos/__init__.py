@@ -1,2 +1,1 @@
-"""Faults on real processes, which are killed, stopped, cut off and rolled back: `python -m reliability.chaos
--h`."""
+"""Faults on real processes: killed, stopped, cut off and rolled back. `python -m reliability.chaos -h`."""

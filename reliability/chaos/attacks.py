@@ -1,5 +1,4 @@
-"""Two tables of docs/reliability.md: every attack with its amount and result; and runs of all kinds of faults
-together."""
+"""Two tables of docs/reliability.md: attacks with amounts and results, and runs of all faults together."""
 
 import statistics
 from collections import Counter
@@ -176,8 +175,7 @@ def _persons(runs: Sequence[Run]) -> int:
 
 
 def hardening(found: Mapping[str, Any]) -> Iterator[str]:
-    """Runs of everything at once: each kind with its times, what became of poison, which files were
-    damaged."""
+    """Runs of all faults at once: how often each kind struck, the fate of poison, files damaged."""
     runs = _runs(found)
     struck: Counter[str] = sum((_struck(run) for run in runs), Counter())
     seeds, minutes = ", ".join(str(run["seed"]) for run in runs), _sum(runs, "seconds") / 60

@@ -79,8 +79,7 @@ def group_of(ticket_id: int, versions: tuple[int, ...], tokens: int) -> Group:
 def produce(
     url: str, rules: BufferRules, name: str, tokens: int, latency_s: float, at_once: int, counts: Any
 ) -> None:
-    """A process: lease, wait a log-normal time per group, put until it is stored; a full store stops the
-    leasing."""
+    """A process: lease, wait a log-normal time per group, put until stored; a full store stops leasing."""
     die_with_parent()
     logging.disable(logging.CRITICAL)
     rng = random.Random(name)

@@ -1,5 +1,4 @@
-"""Files that learner and store rest on: truncated, emptied, a bit flipped, gone; below a living process or a
-dead one."""
+"""Files of learner and store truncated, emptied, flipped in a bit or gone, while their process lives or not."""
 
 import os
 import random
@@ -79,8 +78,7 @@ def _kill(world: World, process: str) -> None:
 
 
 def _file_of(name: str, world: World, draw: random.Random) -> Path | None:
-    """None when there is none, or when it is one of the last checkpoint that verifies: one must, for a run to
-    go on."""
+    """None when there is none, or when it is of the last checkpoint that verifies, which a run needs."""
     if name in STORE:
         found = sorted((world.directory / "store").rglob(_PATTERNS[name]))
     elif name in CHECKPOINT:

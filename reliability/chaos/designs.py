@@ -21,13 +21,11 @@ SCHEDULES = (
         always=partial(swallow, 0.005, 0.0),
     ),
 )
-"""Kills of generators and learner; and with them kills and power losses of the store, and a reply in 200
-swallowed."""
+"""Kills of generators and learner; also kills and power losses of the store, and 1 reply in 200 swallowed."""
 
 
 def compare(seed: int, faults: int) -> list[dict[str, Any]]:
-    """Every design under every schedule: the same `faults` faults, in the same order, at the same
-    intervals."""
+    """Every design under every schedule: the same `faults` faults in the same order and intervals."""
     return [
         _run(design, schedule, seed, faults) for schedule in SCHEDULES for design in (*rivals.DESIGNS, OURS)
     ]

@@ -12,8 +12,7 @@ class Disk:
     """The disk below one store."""
 
     def __init__(self, store: Path, scratch: Path) -> None:
-        """`store` is the server's directory; `scratch` outlives it. Raises RuntimeError without a C
-        compiler."""
+        """`store` is the server's directory; `scratch` outlives it. RuntimeError without a compiler."""
         self._store = store
         self._syncs, self._slow, self._full = scratch / "syncs", scratch / "slow", scratch / "full"
         self.discarded_bytes = 0

@@ -1,5 +1,4 @@
-"""The faults that can strike a world, and the scenarios that mix them. A seed decides all but the timing of
-the processes."""
+"""Faults that strike a world, and scenarios that mix them. A seed decides all but the timing of processes."""
 
 import contextlib
 import random
@@ -108,8 +107,7 @@ def fill_disk(world: World, draw: random.Random) -> None:
 
 
 def partition(world: World, draw: random.Random) -> None:
-    """One pair of roles cannot reach each other for a while: a proxy between them is silent, or the link is
-    down."""
+    """One pair of roles cannot reach each other for a while: the proxy is silent, or the link is down."""
     pair = draw.choice(sorted(world.pairs))
     world.pairs[pair].cut()
     world.run_for(min(1.0 + draw.expovariate(1 / 1.2), 30.0))
@@ -143,8 +141,7 @@ def stop(kinds: tuple[str, ...], world: World, draw: random.Random) -> None:
 
 
 def _lives(process: psutil.Process, parent: int) -> bool:
-    """Whether it is somebody's. One that was stopped as it began does not die with its parent: the supervisor
-    ends families."""
+    """Whether it has an owner. One stopped at its start outlives its parent; the supervisor ends families."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and process.ppid() == parent
     except psutil.NoSuchProcess:
@@ -202,8 +199,7 @@ class Scenario:
     at_once: tuple[int, ...] = (1,)
     """How many strike together, drawn from these."""
     hang_s: float = float("inf")
-    """Silence after which a process is replaced. Finite: each fault once, the first one first, before any
-    strikes again."""
+    """Silence after which a process is replaced. Finite: each fault strikes once before any strikes again."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
 

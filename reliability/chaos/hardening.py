@@ -1,5 +1,4 @@
-"""Everything in one run: kills, power, wipes, replies, partitions, disks, hangs, poison, wrong messages,
-damaged files."""
+"""In one run: kills, power, wipes, replies, partitions, disks, hangs, poison, bad messages, damaged files."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,5 +1,4 @@
-"""Stand-ins around the shipped loops: an engine whose core is a process, a publisher without weights, ids
-that kill."""
+"""Stand-ins around shipped loops: an engine with a process as core, a publisher without weights, deadly ids."""
 
 import asyncio
 import os

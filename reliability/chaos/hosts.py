@@ -72,8 +72,7 @@ class Cable:
 
 
 class Hosts:
-    """Those of a store, a learner and generators, and the cables by the names of the proxies whose place they
-    take."""
+    """Hosts of store, learner and generators, and cables by the names of the proxies that they replace."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")

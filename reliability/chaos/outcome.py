@@ -72,8 +72,7 @@ TOGETHER = "several at once"
 
 
 def pauses(world: World) -> dict[str, list[float]]:
-    """The longest time without a step after each fault, by kind; of those that struck together, under one
-    name."""
+    """The longest time without a step after each fault, by kind; simultaneous faults have one name."""
     found: dict[str, list[float]] = defaultdict(list)
     for one in world.rounds:
         found[one["kinds"][0] if len(one["kinds"]) == 1 else TOGETHER].append(one["pause_s"])

@@ -32,8 +32,7 @@ TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
 
 
 def results() -> dict[str, Any]:
-    """By name of a table: the parts of faults.json; faults_NAME.json, and what was simulated, as a whole;
-    `attacks`: all."""
+    """The parts of faults.json by table; faults_NAME.json and the simulations as a whole; `attacks`: all."""
     parts: dict[str, Any] = json.loads((RESULTS / "faults.json").read_text())
     whole = [*RESULTS.glob("faults_*.json"), RESULTS / "simulation.json", RESULTS / "mutants.json"]
     parts |= {path.stem.removeprefix("faults_"): json.loads(path.read_text()) for path in whole}

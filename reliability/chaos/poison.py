@@ -1,5 +1,4 @@
-"""What a generator that turned against the run can do: wrong frames, deadly tickets, messages, values in the
-store."""
+"""What a hostile generator can do: wrong frames, deadly tickets, messages, values in the store."""
 
 import math
 import random
@@ -162,8 +161,7 @@ WORDS: tuple[Any, ...] = (
 
 
 def send_message(world: World, draw: random.Random) -> None:
-    """One to the learner's control plane, signed with the run's key, from nobody, or in the name of a
-    generator."""
+    """A message to the learner's control plane: with the run's key, unsigned, or in a generator's name."""
     member = {"generator_id": draw.choice(["rogue", "g0"]), "incarnation": draw.choice(["1", ""])}
     messages: dict[str, dict[str, Any]] = {
         "UpdateReport": REPORT,

@@ -17,8 +17,7 @@ class Proxy:
     def __init__(self, upstream: Path, *, seed: int, listen: Path | None = None) -> None:
         """It listens on the unix socket `listen`, or else on a free port of the loopback interface."""
         self.swallow_rate = 0.0
-        """Of replies: the server has done what was asked, the client never hears of it and loses its
-        connection."""
+        """Replies: the server has obeyed, but the client never hears of it and loses its connection."""
         self.repeat_rate = 0.0
         """Of requests: the same bytes reach the server once more, on a connection of their own."""
         self.swallowed = 0
@@ -39,8 +38,7 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10.0)
 
     def cut(self) -> None:
-        """From now on nothing passes, in either direction; what is sent waits, as TCP repeats it after the
-        partition."""
+        """Let nothing pass in either direction; what is sent waits, as TCP repeats it after the partition."""
         self._loop.call_soon_threadsafe(self._is_open.clear)
 
     def heal(self) -> None:

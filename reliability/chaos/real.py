@@ -36,8 +36,7 @@ from .members import Stuck
 
 B, EVERY = 4, 5
 PACE_EVERY = 40
-"""About 20 s: sqrt(2 * 0.4 s for saving * 600 s between two deaths of the learner), as J. W. Young found in
-1974."""
+"""About 20 s: sqrt(2 * 0.4 s per save * 600 s between deaths of the learner), after J. W. Young (1974)."""
 GENERATORS = 2
 PATIENCE_S = 600.0
 VICTIMS = {
@@ -204,8 +203,7 @@ class RealRun:
         self.longest_pause_s[kind].append(round(longest_pause(self.rows(), at), 2))
 
     def pace(self, minutes: float, draw: random.Random) -> dict[str, Any]:
-        """A generator killed in the middle of every minute, the learner once in ten; first a minute without
-        faults."""
+        """A generator is killed in each minute, the learner in every tenth; the first minute is without."""
         calm_from = time.time()
         self.run_until(calm_from + 60.0)
         began = time.time()

@@ -100,8 +100,7 @@ def start(role: Callable[..., None], place: Place, name: str, signs: str, *argum
 
 
 class Lines:
-    """Appends whole lines to a file that several processes share. `time.monotonic` is one clock for all of
-    them."""
+    """Appends whole lines to a file that processes share. They all have one clock, `time.monotonic`."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -239,8 +238,7 @@ class JudgedBuffer(RedisBuffer):
 
 
 class Learner:
-    """Takes, trains, publishes, saves, commits, in the order of asyncrl.learner and
-    asyncrl.launch.learner_runs."""
+    """Takes, trains, publishes, saves and commits in the order of asyncrl.learner and launch.learner_runs."""
 
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._place = place

@@ -75,8 +75,7 @@ class Watch(threading.Thread):
 
 
 def soak(directory: Path, seconds: float) -> dict[str, Any]:
-    """The slope is over the last three quarters. Raises Stuck, and what psutil does for a survivor that
-    died."""
+    """The slope is over the last three quarters. Raises Stuck, and psutil's error for a dead survivor."""
     # A short one has its faults closer together.
     gap_s = min(GAP_S, seconds / 8)
     with World(directory / "soak", SEED) as world:

@@ -413,8 +413,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Patient:
-    """A generator that is struck again and again. well -> stopped -> returning -> well, or well -> returning
-    -> well."""
+    """A generator that is struck again and again: well -> stopped -> returning -> well, or with no stop."""
 
     member: Member
     state: str = "well"

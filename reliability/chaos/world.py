@@ -1,5 +1,4 @@
-"""One run without models: its processes, kept alive as a supervisor would, and the verdict on what it
-consumed."""
+"""One run without models: its processes, kept up as by a supervisor, the verdict on what it consumed."""
 
 import json
 import multiprocessing
@@ -186,8 +185,7 @@ class World:
             self.server.start()
 
     def revive_store(self) -> None:
-        """Start it again; what does not come up now (on a full disk, say) is tried again with the next
-        look."""
+        """Start it again; what does not come up now (full disk, say) is tried again at the next look."""
         with suppress(StoreError):
             self.start_store()
 

@@ -1,5 +1,4 @@
-"""Enumerate the crash points of real saves and print what is found: `python -m reliability.crash [--steps 5]
-[--json FILE]`."""
+"""Try the crash points of real saves: `python -m reliability.crash [--steps 5] [--json FILE]`."""
 
 import argparse
 import json

@@ -113,8 +113,7 @@ class Directory:
     """What led from the durable entries to those of now; None for one that went."""
 
     def change(self, **entries: "File | Directory | None") -> None:
-        """Takes effect at once, and is durable after `sync`. A file system makes one change wholly or not at
-        all."""
+        """Takes effect at once, is durable after `sync`. File systems make a change wholly or not at all."""
         self.pending.append(entries)
         _change(self.entries, entries)
 

@@ -27,8 +27,7 @@ class Findings:
     """Ours: must stay empty."""
     deepspeed_saved_before: int = 0
     deepspeed: Counter[str] = field(default_factory=Counter)
-    """Of the points at which one of its saves had returned: what its `latest` led to, where that was no whole
-    checkpoint."""
+    """Points after a save had returned: what its `latest` led to, if that was no whole checkpoint."""
 
 
 class Judge:

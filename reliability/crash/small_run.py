@@ -82,8 +82,7 @@ def config_in(work: Path, root: Path, **control: Any) -> Path:
 
 
 def learn(config: Config, directory: RunDirectory, url: str) -> None:
-    """Train up to `learner.steps`, save after each step; pauses a while for each step when a file `slowly` is
-    there."""
+    """Train up to `learner.steps` and save after each step; pause in steps while a file `slowly` exists."""
     weights, keys = Weights(), directory.keys()
     checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2)
     state: dict[str, Any] = checkpoints.load(weights) or {"version": 0, "ledger": Ledger().to_dict()}

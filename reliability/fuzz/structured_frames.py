@@ -22,8 +22,7 @@ from .frame_cases import Seen, check, mutants
 
 
 def fuzz(seed: int, cases: int) -> dict[str, Any]:
-    """Decode that many mutants. Raises AssertionError with the first that is neither refused in order nor in
-    order."""
+    """Decode that many mutants. Raises AssertionError with the first that is neither refused nor in order."""
     seen, started_s, before_kib = Seen(), time.process_time(), _peak_kib()
     for case in mutants(seed, cases):
         try:

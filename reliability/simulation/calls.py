@@ -157,8 +157,7 @@ def _may_lose_lease(call: Call, ticket_id: int) -> bool:
 
 
 def _may_undo(call: Call, ticket_id: int) -> bool:
-    """A learner with another batch, or whose step has accepted more, asks for fewer than were assigned to
-    another."""
+    """A learner with another batch, or with more accepted groups, asks for fewer than one was assigned."""
     number, takes = int(call.arguments[2]), call.before.takes
     is_larger = (
         number in takes

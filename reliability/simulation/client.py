@@ -1,5 +1,4 @@
-"""The network: what redis-py's client is to the shipped code, with a connection that loses, delays and
-repeats requests."""
+"""The network: stands for redis-py's client; its connection loses, delays and repeats requests."""
 
 import functools
 from collections import deque
@@ -80,8 +79,7 @@ class Network:
                 answer(self._latency_s(), replies)
 
     def echo(self, functions: Collection[str], *, longest_s: float) -> None:
-        """The store has lost something: what it has forgotten comes again, in any order; it was held up on
-        another way."""
+        """The store has lost something: forgotten requests come again, in any order, by a slower way."""
         random, starts_s = self._engine.random, max(0.0, self.down_until_s - self._engine.now_s)
         for requests in self._recent:
             if _function(requests) not in functions:

@@ -1,5 +1,4 @@
-"""Frames of the simulation: small, checked like real ones, and telling who sampled them with which
-weights."""
+"""Frames of the simulation: small, checked like real ones; they say who sampled them with which weights."""
 
 import zlib
 from collections.abc import Sequence

@@ -373,8 +373,7 @@ def join(client: Client, engine: Engine) -> bool:
 
 
 def strange_message(world: "World") -> None:
-    """Of somebody who knows the names in the store's leases, or of a member that says what is not its to
-    say."""
+    """From somebody who knows the names in the leases, or a member that says what it may not."""
     random, generator = world.engine.random, world.any_generator()
     generator_id, _, incarnation = generator.process.name.partition(":")
     newest = world.published.weights

@@ -51,8 +51,7 @@ def suspects(call: "Call") -> set[int]:
 
 
 def check_lease(call: "Call", holder: str, ids: set[int]) -> bool:
-    """Whether suspects decided: nothing beside one, nothing while one waits for a free holder, else that
-    one."""
+    """Whether suspects decided: nothing beside one, nothing while one awaits a free holder, else that one."""
     limit, suspected = call.before.number("limit"), suspects(call)
     held = {i for i, of in call.after.holders.items() if of == holder} - ids
     waiting = {

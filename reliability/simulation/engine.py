@@ -84,8 +84,7 @@ class Engine:
         self._wait()
 
     def wait(self) -> tuple[Callable[[float, Any], None], Callable[[], Any]]:
-        """(answer, wait): the thread calls `wait`, and the first `answer(delay, value)` gives it its
-        value."""
+        """(answer, wait): the thread calls `wait`; the first `answer(delay, value)` gives it the value."""
         thread, answered = getcurrent(), []
 
         def answer(delay_s: float, value: Any) -> None:

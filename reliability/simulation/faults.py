@@ -1,5 +1,4 @@
-"""What goes wrong, how often: drawn per seed, so that some runs see one kind of fault only and some see
-all."""
+"""What goes wrong and how often, drawn per seed: some runs have one kind of fault only, some have all."""
 
 import random
 from dataclasses import dataclass
@@ -48,8 +47,7 @@ OTHER = {
     "usurper_of_nothing": 0.3,  # per second learner
 }
 RARE = {"reject": 10.0, "commit": 3.0, "recover": 3.0, "close": 3.0}
-"""How much likelier a reply is lost, or a request repeated, of functions that are called less often than
-others."""
+"""How much likelier a lost reply or repeated request is, for functions that are called less often."""
 
 
 @dataclass(slots=True)

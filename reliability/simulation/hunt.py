@@ -1,5 +1,4 @@
-"""In a tree with a mutant: print the first seed that fails, and why; exit status 0 when none of so many
-does."""
+"""In a tree with a mutant: print the first seed that fails, and why; exit status 0 when no seed fails."""
 
 import sys
 

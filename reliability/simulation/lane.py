@@ -72,8 +72,7 @@ class Lane:
     """The store may go on, and nobody changes what is in here: Lanes share what they have read."""
 
     def __init__(self, data: Data, name: str, like: "Lane | None" = None) -> None:
-        """Only what another Lane does not have already is read: a value of the store that is the same object
-        is unchanged."""
+        """Reads only what another Lane lacks: a value of the store that is the same object is unchanged."""
         self._name, keys = name, keys_of(name)
         self._values = dict(zip(keys, _values(data, name), strict=True))
         found = self._read = dict[str, Any]()

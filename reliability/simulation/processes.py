@@ -1,5 +1,4 @@
-"""The generators and the learner: the loops are the simulation's, what touches the store or a ledger is
-shipped code."""
+"""Generators and learner: the loops are the simulation's; what touches store or ledger is shipped code."""
 
 import json
 from collections.abc import Sequence
@@ -247,8 +246,7 @@ class TrainedWeights:
 
 
 class Files(FileOps):
-    """A disk that takes its time, so that a learner can die between any two operations, and that obeys the
-    run's lock."""
+    """A slow disk, so that a learner can die between any two operations; it obeys the run's lock."""
 
     def __init__(self, learner: "LearnerProcess") -> None:
         self._learner = learner

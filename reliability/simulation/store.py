@@ -337,8 +337,7 @@ Snapshot = tuple[Data, dict[str, Function], set[tuple[bytes, int]]]
 
 @dataclass(slots=True)
 class VirtualStore:
-    """The server. `after` is told of every function that ran, and of UNLINK: (first key, name, arguments,
-    reply)."""
+    """The server. `after` hears of each function and UNLINK: (first key, name, arguments, reply)."""
 
     clock: Callable[[], float]
     after: Callable[[bytes, str, tuple[bytes, ...], Reply], None] = lambda key, name, arguments, reply: None

@@ -119,8 +119,7 @@ class LaneWatch:
             self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
 
     def _recovered(self, before: Lane, arguments: tuple[str, ...]) -> None:
-        """The store let go of what the ledger holds; told an older ledger, or a stranger's, it may assign
-        otherwise."""
+        """The store let go of what the ledger holds; an older or foreign ledger may assign otherwise."""
         self._world.store.forget_strays(self.name)
         remembers = self._world.forgot_s < self._world.engine.now_s - LATEST_S
         is_alive = {

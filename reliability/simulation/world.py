@@ -46,8 +46,7 @@ EPOCH_S = 1e9
 PATIENCE_S = 3000.0
 """After the last fault a run ends within this time, plus what the store's clock was turned back."""
 MEMORY = "/dev/shm"
-"""Where there is one, checkpoints are written there: the simulated disk loses nothing, and a real one takes
-time."""
+"""If set, checkpoints are written there: the simulated disk loses nothing, and a real one takes time."""
 FOREVER_S = 1e7
 STORM_S = (5.0, 40.0)
 """Faults come in storms: between two of them the run gets on, so that later steps, with checkpoints, meet
@@ -328,8 +327,7 @@ class World:
     # -- what the processes tell
 
     def sample(self, holder: str, ticket_id: int, sampled_by: Sequence[Published]) -> bytes:
-        """The frame of a new sample, whose rollouts begin and end in any part of the time in which it was
-        sampled."""
+        """The frame of a new sample, whose rollouts begin and end anywhere in its sampling time."""
         random = self.engine.random
         self._samples += 1
         name, rollouts = f"{holder}#{self._samples}", []
@@ -416,8 +414,7 @@ class World:
         self._last_take, self._is_forgotten = (watch.name, number, lane.takes[number][2]), False
 
     def stored(self, watch: LaneWatch, lane: Lane) -> None:
-        """A request that the store has forgotten comes at the worst moment: when the answer would be
-        another."""
+        """A request that the store has forgotten comes when its answer would be another."""
         name, number, ids = self._last_take
         is_other = len(lane.ready) >= len(ids) and tuple(sorted(lane.ready)[: len(ids)]) != ids
         if self._is_forgotten and name == watch.name and is_other:
@@ -466,8 +463,7 @@ class World:
         self.engine.at(self.engine.random.expovariate(1 / mean_s), strike)
 
     def _ambush(self, function: str) -> None:
-        """Right before a rare call, where the schedule alone would hardly ever strike: the store or the
-        caller changes."""
+        """Right before a rare call, where the schedule would hardly ever strike: store or caller changes."""
         share = AMBUSHED.get(function, 0.0)
         if share and self.faults.strikes("ambush", share=share, also_in_calm=function == "close"):
             random = self.engine.random
@@ -538,8 +534,7 @@ class World:
             self.learner.process.paused_until_s = self.engine.now_s + self.engine.random.uniform(1.0, 60.0)
 
     def _second_learner(self) -> None:
-        """The old one sleeps, and does not know when it wakes up that another has the lock, perhaps with the
-        same epoch."""
+        """The old learner sleeps, and wakes unaware that another has the lock, perhaps with its epoch."""
         self._learner_pause()
         if self.faults.strikes("usurper_of_nothing"):
             self.engine.random.choice([self._store_wipe, self._store_failover])()
@@ -553,14 +548,12 @@ class World:
             self._go_back(random.choice(self._snapshots))
 
     def _store_failover(self) -> None:
-        """To a replica that was left behind, perhaps before another one: it may have seen what never became
-        history."""
+        """To a replica that was left behind, and that may have seen what never became history."""
         self.network.down_until_s = self.engine.now_s + self.engine.random.uniform(0.2, 3.0)
         self._go_back(self.engine.random.choice(self._replicas))
 
     def _store_relapse(self) -> None:
-        """It knows the learner that it has, and not the take that this one had last; the learner is busy with
-        that."""
+        """It knows its learner but not this one's last take, with which the learner is still busy."""
         random, now_s = self.engine.random, self.engine.now_s
         self.network.down_until_s = now_s + random.uniform(0.2, 1.0)
         if self.learner is not None:

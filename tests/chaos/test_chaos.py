@@ -1,5 +1,4 @@
-"""Every kind of fault for a few seconds. `python -m reliability.chaos` runs the same for as long as one
-likes."""
+"""Every kind of fault for a few seconds. `python -m reliability.chaos` runs them for any time."""
 
 import random
 from dataclasses import replace

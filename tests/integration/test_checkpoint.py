@@ -1,5 +1,4 @@
-"""Resume is exact: a run that was stopped and loaded in a fresh process ends with the same bits as one that
-was not."""
+"""Resume is exact: a run that a fresh process loads ends with the same bits as one that was not stopped."""
 
 import json
 from collections.abc import Iterator

@@ -284,8 +284,7 @@ print(json.dumps({
 
 
 def check_what_generators_see(box: Box, run: Path) -> None:
-    """While the run is up: of the project what its user put there, of the run join.key, and no process of
-    another container."""
+    """While the run is up: only the user's project and join.key, and no other container's process."""
     runs, learner = box.project / "runs", box.services["learner"]["environment"]
     secrets_of_others = [(run / "run.key").read_text().strip(), learner["ASYNCRL_STORE_PASSWORD"]]
     argv = [*box.container("generators"), sys.executable, "-c", LOOK]

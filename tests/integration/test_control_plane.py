@@ -1,5 +1,4 @@
-"""The learner's end in this process, senders and generators in theirs; they are stopped, killed and
-replaced."""
+"""The learner's end in this process, senders and generators in theirs: stopped, killed and replaced."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,4 @@
-"""Real saves, cut off at every operation: no saved checkpoint is lost. `python -m reliability.crash` does
-more."""
+"""Real saves, cut off at every operation, lose no saved checkpoint. More: `python -m reliability.crash`."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""The trainer on one and two real ranks against a plain torch loop: same gradient for every cut and every
-ZeRO stage."""
+"""The trainer on one and two real ranks against a plain torch loop, for every cut and every ZeRO stage."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +38,7 @@ def learner() -> Iterator[Ranks]:
 
 
 def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
-    """Gradient and loss of the same objective: stock model, one sequence at a time, full logits, no packing,
-    no DeepSpeed."""
+    """Gradient and loss of a stock model: one sequence at a time, full logits, no packing, no DeepSpeed."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     items = sequences()
     total = torch.zeros(())

@@ -120,8 +120,7 @@ def test_every_reason_is_one_for_a_command_of_a_page_and_names_tests_that_exist(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone after the warm-up of the quick start, which is another model here, with the files of the
-    guide."""
+    """A clone after the warm-up of the quick start, with another model and the files of the guide."""
     project = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "configs", project / "configs")
     quickstart = project / "build" / "quickstart"

@@ -1,5 +1,4 @@
-"""An exported directory is the trained model: real vLLM loads it as it lies there and says what the learner
-says."""
+"""An exported directory is the trained model: real vLLM loads it and has the learner's log-probabilities."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""A real scrape of the exporter: what comes over HTTP, read by Prometheus's own parser; and health that turns
-with progress."""
+"""A real scrape of the exporter over HTTP, read by Prometheus's own parser; its health follows progress."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Commands that write for somebody, on a disk that is full or read-only: a message with the way out, nothing
-half-written."""
+"""Commands that write to a full or read-only disk give a message with the way out and leave no half file."""
 
 import shutil
 import subprocess

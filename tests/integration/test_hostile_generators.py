@@ -1,5 +1,4 @@
-"""A generator that holds the run's keys and turns against the run: whatever it says, the control thread hears
-the others."""
+"""A hostile generator with the run's keys: whatever it sends, the control thread serves the others."""
 
 import contextlib
 import math

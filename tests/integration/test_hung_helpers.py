@@ -1,5 +1,4 @@
-"""Helpers that are stopped and never go on: whoever needs them replaces them. Senders are in
-test_senders.py."""
+"""Helpers that are stopped for good are replaced by whoever needs them. Senders: see test_senders.py."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Joining a run from another host: what is taken from the store's record, what needs this host's consent, and
-waiting."""
+"""Joining a run from another host: what the store's record decides, what this host must allow, waiting."""
 
 import asyncio
 import json

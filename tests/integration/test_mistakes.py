@@ -1,5 +1,4 @@
-"""A user's mistakes, on the real command line: a message that says what to do, exit status 2, and no
-traceback."""
+"""A user's mistakes on the real command line: a message that says what to do, status 2, no traceback."""
 
 import json
 import subprocess

@@ -268,8 +268,7 @@ RATIO = [
 
 @pytest.mark.parametrize("preset", RATIO, ids=[path.stem for path in RATIO])
 def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: World, preset: Path) -> None:
-    """One step per batch, fresh data: the gradient of -A ln pi under the preset's advantage, KL and
-    aggregation."""
+    """One step per fresh batch: the gradient of -A ln pi under the preset's advantage and aggregation."""
     gradients = []
     for loss in (NO_CANDIDATES.get(preset.stem, []), ["algorithm.policy_loss=reinforce"]):
         before, after = train(world.config(preset, *FRESH, *LINEAR, *loss), world.batches[:1]).weights
@@ -336,8 +335,7 @@ def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: Wo
 
 @pytest.mark.slow
 def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
-    """Half of the prompts never earn anything: their groups are flat, rejected, counted, and refilled without
-    a deadlock."""
+    """Half of the prompts earn nothing: their groups are rejected, counted and refilled, without deadlock."""
     run, steps = whole_run(
         world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]"
     )

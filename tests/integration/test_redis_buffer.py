@@ -79,8 +79,7 @@ class TestRedisShards(ShardContract):
 
 
 class Repeating(Weighed):
-    """Every reply is lost once: the server does each call twice, and the second time changes and says nothing
-    else."""
+    """Every reply is lost once: the server does each call twice, and the second one changes nothing."""
 
     def _fcall(self, client, function, arguments):
         reply, again = self._twice(client, lambda: super(Repeating, self)._fcall(client, function, arguments))

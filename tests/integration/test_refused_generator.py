@@ -1,5 +1,4 @@
-"""A generator that the learner will not have ends for good: its supervisor must not start it again and
-again."""
+"""A generator that the learner refuses ends for good: its supervisor must not start it again."""
 
 import asyncio
 import threading

@@ -219,8 +219,7 @@ class Life:
         )
 
     async def live(self, steps: int, *, saves: int) -> None:
-        """Train up to version `steps`, save up to `saves`; then the generator and the learner are gone in the
-        middle."""
+        """Train up to version `steps` and save up to `saves`; then generator and learner die halfway."""
         hello = Hello(
             generator_id="g0", incarnation=str(next(names)), release="r", config_hash="c", version=0
         )

@@ -287,8 +287,7 @@ def hurt(host: Host, answer: dict) -> bool:
 
 
 def left(host: Host, answer: dict) -> bool:
-    """More processes than the host, its worker, and bubblewrap between them; killed ones may take a
-    moment."""
+    """More processes than the host, its worker and bubblewrap between them; killed ones may take a while."""
     allowed, until_s = (3, time.monotonic() + 20.0) if host.sandbox != "none" else (2, 0.0)
     while len(host.family()) > allowed:
         if time.monotonic() > until_s:

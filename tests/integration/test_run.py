@@ -1,5 +1,4 @@
-"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner, senders - and some of them
-killed."""
+"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner and senders, some killed."""
 
 import json
 import re

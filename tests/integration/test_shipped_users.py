@@ -1,5 +1,4 @@
-"""The lines that name a store's users, as they are shipped: each server takes them, and they let in whom they
-should."""
+"""The shipped lines that name a store's users: each server takes them, and they admit the right callers."""
 
 import re
 import secrets

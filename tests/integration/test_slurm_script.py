@@ -1,5 +1,4 @@
-"""deploy/slurm.sh under a Slurm of three lines, and under a real one with three nodes here where slurmd is
-installed."""
+"""deploy/slurm.sh under a stand-in for Slurm, and under a real one of three nodes if it is installed."""
 
 import json
 import os
@@ -219,8 +218,7 @@ def state_of(job: str, environment) -> dict[str, str]:
 def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_before_the_time_limit(
     slurm, tmp_path
 ):
-    """The limit is as long as the warning before it, so the TERM of the script's own #SBATCH line comes at
-    once."""
+    """The limit is as long as the warning before it, so the script's own #SBATCH line sends TERM at once."""
     store, control = free_ports(2)
     environment = install(tmp_path, {}) | {"SLURM_CONF": slurm["SLURM_CONF"], "ASYNCRL_ADDRESS": "127.0.0.1"}
     environment |= {"STORE_PORT": str(store), "CONTROL_PORT": str(control)}

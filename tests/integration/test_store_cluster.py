@@ -1,5 +1,4 @@
-"""Shards on the nodes of a real cluster, which refuses whatever touches two slots: functions, transactions,
-reads."""
+"""Shards on the nodes of a real cluster, which refuses functions, transactions and reads across two slots."""
 
 import itertools
 import random

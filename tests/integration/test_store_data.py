@@ -1,5 +1,4 @@
-"""Data of a store that does not load, or takes its time: the store comes up, or says what stands in its
-way."""
+"""A store whose data does not load, or loads slowly: it comes up, or says what prevents it."""
 
 import os
 import shutil
@@ -135,8 +134,7 @@ def test_no_more_than_two_damaged_ones_are_kept(store: Path, caplog: pytest.LogC
 
 
 def test_a_store_on_a_full_disk_answers_and_does_not_count_as_hung(tmp_path: Path) -> None:
-    """It refuses even PING then; who took that for silence would kill it again and again while the disk is
-    full."""
+    """It refuses even PING then; taken for silence, that would get it killed as long as the disk is full."""
     disk = Disk(tmp_path / "store", tmp_path)
     server = open_store(tmp_path / "store")
     with disk.below(), server:

@@ -1,5 +1,4 @@
-"""Our own store: its lifetime, and that a run loses and repeats nothing when it is killed, rolled back or
-wiped."""
+"""Our own store: its lifetime; a run loses and repeats nothing when it is killed, rolled back or wiped."""
 
 import os
 import pathlib

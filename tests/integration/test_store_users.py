@@ -1,5 +1,4 @@
-"""Who may do what in a store of ours: every command and every function for each role, on every server that is
-supported."""
+"""Who may do what in our own store: every command and function, for each role, on every supported server."""
 
 import itertools
 import threading
@@ -265,8 +264,7 @@ def test_every_place_of_the_run_is_the_learners_and_nothing_of_another_run_is_an
 
 
 def test_a_frame_that_was_left_behind_stops_no_generator(lane):
-    """A frame without its PUT, as where the store had lost its functions, of a ticket whose lease runs
-    out."""
+    """A frame without its PUT, as after the store lost its functions, for a ticket whose lease runs out."""
     buffer, ledger = lane.handle(), Ledger()
     buffer.recover(ledger, version=0, limit=12)
     fill(buffer, 4)

@@ -1,5 +1,4 @@
-"""TensorBoard's and Trackio's own code, without a network: what they wrote is read back with their own
-readers."""
+"""TensorBoard's and Trackio's own code, without a network: their own readers read back what was written."""
 
 import json
 import math

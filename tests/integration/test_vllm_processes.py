@@ -41,8 +41,7 @@ def test_a_dead_engine_process_is_an_engine_error_soon(victim):
 
 
 def living_children():
-    """Processes below this one and their command lines, without those that have ended and wait for their
-    parent."""
+    """Processes below this one with their command lines, but none that has ended and awaits its parent."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             yield process, " ".join(process.cmdline())

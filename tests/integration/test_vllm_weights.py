@@ -156,8 +156,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
 
 @pytest.mark.parametrize("last", ["mlp.up_proj", "self_attn.v_proj"])
 def test_half_a_fused_layer_of_a_failed_update_is_not_mixed_into_the_next(world, last, tmp_path):
-    """vLLM buffers the parts of a fused layer until all are there; here the file of the last one cannot be
-    read."""
+    """vLLM buffers the parts of a fused layer until it has all; the file of the last one cannot be read."""
     runner, engine, model = world
     tensors = {name: parameter.detach().clone() for name, parameter in scrambled(model, 1).named_parameters()}
     del tensors[f"model.layers.1.{last}.weight"]

@@ -1,5 +1,4 @@
-"""The quick-start model: right data, same seed same bytes, an ordinary Hugging Face directory; and it adds
-carelessly."""
+"""The quick-start model: right data, same bytes for a seed, a usual Hugging Face directory, careless sums."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""The wheel, built from the files that the image copies, unpacked into an empty directory, and used from
-another one."""
+"""The wheel, built from the files that the image copies, unpacked and used from an empty directory."""
 
 import importlib.util
 import re
@@ -58,8 +57,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(site: Path, directory: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`asyncrl ARGUMENTS` of the wheel in `directory`: no module of this clone is found, and no variable
-    counts."""
+    """`asyncrl ARGUMENTS` of the wheel in `directory`, without modules of this clone or variables."""
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r}); import asyncrl; assert "
         f"asyncrl.__file__.startswith({str(site)!r});from asyncrl.cli.main import main; main()"

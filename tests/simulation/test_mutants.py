@@ -1,5 +1,4 @@
-"""The simulation notices a broken protocol: some mutants in every run, all by `python -m
-reliability.simulation.mutants`."""
+"""The simulation notices mutants: here some, in `python -m reliability.simulation.mutants` all."""
 
 import json
 import shutil
@@ -17,8 +16,7 @@ QUICK = (
     "a commit forgets one take only",
     "takes that go on from the ledger are forgotten",
 )
-"""Each is noticed by every fourth seed at least, so that a new kind of fault, which draws other seeds,
-changes nothing."""
+"""At least every fourth seed notices each, so other draws, as by a new kind of fault, change nothing."""
 
 
 def test_every_mutant_still_finds_the_text_that_it_replaces():

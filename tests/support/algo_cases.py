@@ -1,5 +1,4 @@
-"""Random batches for the tests of asyncrl.algo, and the same batches as plain Python numbers for the
-oracles."""
+"""Random batches for the tests of asyncrl.algo, and the same ones as plain Python numbers for the oracles."""
 
 import dataclasses
 import random

@@ -155,8 +155,7 @@ class BufferContract:
         assert buffer.audit().counters["deaths"] == 2
 
     def test_a_ticket_that_kills_its_holders_is_given_up_and_its_neighbours_are_not(self, buffer, ledger):
-        """Ticket 2 kills whoever has it; 1 and 3 were only there. RULES allow five deaths, the last two
-        alone."""
+        """Ticket 2 kills whoever has it; 1 and 3 were near. RULES allow five deaths, two of them alone."""
         held_with_2 = []
         for life in range(20):
             holder = f"g{life}"
@@ -270,8 +269,7 @@ class BufferContract:
         assert buffer.commit(taken.number, taken.chain) == 1
 
     def test_over_the_cap_a_dead_holder_of_the_oldest_holds_nobody_up(self, lane, buffer, ledger):
-        """Generators that keep a group lease nothing: nobody would ask for the oldest, which ends its
-        lease."""
+        """Generators that keep a group lease nothing: nobody would ask for the oldest and end its lease."""
         buffer.lease("dead", 1)
         buffer.lease("g", 3)
         assert buffer.put("g", 2, bytes(1000)) is PutOutcome.STORED
@@ -403,8 +401,7 @@ class BufferContract:
         assert places(buffer)["done"] == 3
 
     def test_another_frame_than_the_refused_one_stays(self, buffer, ledger):
-        """The store lost a bad frame and got a good one under the same id, in the same take; then the refusal
-        comes late."""
+        """The store lost a bad frame and got a good one for the same id and take; then the refusal comes."""
         fill(buffer, 3)
         whole = buffer.take(ledger, 3, window=1)
         before = buffer.audit()
@@ -429,8 +426,7 @@ class BufferContract:
         assert take(buffer, ledger, 2) == second
 
     def test_a_frame_that_is_set_aside_gets_no_other_attempt(self, buffer, ledger):
-        """What decodes, and must not be digested: its reason takes its place, for this learner and for those
-        to come."""
+        """It decodes but must not be digested: its reason replaces it, for this learner and later ones."""
         fill(buffer, 3)
         whole = buffer.take(ledger, 3, window=1)
         for _ in range(2):  # the second call: the reply was lost
@@ -524,8 +520,7 @@ class BufferContract:
         assert (ids(lease), lease.closed) == ([5, 6, 7, 8], False)
 
     def test_a_learner_that_another_has_followed_takes_nothing_back(self, lane, buffer, ledger):
-        """As when its call to recover was held up on the way, or in a store that hung, and it has died
-        since."""
+        """Its call to recover was held up on the way, or in a store that hung, and it has died since."""
         newer = lane.handle()
         newer.recover(ledger, version=3, limit=8)
         with pytest.raises(BufferFenced):

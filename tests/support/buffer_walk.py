@@ -185,8 +185,7 @@ class Walk:
         )
 
     def crash(self):
-        """A new learner process with what a checkpoint says, mostly the last; the old one may still be
-        alive."""
+        """A new learner process with a checkpoint, mostly the last one; the old process may still live."""
         if self.draw(st.integers(0, 3)) == 0:
             kept = self.draw(st.integers(1, len(self.checkpoints)))
             del self.checkpoints[kept:]

@@ -1,5 +1,4 @@
-"""deploy/compose.yaml as Docker Compose reads it: variables filled in. Enough of its rules for our own
-file."""
+"""deploy/compose.yaml as Docker Compose reads it, variables filled in: enough of its rules for our file."""
 
 import re
 import shlex

@@ -5,8 +5,7 @@ import random
 import socket
 
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to whoever asks for any port, so that nobody is given one before it is
-used."""
+"""Below the ports that the kernel hands out for port 0, so that it gives none of them to others."""
 
 
 def free_ports(count: int) -> list[int]:

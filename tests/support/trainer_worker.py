@@ -195,8 +195,7 @@ def two_steps(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
 
 
 def critic(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Which models a step changes, one with a NaN on the last rank, and how a critic learns a constant
-    return."""
+    """Which models a step changes, one with a NaN on the last rank; how a critic learns a constant return."""
     trainer = build(job, scenario, lr=3e-3)
     items = sequences()
     batches = [microbatch(items[job["rank"] :: job["ranks"]], CPU), microbatch([], CPU)]
@@ -354,8 +353,7 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
 
 
 def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Saves while no file of the last rank may grow beyond some size: a full disk on one host. Then with room
-    again."""
+    """Save while files of the last rank may not exceed some size, as on a full disk; then with room again."""
     trainer = build(job, scenario, lr=1e-2)
     store = CheckpointStore(Path(scenario["store"]), KEY, 2)
     store.save(1, trainer, {"version": 1})

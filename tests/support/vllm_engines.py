@@ -70,8 +70,7 @@ def one_token_llama(directory):
 
 
 def saying(model, token):
-    """Every position's hidden state is the same vector; only `token`'s row of the output head looks along
-    it."""
+    """Every position has the same hidden state; only `token`'s row of the output head is aligned with it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "embed" in name or "norm" in name else 0.0)

@@ -406,8 +406,7 @@ def test_value_targets_are_advantage_plus_value():
 )
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_value_targets_have_the_lambda_of_the_critic(params, bootstrap):
-    """And the critic's alone: its returns are those of a plain GAE with that lambda; without one, those of
-    the advantages."""
+    """The critic's own lambda: its returns are a plain GAE's with it; without one, the advantages'."""
     rewards = make_rewards(23, sizes=[3, 2, 4])
     targets_T = value_targets(rewards, gamma=0.9, gae_lambda=0.5, bootstrap=bootstrap, **params)
     own = (

@@ -1,5 +1,4 @@
-"""Aggregations: the definitions of GRPO, DAPO and Dr. GRPO written out, and independence of how a batch is
-cut."""
+"""The definitions of GRPO, DAPO and Dr. GRPO written out; how a batch is cut changes no aggregation."""
 
 import dataclasses
 

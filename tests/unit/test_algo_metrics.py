@@ -107,8 +107,7 @@ def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("proximal", [True, False])
 def test_an_infinite_column_gives_finite_metrics(value, proximal):
-    """Without a proximal column the behaviour column stands on both sides of the mismatch, whose ratio is
-    then 1."""
+    """Without a proximal column the behaviour column stands on both sides: the mismatch ratio is 1."""
     case = make_case(5, lengths=[3, 2], proximal=proximal)
     behaviour_T = case.batch.behaviour_logprobs_T.clone()
     behaviour_T[1] = value

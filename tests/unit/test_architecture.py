@@ -1,5 +1,4 @@
-"""The shape of the code base: imports point down, the pure part is pure, heavy libraries stay put, files stay
-small."""
+"""The shape of the code: imports point down, the pure part is pure, heavy libraries stay put, files small."""
 
 import ast
 import graphlib

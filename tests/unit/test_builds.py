@@ -56,8 +56,7 @@ def test_a_torchvision_that_cannot_load_is_not_there(tmp_path, torch, torchvisio
 
 
 def test_vllm_asks_at_the_start_of_its_own_processes():
-    """tests/integration/test_wheel.py has the entry point; this is what vLLM calls, and the answer that it
-    wants."""
+    """What vLLM calls and the answer that it wants; tests/integration/test_wheel.py has the entry point."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     module, _, function = points["vllm.platform_plugins"]["asyncrl"].partition(":")
     assert getattr(importlib.import_module(module), function)() is None

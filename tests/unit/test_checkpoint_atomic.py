@@ -234,8 +234,7 @@ def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) ->
 
 
 def test_a_state_is_never_read_that_was_not_written(tmp_path: Path) -> None:
-    """After each save the learner reads the state of the oldest one that is kept, whose file may be damaged
-    by then."""
+    """After each save the learner reads the state of the oldest one kept, whose file may be damaged."""
     checkpoints = CheckpointStore(tmp_path, KEY, keep=2)
     checkpoints.save(1, FakeTrainer("a"), {"takes": 12})
     path = tmp_path / "step-000001" / "state.json"

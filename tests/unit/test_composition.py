@@ -146,8 +146,7 @@ class SummingTrainer:
 def trained(
     config: dict[str, Any], batch: dict[str, int], ranks: int, budget: int
 ) -> tuple[list[Done], float, int]:
-    """Two batches, one after the other: the optimizer steps, the KL coefficient at the end, micro-batches of
-    all ranks."""
+    """Two batches in a row: the optimizer steps, the final KL coefficient, micro-batches of all ranks."""
     trainers = [SummingTrainer(meeting, rank) for meeting in [Meeting(ranks)] for rank in range(ranks)]
     coefficients: dict[int, float] = {}
 

@@ -1,5 +1,4 @@
-"""The JSON schema for editors accepts what the program accepts, as far as a schema can, and marks what it
-refuses."""
+"""The JSON schema for editors accepts what the program accepts, as far as it can, and marks the rest."""
 
 import json
 import re

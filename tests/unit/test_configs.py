@@ -1,5 +1,4 @@
-"""Every config that we ship loads, every preset combines with a run, and the reasons in their comments
-hold."""
+"""Every shipped config loads, every preset combines with a run, and the reasons in their comments hold."""
 
 import re
 from pathlib import Path
@@ -82,8 +81,7 @@ def test_every_preset_says_where_it_comes_from_and_what_it_is_made_of(path):
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_ratio_that_is_to_be_clipped_can_leave_one(path, tmp_path):
-    """With one optimizer step per batch and the proximal policy recomputed, each ratio is 1: all ratio losses
-    are one."""
+    """With one optimizer step per batch and a recomputed proximal policy, each ratio is 1: losses agree."""
     config = load_config(_write(tmp_path / "run.yaml", f"extends: {path}\n{MINIMAL}"))
     steps = config.batch.minibatches * config.batch.epochs
     if path.stem in ONE_STEP:

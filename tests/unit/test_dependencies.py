@@ -39,8 +39,7 @@ OPTIONAL = {name for extra in set(EXTRAS) - {"dev", "docs", "all"} for name in n
 
 
 def foreign(path: Path) -> Iterator[tuple[str, bool]]:
-    """(distribution, whether the import runs when the module is imported) of every import of somebody else's
-    library."""
+    """(distribution, whether it is imported with the module) of every import of somebody else's library."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     within = {
         id(node)

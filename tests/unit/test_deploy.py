@@ -1,5 +1,4 @@
-"""Dockerfile, Compose file and their README hold together: every path, command, key, version and GPU is one
-that exists."""
+"""Dockerfile, Compose file and their README agree: each path, command, key, version and GPU exists."""
 
 import os
 import re

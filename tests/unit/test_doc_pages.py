@@ -29,8 +29,7 @@ NOT_IN_THE_README = {"warmup", "version"}
 
 
 def parse(words: list[str]) -> None:
-    """As the command line does, without running it. Raises typer's error, or KeyError for a command that is
-    none."""
+    """Parse as the command line does. Raises typer's error, or KeyError for an unknown command."""
     group, rest = GROUP, list(words)
     while hasattr(group, "commands"):
         group = group.commands[rest.pop(0)]
@@ -66,8 +65,7 @@ def test_scripts_modules_and_extras_exist(command):
 
 @pytest.mark.parametrize("command", OURS, ids=label)
 def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, monkeypatch):
-    """Parsed as typed, and the config that it names loads with its overrides. test_doc_commands.py runs what
-    is quick."""
+    """Parsed as typed; its config loads with its overrides. test_doc_commands.py runs the quick ones."""
     rest = command.words[1:]
     if rest == ["--help"]:
         return

@@ -81,8 +81,7 @@ def test_one_vote_is_the_share_of_solved_answers_and_order_does_not_matter():
 
 
 def test_many_rollouts_neither_overflow_nor_lose_precision():
-    """300 of one answer against 100 of another, 63 votes: the first wins with the tail of a hypergeometric
-    distribution."""
+    """300 of one answer, 100 of another, 63 votes: the first wins with the tail of a hypergeometric."""
     answers, solved = ["1"] * 300 + ["2"] * 100, [True] * 300 + [False] * 100
     wins = sum(math.comb(300, j) * math.comb(100, 63 - j) for j in range(32, 64))
     assert maj_at_k(answers, solved, 63) == pytest.approx(wins / math.comb(400, 63), rel=1e-9)

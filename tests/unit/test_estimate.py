@@ -1,5 +1,4 @@
-"""Rewards to advantages: with a critic, with a KL in the reward, with a greedy baseline; and what masks leave
-alone."""
+"""Rewards to advantages: with a critic, a KL in the reward, a greedy baseline; and what masks leave alone."""
 
 from collections.abc import Callable
 from dataclasses import replace

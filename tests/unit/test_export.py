@@ -1,5 +1,4 @@
-"""The model card tells of the exported weights and not of what came later, and of nothing that is nobody's
-business."""
+"""The model card describes the exported weights, nothing that came later, and nothing that is private."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What `asyncrl plan` says against numbers worked out by hand, against real parameters, and against a real
-frame."""
+"""`asyncrl plan` against numbers worked out by hand, against real parameters, and against a real frame."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""The generator's loop on the toy engine and the memory buffer: what it hands over, gives back, refuses and
-survives."""
+"""The generator's loop on toy engine and memory buffer: what it stores, gives back, refuses, survives."""
 
 import asyncio
 import json
@@ -497,8 +496,7 @@ BACK_AT_2 = History(9, (Weights(0), Weights(2)))
     "version", [2, 5, 7], ids=["when it went back", "at the same number", "at a higher number"]
 )
 def test_weights_of_a_discarded_lineage_start_no_ticket(version):
-    """The learner went back from version 5 to 2; this generator still has version 5, and hears of it from the
-    store first."""
+    """The learner went back from version 5 to 2; this generator still has 5, and the store tells it."""
     world = World()
     back = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
     back.recover(Ledger(), version=version, limit=2 * version + 4, history=BACK_AT_2)
@@ -565,8 +563,7 @@ def test_an_order_of_another_history_gives_back_what_runs_even_after_a_failed_up
 
 
 def test_what_runs_goes_on_under_a_learner_that_continues_its_history():
-    """Weights that the next learner has loaded itself are not lost: nothing is given back when it takes
-    over."""
+    """Weights that the next learner has loaded are not lost: when it takes over, nothing is given back."""
     world = World(token_s=0.05)
 
     async def script(world: World) -> None:

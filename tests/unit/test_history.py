@@ -1,5 +1,4 @@
-"""A history has the weights that led to those being trained, and no others: held against a tree of
-learners."""
+"""A history has exactly the weights that led to those being trained: held against a tree of learners."""
 
 import random
 
@@ -11,8 +10,7 @@ from asyncrl.lineage import INITIAL, History, Weights
 
 
 class Learners:
-    """Every learner that ever started, each from a checkpoint of another; knows what every name stands
-    for."""
+    """Every learner that ever started, each from another's checkpoint; knows what every name stands for."""
 
     def __init__(self, longest_lag: int) -> None:
         self.longest_lag = longest_lag

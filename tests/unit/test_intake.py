@@ -1,5 +1,4 @@
-"""One step's groups: every id is booked once, rejected ones are refilled, and a store that forgets is
-healed."""
+"""One step's groups: every id is booked once, rejected ones are refilled, a forgetful store is healed."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""KL estimators: value, gradient, extremes, and that their expected gradients are the divergences they
-claim."""
+"""KL estimators: value, gradient, extremes; their expected gradients are the divergences that they claim."""
 
 import math
 
@@ -74,8 +73,7 @@ def test_small_differences_keep_their_precision(name):
 
 
 def test_expected_gradients_are_those_of_the_divergences():
-    """Over all tokens of a small vocabulary: k1 has none, k2 that of KL(pi || ref), k3 that of KL(ref ||
-    pi)."""
+    """Over all tokens of a small vocabulary: k1 has none, k2 has KL(pi || ref)'s, k3 has KL(ref || pi)'s."""
     logits_V = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     reference_V = torch.tensor([-0.2, 0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
 

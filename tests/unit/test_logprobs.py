@@ -57,8 +57,7 @@ def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5, with_squares
 def padded(
     path: Path, sequences: list[TrainSample], dtype: torch.dtype
 ) -> tuple[torch.nn.Module, Tensor, Tensor]:
-    """The oracle: a stock model, padding, full logits. Not `eager`: its softmax is float32 whatever the
-    dtype."""
+    """A stock model, padding, full logits. Not `eager`: its softmax is float32 whatever the dtype."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     width = max(one.tokens for one in sequences)
     ids, mask = (
@@ -183,8 +182,7 @@ def test_the_sum_of_squared_probabilities_is_that_of_a_full_softmax(scale: float
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements, and of leading rows beside V columns, that any operation
-    returned."""
+    """Records the most elements, and leading rows beside V columns, that any operation returned."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Every policy loss against its formula written out, its gradient against calculus, and both against their
-invariants."""
+"""Every policy loss against its formula written out, its gradient against calculus, and their invariants."""
 
 import dataclasses
 import inspect
@@ -313,8 +312,7 @@ def test_the_log_ratio_is_clamped_at_20():
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 def test_sequence_losses_clamp_each_token_before_the_mean(name):
-    """One impossible token of a long answer must not make the whole answer's ratio extreme: 100 counts as
-    20."""
+    """One impossible token must not make the ratio of a whole long answer extreme: 100 counts as 20."""
     case = make_case(8, lengths=[4])
     logprobs_T = case.batch.anchor_logprobs_T + torch.tensor([100.0, 0, 0, 0], dtype=torch.float64)
     batch = dataclasses.replace(case.batch, advantages_T=-torch.ones(4).double(), weights_T=None)
@@ -335,8 +333,7 @@ def test_the_product_of_a_long_sequence_is_clamped_too():
 
 
 def test_ppo_of_responses_has_the_gradient_of_their_probability():
-    """With seq-mean-token-sum: d/dx of the mean over responses of pi(response) / pi_old(response) A, where no
-    clip acts."""
+    """With seq-mean-token-sum, unclipped: d/dx of the mean of A pi(response) / pi_old(response)."""
     case = make_case(12, lengths=[4, 2, 3], spread=0.01)
     batch = dataclasses.replace(case.batch, weights_T=None)
     logprobs_T = case.logprobs_T.clone().requires_grad_()
@@ -494,8 +491,7 @@ def test_only_the_tokens_of_highest_entropy_of_each_sequence_are_trained(seed, s
 
 @pytest.mark.parametrize("percent", [7, 15, 30, 55, 60, 80])
 def test_a_share_is_rounded_up_exactly(percent):
-    """In whole numbers: ceil(percent * length / 100), of every length; no rounding of the share adds a
-    token."""
+    """In whole numbers, for every length: ceil(percent * length / 100); rounding never adds a token."""
     lengths = [*range(1, 130), 4096]
     case = make_case(1, lengths=lengths)
     keep_T = highest_entropy(case.batch, case.entropy_T, percent / 100)

@@ -1,5 +1,4 @@
-"""The dashboard and the alert rules ask only for what the exporter tells, in expressions that Prometheus
-understands."""
+"""Dashboard and alert rules ask only for what the exporter has, in expressions Prometheus understands."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Packing: what goes in comes out once, within the budget, evenly, and the indices point at the right
-logits."""
+"""Packing: all comes out once, within the budget, evenly, and the indices point at the right logits."""
 
 import numpy as np
 import pytest

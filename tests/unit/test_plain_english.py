@@ -59,8 +59,7 @@ def findings(prose: str) -> Iterator[str]:
 
 
 def prose_of(page: str) -> tuple[list[str], str]:
-    """(lines outside of code, tables and generated parts; the same and the cells of tables, a paragraph
-    each)."""
+    """(lines outside code, tables and generated parts; the same plus table cells, a paragraph each)."""
     plain, whole, fenced = [], [], False
     for line in GENERATED.sub("", page).splitlines():
         fenced ^= line.startswith("```")
@@ -92,8 +91,7 @@ def test_the_glossary_is_short() -> None:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings of a module, its classes and functions, and of the texts below
-    attributes."""
+    """(line, text) of the docstrings of a module, its classes and functions, and below attributes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():

@@ -52,8 +52,7 @@ GROUPS = [
 
 
 def columns(plan) -> dict[tuple[int, int], tuple[float, int]]:
-    """(advantage, lag) of every trained token, by (length of its sequence's N, target id): enough to tell
-    tokens apart."""
+    """(advantage, lag) of every trained token, by (length of its sequence's N, target id), a unique key."""
     found: dict[tuple[int, int], tuple[float, int]] = {}
     for minibatch in plan.minibatches:
         for one in minibatch.microbatches:
@@ -99,8 +98,7 @@ def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():
 
 
 def test_what_masks_take_out_is_told_by_reason_and_by_length():
-    """Lengths 3, 5, 8, 1, 2 actions of 4, 6, 7, 2; the limit is 8, so up to 2 is short and up to 5 is
-    medium."""
+    """Lengths 3, 5, 8, 1, 2 actions of 4, 6, 7, 2; the limit is 8: up to 2 is short, up to 5 medium."""
     settings = replace(SETTINGS, max_lag=2, mask_truncated=True)
     # Of version 3, and its first token of 2: too old.
     plan = make_plan(GROUPS, 6, advantage=grpo, settings=settings)

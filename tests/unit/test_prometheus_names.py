@@ -1,5 +1,4 @@
-"""Names in Prometheus follow from docs/metrics.md by one rule, and so do the names that dashboards and alerts
-ask for."""
+"""Prometheus names follow from docs/metrics.md by one rule, as do those that dashboards and alerts use."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""Before a run is resumed: every key is judged, what may not change is refused at once, and nothing is done
-in vain."""
+"""Before a run is resumed, every key is judged, forbidden changes are refused at once, no work is wasted."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The built-in rewards on right, wrong and tricky answers; loading and calling functions; what counts as a
-number."""
+"""The built-in rewards on right, wrong, tricky answers; loading and calling functions; what a number is."""
 
 import json
 import random

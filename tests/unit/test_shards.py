@@ -69,7 +69,6 @@ class TestMemoryShards(ShardContract):
 def test_steps_are_whole_no_group_comes_twice_and_none_is_older_than_the_bound(
     seed, shards, max_lag, groups, window
 ):
-    """With rejected groups, stragglers, a learner that goes back to its checkpoint, and a store that loses a
-    shard."""
+    """With rejections, stragglers, a learner that returns to its checkpoint, a store that loses a shard."""
     lanes = make_lanes(shards, BufferRules(groups=groups))
     Run(lanes, max_lag=max_lag, groups=groups, window=window).check(12, random.Random(seed))

@@ -43,8 +43,7 @@ def test_memory_is_named_by_this_process_only(tmp_path):
 
 
 def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_path, monkeypatch):
-    """It has joined by the address of the store's socket, and run.root is relative to the learner's working
-    directory."""
+    """It joined by the address of the store's socket; run.root is relative to the learner's directory."""
     run = tmp_path / "learners" / "runs" / "far"
     (run / "weights" / "v1").mkdir(parents=True)
     text = (

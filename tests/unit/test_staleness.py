@@ -12,8 +12,7 @@ from asyncrl.buffer.memory import MemoryBuffer
 
 
 def slow_choose(ready, unfinished, next_id, count, window):
-    """The definition, word for word: ascending, each id below the lowest id that is issued and not chosen,
-    plus W."""
+    """The definition: in ascending order, each id below the lowest issued id that is not chosen, plus W."""
     open_ids = sorted([*ready, *unfinished])
     chosen = []
     for candidate in sorted(ready):
@@ -186,8 +185,7 @@ def test_no_group_is_older_than_the_bound_and_nothing_waits_for_ever(
     ("max_lag", "window", "groups"), [(2, 1, 4), (2, 5, 4), (2, 6, 4), (0, 1, 3), (1, 9, 2)]
 )
 def test_the_bound_is_reached_so_it_is_not_too_wide(max_lag, window, groups):
-    """The last group of a step, as slow as the window lets it be: younger ones overtake it until that is
-    exhausted."""
+    """The last group of a step, as slow as the window allows: younger ones overtake it until that is full."""
     lane = MemoryBuffer(BufferRules(groups=groups))
     ledger, version, slow, lag = Ledger(), 0, groups * (max_lag + 2), None
     started = {}

@@ -1,5 +1,4 @@
-"""A step that every learner dies of is not begun for ever: its groups are set aside, and nothing else is
-blamed."""
+"""A step that every learner dies of is not repeated for ever: its groups, and no others, are set aside."""
 
 import os
 
@@ -116,8 +115,7 @@ def test_a_record_that_cannot_be_written_holds_up_nobody(tmp_path):
 
 
 def test_a_run_gets_over_a_step_that_kills_every_learner(tmp_path):
-    """Each learner recovers from the last checkpoint, here the beginning; ids stay consumed once, and the
-    audit agrees."""
+    """Each learner recovers from the beginning, the last checkpoint; ids stay consumed once, audits agree."""
     buffer, lives = MemoryBuffer(BufferRules(groups=B)), []
     generator = buffer.peer()
     for _ in range(MAX_DEATHS + 1):

@@ -1,5 +1,4 @@
-"""The storyteller of the tutorial: wider heads change nothing, and held-out words occur in no training
-row."""
+"""The storyteller of the tutorial: wider heads change nothing, and no training row has a held-out word."""
 
 import json
 

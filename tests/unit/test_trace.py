@@ -26,8 +26,7 @@ T0 = 1_700_000_000.0
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """As Perfetto reads an array that is not closed: it begins with `[{"`, commas are skipped, the end may be
-    missing."""
+    """As Perfetto reads an open array: it begins with `[{"`, skips commas, and may lack its end."""
     text = path.read_text()
     assert text.startswith('[\n{"')
     return [json.loads(line.removesuffix(",")) for line in text.splitlines()[1:]]

@@ -188,8 +188,7 @@ def any_groups(draw: Callable[..., Any]) -> Group:
 
 
 def mended(group: Group) -> Group:
-    """Most of what is drawn at random is refused for one of many reasons; here some that are refused for
-    few."""
+    """Most random groups are refused for one of many reasons; these are refused for one of few."""
     fitting = [r for r in group.rollouts if trainable(replace(base, rollouts=(r,)), LIMITS) is None]
     return replace(group, rollouts=tuple(fitting)[:2])
 

@@ -1,5 +1,4 @@
-"""Nothing in the package unpickles, and what a library would unpickle on a wire is refused while a process
-runs."""
+"""Nothing in the package unpickles, and processes refuse what a library would unpickle from a wire."""
 
 import ast
 import subprocess

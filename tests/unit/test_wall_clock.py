@@ -1,5 +1,4 @@
-"""Protocol code reads no wall clock but `types.time_of_day`: setting it must not change what is issued, taken
-or trained."""
+"""Protocol code reads no wall clock but `types.time_of_day`: setting the clock does not change it."""
 
 import ast
 from pathlib import Path
@@ -60,8 +59,7 @@ def test_it_would_be_found():
 
 
 def test_the_store_reads_its_clock_for_leases_alone():
-    """Who holds a ticket how long is liveness; when it jumps, tickets are issued again, and the first answer
-    counts."""
+    """Leases are about liveness: when the clock jumps, tickets are issued again; the first answer counts."""
     source = (PACKAGE / "buffer" / "functions.lua").read_text()
     assert source.count("call('TIME')") == 1
     name = source[: source.index("call('TIME')")].rpartition("local function ")[2].partition("(")[0]

@@ -158,8 +158,7 @@ def _assert_equal(left, right):
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_frozen_frames_are_still_read_and_written(name):
-    """If this fails, old processes cannot talk to new ones: add a field with a default, or raise
-    WIRE_VERSION."""
+    """If this fails, old and new processes cannot talk: add a field with a default, or raise WIRE_VERSION."""
     encoded, check = FRAMES[name]
     frozen = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
     check(frozen)
@@ -239,8 +238,7 @@ plain = st.recursive(
 @settings(max_examples=400)
 @given(st.data())
 def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
-    """Somebody with the key, and a bug: any meta entry, any entry of the table, any tensor byte may be
-    wrong."""
+    """Somebody with the key, and a bug: any meta entry, table entry or tensor byte may be wrong."""
     frame = encode_group(GREEDY)
     body_bytes = codec._FIELDS.unpack_from(frame)[4]
     body, meta = (

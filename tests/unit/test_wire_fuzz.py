@@ -1,5 +1,4 @@
-"""A few seconds of what reliability/fuzz/fuzz_frames.py does for hours: lies under a valid checksum only ever
-give WireErrors."""
+"""A few seconds of reliability/fuzz/fuzz_frames.py: lies under a valid checksum only ever give WireErrors."""
 
 import re
 import resource

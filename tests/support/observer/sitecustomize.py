@@ -1,5 +1,4 @@
-"""On PYTHONPATH, this notes in every Python process of a run who unpickles: one JSON line for each asking
-module."""
+"""On PYTHONPATH, note who unpickles in every Python process of a run: a JSON line for each asking module."""
 
 import json
 import os
