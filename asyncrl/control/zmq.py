@@ -272,7 +272,7 @@ class ControlHub:
                 self._send(holder, Welcome(version=self._schedule.newest))
                 if transport != self._schedule.transport:
                     log.warning(
-                        "generator %s can receive over %s, but not over %s: its weights go over %s, which is "
+                        "generator %s supports %s, but not %s: its weights go over %s, which is "
                         "slower; start it with the learner's weights.transport, on a device that has it",
                         *(holder, offered, self._schedule.transport, transport),
                     )
