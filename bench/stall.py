@@ -28,7 +28,7 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.weights import gloo
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.staging import HostStaging
 from bench.environment import describe
 
 STEPS = ("stage", "pause", "load", "resume", "probe")
@@ -92,7 +92,7 @@ async def measure(arguments, sender, directory):
         WeightsConfig(),
         device="cpu",
     )
-    staging, found = GlooStaging(Path("/")), []
+    staging, found = HostStaging(Path("/")), []
     spec = SamplingSpec(temperature=1.0, max_response_tokens=128)
 
     async def sample_forever():

@@ -245,8 +245,9 @@ class GeneratorConfig(Part):
 class WeightsConfig(Part):
     """Transfer of weights from the learner to the generators."""
 
-    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """`auto` is nccl if both sides have GPUs, else gloo."""
+    transport: Literal["auto", "slot", "nccl", "gloo", "disk"] = "auto"
+    """`slot`: generators of one host read the learner's memory. `auto` is slot on one host, else nccl between
+    GPUs and gloo between CPUs."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the sender is killed and restarted."""
     bucket_mib: PositiveInt = 64

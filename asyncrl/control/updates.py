@@ -114,8 +114,8 @@ class UpdateSchedule:
         return self.members[holder].has_sender
 
     def common_transport(self, offered: Sequence[str]) -> str | None:
-        """The preferred transport, else gloo, else files on one host; None if none of them is offered."""
-        usable = (self.transport, "gloo", *(("disk",) if self.one_host else ()))
+        """The preferred transport, else another one that is usable; None if none of them is offered."""
+        usable = (self.transport, *(("slot", "gloo", "disk") if self.one_host else ("gloo",)))
         return next((transport for transport in usable if transport in offered), None)
 
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:

@@ -1,8 +1,8 @@
 """The learner's side of the control plane: one thread, in rank 0, owns membership, senders and schedule.
 
-    publisher = SharedMemoryPublisher(layout, ...)
-    hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="gloo", ...)
-    publisher.publish(version, parameters, probe_logprobs)      # copies the weights
+    publisher = SlotPublisher(layout, ...)
+    hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="slot", ...)
+    publisher.publish(version, parameters, probe_logprobs)      # copies the weights; when that is done:
     hub.announce(version)                                       # does not wait for generators
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
@@ -43,6 +43,8 @@ _MESSAGES_PER_ROUND = 1000
 _SENDER_START_S = 60.0
 _STOP_S = 10.0
 _FLUSH_MS = 1000
+# Time for members to read the farewell.
+_FAREWELL_S = 0.25
 # Most welcomed newcomers without a sender. A sender is a process, so it starts at the second message.
 MAX_GREETED = 64
 
@@ -160,8 +162,8 @@ class ControlHub:
         try:
             while self._stop_reason is None:
                 self._round()
-            for member in self._membership.members.values() if self._farewell else ():
-                self._send(member.holder, Stop(reason=self._stop_reason))
+            if self._farewell:
+                self._say_farewell(self._stop_reason)
         except BaseException as error:
             self._failure = error
             raise
@@ -172,6 +174,18 @@ class ControlHub:
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.term()
+
+    def _say_farewell(self, reason: str) -> None:
+        """Tell the members to stop, and listen until they have left, or at most for a moment.
+
+        A connection that is closed while its other end sends loses what has not been read there.
+        """
+        for member in self._membership.members.values():
+            self._send(member.holder, Stop(reason=reason))
+        until_s = time.monotonic() + _FAREWELL_S
+        while self._membership.members and time.monotonic() < until_s:
+            self._wait()
+            self._read_messages()
 
     def _round(self) -> None:
         self._wait()

@@ -38,8 +38,8 @@ from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
-from asyncrl.weights.base import choose_transport, receivable
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.base import receivable
+from asyncrl.weights.staging import HostStaging
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ async def _generate(
         keys=keys.control,
     )
     tracker = generator_trackers(config, directory, generator_id)
-    staging = GlooStaging(directory.weights)
+    staging = HostStaging(directory.weights)
     try:
         await Generator(
             engine=engine,
@@ -135,7 +135,7 @@ async def _generate(
         ).run(
             replace(
                 hello,
-                transports=receivable(choose_transport(config.weights.transport, device=device)),
+                transports=receivable(config.weights.transport, device=device),
                 rows=prompts.fingerprint,
             )
         )

@@ -55,7 +55,7 @@ from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
 from asyncrl.weights.base import Publisher, choose_transport
 from asyncrl.weights.layout import Layout
-from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group
 
@@ -247,8 +247,9 @@ def open_hub(
 ) -> tuple[Publisher, ControlHub]:
     """Open the publisher, and the control plane with its thread, which delivers what is published."""
     config = lead.config
-    publisher = SharedMemoryPublisher(
+    publisher = SlotPublisher(
         lead.layout,
+        device=lead.device.type,
         probe_ids=lead.probe_ids,
         directory=lead.directory.weights,
         deadline_s=config.weights.deadline_s,
@@ -259,7 +260,9 @@ def open_hub(
         config.control.bind or f"ipc://{lead.directory.socket_path('control.sock')}",
         publisher,
         config.control,
-        transport=choose_transport(config.weights.transport, device=lead.device.type),
+        transport=choose_transport(
+            config.weights.transport, device=lead.device.type, one_host=config.control.bind is None
+        ),
         deadline_s=config.weights.deadline_s,
         release=__version__,
         config_hash=config_hash(config),

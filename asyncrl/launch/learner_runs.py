@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -58,6 +59,7 @@ class LeadRun:
 
     def _poll(self, version: int) -> Taken | None:
         self.hub.check()
+        self.publisher.check()
         self.taking.heal(version)
         self.reporting.evaluation(self.taking.evaluated())
         return self.taking.poll(version, wait_s=POLL_S)
@@ -72,10 +74,14 @@ class LeadRun:
         self.logs.version = version
         probe = self.trainer.score(self.probe_ids)
         self.page.enter("training")
-        self.publisher.publish(version, self.trainer.parameters(), probe)
-        self.hub.announce(version)
+        published = self.publisher.publish(version, self.trainer.parameters(), probe)
+        published.add_done_callback(self._announce)
         self.page.version = version
         self.taking.open(version)
+
+    def _announce(self, published: Future[int]) -> None:
+        if published.exception() is None:  # else the next look at the publisher raises it
+            self.hub.announce(published.result())
 
     def report(self, step: Step) -> None:
         """Report a finished step and the evaluations that are complete."""

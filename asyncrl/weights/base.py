@@ -7,6 +7,7 @@ misses its deadline, only that sender is killed and replaced. A generator always
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,19 +17,25 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
     import torch
 
 
+# Transports that every receiver supports, the best one first.
+_EVERYWHERE = ("slot", "gloo", "disk")
 _LARGEST_MEASUREMENT = 1e9
 
 
-def choose_transport(wanted: str, *, device: str) -> str:
-    """The transport that the config key `weights.transport` selects on the device "cpu" or "cuda"."""
-    if wanted == "auto":
-        return "nccl" if device == "cuda" else "gloo"
-    return wanted
+def choose_transport(wanted: str, *, device: str, one_host: bool) -> str:
+    """The transport of `wanted`. `auto` is slot on one host; else nccl on "cuda", gloo on "cpu"."""
+    if wanted != "auto":
+        return wanted
+    if one_host:
+        return "slot"
+    return "nccl" if device == "cuda" else "gloo"
 
 
-def receivable(transport: str) -> tuple[str, ...]:
-    """Transports of an engine started for `transport`, best first. Each engine supports gloo and disk too."""
-    return (transport, *(other for other in ("gloo", "disk") if other != transport))
+def receivable(wanted: str, *, device: str) -> tuple[str, ...]:
+    """Transports of an engine whose `weights.transport` is `wanted`: a generator's `Hello.transports`."""
+    chosen = () if wanted == "auto" else (wanted,)
+    nccl = ("nccl",) if device == "cuda" and wanted == "auto" else ()
+    return tuple(dict.fromkeys((*chosen, *nccl, *_EVERYWHERE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +52,18 @@ class UpdateOrder:
     """An order to receive one version; it crosses the control plane, so it holds only plain values."""
 
     version: int
-    # gloo, nccl, ipc or disk; memory, once gloo has brought the weights into the generator's memory.
+    # slot, nccl, gloo or disk. After gloo has brought the weights, the generator's own slot.
     transport: str
     deadline_s: float
-    # Depends on the transport: rendezvous address and group name, bucket layout, checksums, or a directory.
+    # Depends on the transport: a slot, a rendezvous, a directory; layout and checksums.
     details: dict[str, Any]
     probe_ids: tuple[int, ...]
     # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
     probe_logprobs: tuple[float, ...]
     # History of the learner that made the version.
     history: str = str(INITIAL)
+    # What it replaces: "weights" is the whole model.
+    target: str = "weights"
 
     @property
     def weights(self) -> Weights:
@@ -152,8 +161,15 @@ class Publisher(Protocol):
 
     def publish(
         self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]
-    ) -> float:
-        """Copy the parameters to a slot that no sender reads, as the newest version; returns seconds."""
+    ) -> Future[int]:
+        """Copy the parameters to a slot without readers. The result is `version`, once it can be sent.
+
+        Raises what made the version before fail.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise what has made the newest version fail."""
         ...
 
     def open_sender(self, workers: int) -> Sender:

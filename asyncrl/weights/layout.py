@@ -11,12 +11,16 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec
 
 ALIGNMENT_BYTES = 64
+_MASK = 2**64 - 1
+# Bounds the memory of `device_sum`: 32 MiB beside the tensor.
+_PIECE_WORDS = 1 << 21
+_ODD = 0x5851F42D4C957F2D
 
 
 class Bucket(NamedTuple):
@@ -90,8 +94,38 @@ class Layout:
 
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
-    """XXH3-64 of the bytes of every tensor, without the padding."""
-    return tuple(checksum(buffer, layout, index) for index in range(len(layout.specs)))
+    """The `checksum` of every tensor, without the padding."""
+    views = [layout.view(buffer, index) for index in range(len(layout.specs))]
+    if not buffer.is_cuda:
+        return tuple(checksum(view) for view in views)
+    sums: list[int] = torch.stack([device_sum(view) for view in views]).tolist()  # waits for the GPU once
+    return tuple(sums)
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that changes with any byte of the tensor.
+
+    XXH3-64 in host memory, faster there than sending. On a GPU `device_sum`, faster there than a copy.
+    """
+    if tensor.is_cuda:
+        return int(device_sum(tensor).item())
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
+
+
+def device_sum(tensor: Tensor) -> Tensor:
+    """int64 []: the tensor's 8-byte words, each times an odd number of its own, summed modulo 2^64.
+
+    An odd number has an inverse modulo 2^64, so a change of one word always changes the sum.
+    """
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = nn.functional.pad(data, (0, -len(data) % 8))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = 2 * torch.arange(_PIECE_WORDS, dtype=torch.int64, device=tensor.device) + 1
+    for piece in torch.split(data.view(torch.int64), _PIECE_WORDS):
+        total = total * _ODD + (piece * factors[: len(piece)]).sum()
+    return total
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
@@ -102,18 +136,16 @@ def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Buck
         )
     first, end = (bucket.first, bucket.end) if bucket else (0, len(layout.specs))
     for index in range(first, end):
-        found = checksum(buffer, layout, index)
-        if found != expected[index]:
-            raise TransferError(
-                f"weights: tensor {layout.specs[index].name!r} has checksum {found:#018x}, the learner sent "
-                f"{expected[index]:#018x}; these weights must not be used, transfer them again"
-            )
+        require_equal(layout.specs[index].name, checksum(layout.view(buffer, index)), expected[index])
 
 
-def checksum(buffer: Tensor, layout: Layout, index: int) -> int:
-    """XXH3-64 of the bytes of one tensor: ten times as fast as a CRC-32, and faster than sending."""
-    offset = layout.offsets[index]
-    return xxhash.xxh3_64_intdigest(buffer[offset : offset + _size_bytes(layout.specs[index])].numpy().data)
+def require_equal(name: str, found: int, expected: int) -> None:
+    """Raise TransferError unless the checksums of a tensor are equal."""
+    if found != expected:
+        raise TransferError(
+            f"weights: tensor {name!r} has checksum {found & _MASK:#018x}, the learner sent "
+            f"{expected & _MASK:#018x}; these weights must not be used, transfer them again"
+        )
 
 
 def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:

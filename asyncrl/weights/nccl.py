@@ -1,4 +1,4 @@
-"""Sending over NCCL to vLLM's own `nccl` engine: slot -> this process's GPU -> packed broadcast.
+"""Sending over NCCL to vLLM's own `nccl` engine: the learner's slot on its GPU -> packed broadcast.
 
 The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
 enter the group together. The learner bounds the wait: it kills this process after the deadline.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.transports import Job, SenderSetup, vllm_update
+from asyncrl.weights.transports import Job, SenderSetup
 
 _BUFFERS = 2
 
@@ -25,8 +25,18 @@ class NcclTransport:
     _communicator: Any = None
 
     def prepare(self, job: Job) -> dict[str, Any]:
-        update = vllm_update("nccl", self.setup.layout)
-        return {"init": None if self._communicator else self._new_init(), "update": update}
+        if not torch.cuda.is_available():
+            raise TransferError(
+                "nccl transport: this host shows no CUDA device to the sender; use slot, gloo or disk"
+            )
+        specs = self.setup.layout.specs
+        update = {
+            "names": [spec.name for spec in specs],
+            "dtype_names": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+        }
+        init = None if self._communicator else self._new_init()
+        return {"init": init, "update": update, "checksums": list(job.checksums)}
 
     def transfer(self, job: Job) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group

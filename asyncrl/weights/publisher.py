@@ -1,14 +1,18 @@
-"""Publishing: one copy of the weights into shared memory, from which all senders read the newest version.
+"""Publishing: one copy of the weights into a slot, from which generators or senders read the newest version.
 
-`publish` runs in the training loop, the senders' bookkeeping in the control plane's thread. The lock between
-them is never held during a copy or a transfer.
+    training loop       publish: copy the parameters into a slot, on the device where they are
+    publisher's thread  the slot's checksums; then the version is the newest and is announced
+    control plane       open_sender, and the bookkeeping of readers
+
+The lock is held for bookkeeping only, never during a copy or a transfer.
 """
 
+import itertools
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +20,20 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.layout import Layout, checksum
-from asyncrl.weights.sender_process import ForkServer, Published, SenderProcess
-from asyncrl.weights.slots import Slot, Slots
+from asyncrl.weights.base import Sender
+from asyncrl.weights.host_sender import HostSender
+from asyncrl.weights.layout import Layout, checksums
+from asyncrl.weights.sender_process import ForkServer, SenderProcess
+from asyncrl.weights.slots import Published, Slot, Slots
 from asyncrl.weights.transports import SenderSetup
 
 
-class SharedMemoryPublisher:
+class SlotPublisher:
     """Implements `weights.base.Publisher`.
 
     Args:
         layout: layout of the parameters that every `publish` gets.
+        device: "cpu" or "cuda", where the parameters are.
         probe_ids: the fixed token sequence of the probe.
         directory: emptied and owned by this object, for rendezvous files and the disk transport's versions.
         deadline_s: bound on one transfer.
@@ -38,6 +45,7 @@ class SharedMemoryPublisher:
         self,
         layout: Layout,
         *,
+        device: str = "cpu",
         probe_ids: Sequence[int],
         directory: Path,
         deadline_s: float,
@@ -58,14 +66,22 @@ class SharedMemoryPublisher:
         )
         self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
-        self._probe_ids = tuple(probe_ids)
-        self._history = str(history)
+        self._probe_ids, self._history = tuple(probe_ids), str(history)
         self._directory = directory
         self._lock = threading.Lock()
-        self._slots = Slots(layout.total_bytes)
+        self._slots = Slots(layout.total_bytes, device)
         self._newest: Published | None = None
-        self._fork_server = ForkServer()
-        self._senders: list[SenderProcess] = []
+        # For generators elsewhere and for files, from a GPU; on a CPU they read the same slots.
+        self._host_slots = self._slots if device == "cpu" else Slots(layout.total_bytes)
+        self._on_host: Published | None = None
+        self._stamps = itertools.count(1)
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._published: Future[int] = Future()
+        self._published.set_result(-1)
+        self._copying: Future[None] | None = None
+        # On one host it is needed for files only, so it is started with the first of them.
+        self._fork_server = None if self.one_host else ForkServer()
+        self._senders: list[HostSender | SenderProcess] = []
 
     @property
     def one_host(self) -> bool:
@@ -73,29 +89,33 @@ class SharedMemoryPublisher:
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]
-    ) -> float:
+    ) -> Future[int]:
         """Raises TransferError if `tensors` are not those of the layout."""
-        started_s = time.perf_counter()
+        self._published.result()  # its slot could be taken; the checksums of a version take milliseconds
         with self._lock:
-            newest = self._newest.slot if self._newest else None
-            slot = self._slots.writable(newest)
-            if slot is newest:
+            slot = self._slots.writable(self._newest.slot if self._newest else None)
+            if self._newest and slot is self._newest.slot:
                 self._newest = None  # until the slot holds a whole version again
-        published = Published(
-            version=version,
-            history=self._history,
-            slot=slot,
-            checksums=self._copy(slot, tensors),
-            probe_ids=self._probe_ids,
-            probe_logprobs=tuple(probe_logprobs),
-        )
-        with self._lock:
-            self._newest = published
-        return time.perf_counter() - started_s
+            slot.begin()
+        self._copy(slot, tensors)
+        copied = None
+        if slot.buffer.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._published = self._thread.submit(self._finish, slot, version, tuple(probe_logprobs), copied)
+        return self._published
 
-    def open_sender(self, workers: int) -> SenderProcess:
-        setup = replace(self._setup, workers=workers)
-        sender = SenderProcess(setup, self._fork_server, take=self._take, give_back=self._give_back)
+    def check(self) -> None:
+        if self._published.done():
+            self._published.result()
+
+    def open_sender(self, workers: int) -> Sender:
+        if self.one_host:
+            sender: HostSender | SenderProcess = HostSender(
+                take=self._take, give_back=self._give_back, start_process=lambda: self._start_process(workers)
+            )
+        else:
+            sender = self._start_process(workers)
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]
         return sender
@@ -103,34 +123,94 @@ class SharedMemoryPublisher:
     def close(self) -> None:
         for sender in self._senders:
             sender.close()
-        self._fork_server.close()
+        if self._fork_server:
+            self._fork_server.close()
+        self._thread.shutdown()
         self._slots.close()
+        if self._host_slots is not self._slots:
+            self._host_slots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
-        """Copy every tensor of the layout into the slot; returns their checksums."""
-        sums: dict[int, int] = {}
+    def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        copied: set[int] = set()
         for name, tensor in tensors:
             index = self._index.get(name)
-            if index is None or index in sums or tuple(tensor.shape) != self._layout.specs[index].shape:
+            if index is None or index in copied or tuple(tensor.shape) != self._layout.specs[index].shape:
                 raise TransferError(
                     f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another "
                     "shape than the layout's"
                 )
             self._layout.view(slot.buffer, index).copy_(tensor)
-            sums[index] = checksum(slot.buffer, self._layout, index)
-        if missing := [spec.name for index, spec in enumerate(self._layout.specs) if index not in sums]:
+            copied.add(index)
+        if missing := [spec.name for index, spec in enumerate(self._layout.specs) if index not in copied]:
             raise TransferError(
                 f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}"
             )
-        return tuple(sums[index] for index in range(len(self._layout.specs)))
+
+    def _finish(
+        self, slot: Slot, version: int, probe_logprobs: tuple[float, ...], copied: torch.cuda.Event | None
+    ) -> int:
+        """Make the copied version the newest one; runs in the publisher's thread."""
+        if copied:
+            copied.synchronize()
+        published = Published(
+            version=version,
+            slot=slot,
+            stamp=next(self._stamps),
+            layout=self._layout,
+            checksums=checksums(slot.buffer, self._layout),
+            probe_ids=self._probe_ids,
+            probe_logprobs=probe_logprobs,
+            history=self._history,
+            deadline_s=self._setup.deadline_s,
+        )
+        with self._lock:
+            slot.complete(published.stamp)
+            self._newest = published
+        return version
 
     def _take(self) -> Published | None:
+        """Pin the newest version; None if there is none at this moment."""
         with self._lock:
-            if self._newest is not None:
-                self._newest.slot.readers += 1
-            return self._newest
+            return self._newest.pin() if self._newest else None
+
+    def _take_for(self, transport: str) -> Published | None:
+        """Pin the newest version, in host memory but for NCCL; None while the thread copies it from the
+        GPU."""
+        if transport == "nccl" or self._host_slots is self._slots:
+            return self._take()
+        with self._lock:
+            newest, on_host = self._newest, self._on_host
+            if newest is None:
+                return None
+            if on_host and on_host.version == newest.version:
+                return on_host.pin()
+            if self._copying is None or self._copying.done():
+                self._copying = self._thread.submit(self._copy_to_host, newest.pin())
+            return None
+
+    def _copy_to_host(self, newest: Published) -> None:
+        """Copy a version from the GPU for other hosts and for files; runs in the publisher's thread."""
+        with self._lock:
+            slot = self._host_slots.writable(self._on_host.slot if self._on_host else None)
+            if self._on_host and slot is self._on_host.slot:
+                self._on_host = None
+            slot.begin()
+        slot.buffer.copy_(newest.slot.buffer)
+        on_host = replace(
+            newest, slot=slot, stamp=next(self._stamps), checksums=checksums(slot.buffer, self._layout)
+        )
+        with self._lock:
+            if newest.unpin():  # otherwise the next version was written over it during the copy
+                slot.complete(on_host.stamp)
+                self._on_host = on_host
 
     def _give_back(self, published: Published) -> None:
         with self._lock:
-            published.slot.readers -= 1
+            published.unpin()
+
+    def _start_process(self, workers: int) -> SenderProcess:
+        """Raises OSError."""
+        self._fork_server = self._fork_server or ForkServer()
+        setup = replace(self._setup, workers=workers)
+        return SenderProcess(setup, self._fork_server, take=self._take_for, give_back=self._give_back)

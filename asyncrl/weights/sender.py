@@ -26,7 +26,6 @@ import time
 from typing import Any
 
 import msgpack
-from torch import Tensor
 
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
@@ -45,7 +44,6 @@ class _Sender:
         plain = self._read()
         self._setup = SenderSetup(**{**plain, "layout": Layout.from_plain(plain["layout"])})
         self._transports: dict[str, Transport] = {}
-        self._slots: dict[str, Tensor] = {}
         self._transport: Transport | None = None
         self._job: Job | None = None
 
@@ -60,14 +58,14 @@ class _Sender:
             self._channel.sendall(pack({**reply, "job": command["job"]}))
 
     def _prepare(self, command: dict[str, Any]) -> dict[str, Any]:
-        name, path = command["transport"], command["slot"]
-        if path not in self._slots:  # the learner keeps its slots as long as it lives
-            self._slots[path] = open_slot(path, self._setup.layout.total_bytes)
+        name = command["transport"]
+        # It stays as it is until the transfer is over: the learner counts this reader.
+        slot = open_slot(command["slot"], self._setup.layout.total_bytes, device=0)
         if name not in self._transports:
             self._transports[name] = _make_transport(name, self._setup)
         self._transport = self._transports[name]
-        buffer, checksums = self._slots[path], tuple(command["checksums"])
-        self._job = Job(version=command["version"], buffer=buffer, checksums=checksums)
+        checksums = tuple(command["checksums"])
+        self._job = Job(version=command["version"], buffer=slot.buffer, checksums=checksums)
         return {"op": "prepared", "details": self._transport.prepare(self._job)}
 
     def _transfer(self) -> dict[str, Any]:
@@ -91,11 +89,7 @@ def _make_transport(name: str, setup: SenderSetup) -> Transport:
         from asyncrl.weights.nccl import NcclTransport
 
         return NcclTransport(setup)
-    if name == "ipc":
-        from asyncrl.weights.ipc import IpcTransport
-
-        return IpcTransport(setup)
-    raise TransferError(f"transport {name!r} is not known; use gloo, nccl, ipc or disk")
+    raise TransferError(f"transport {name!r} needs no sender; senders know gloo, nccl and disk")
 
 
 def _fork_each(requests: socket.socket) -> socket.socket | None:

@@ -7,12 +7,12 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
-from asyncrl.weights.slots import Slot
+from asyncrl.weights.slots import Published
 from asyncrl.weights.transports import SenderSetup
 from asyncrl.workers import Worker, pack, take_message
 
@@ -66,18 +66,6 @@ class ForkServer:
         self.generation += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Published:
-    """A version in its slot, with what every order for it says."""
-
-    version: int
-    history: str
-    slot: Slot
-    checksums: tuple[int, ...]
-    probe_ids: tuple[int, ...]
-    probe_logprobs: tuple[float, ...]
-
-
 class SenderProcess:
     """Implements `weights.base.Sender`. `take` pins a published version in its slot, `give_back` frees it."""
 
@@ -86,7 +74,7 @@ class SenderProcess:
         setup: SenderSetup,
         forks: ForkServer,
         *,
-        take: Callable[[], Published | None],
+        take: Callable[[str], Published | None],
         give_back: Callable[[Published], None],
     ) -> None:
         self._setup, self._forks = setup, forks
@@ -104,7 +92,7 @@ class SenderProcess:
 
     def prepare(self, transport: str) -> bool:
         self._release()
-        self._held = self._take()
+        self._held = self._take(transport)
         if self._held is None:
             return False
         self._job += 1
@@ -114,7 +102,7 @@ class SenderProcess:
             job=self._job,
             version=self._held.version,
             transport=transport,
-            slot=self._held.slot.path,
+            slot=self._held.slot.describe(),
             checksums=self._held.checksums,
         )
         return True
@@ -209,15 +197,7 @@ class SenderProcess:
     def _interpret(self, message: dict[str, Any]) -> UpdateOrder | Sent | Failed:
         if message["op"] == "prepared":
             assert self._held is not None
-            return UpdateOrder(
-                version=self._held.version,
-                transport=self._transport,
-                deadline_s=self._setup.deadline_s,
-                details=message["details"],
-                probe_ids=self._held.probe_ids,
-                probe_logprobs=self._held.probe_logprobs,
-                history=self._held.history,
-            )
+            return self._held.order(self._transport, message["details"])
         self._release()
         if message["op"] == "sent":
             return Sent(seconds=message["seconds"])

@@ -1,71 +1,266 @@
-"""Shared memory for whole versions of the weights, in anonymous files that end with their last process.
+"""Slots: the learner's memory for whole versions of the weights. Generators of its host load from them.
 
-Other processes open a slot as /proc/<owner>/fd/<n>, so a killed process leaves no file behind.
+    learner    slot = slots.writable(newest); slot.begin(); write slot.buffer; slot.complete(publication)
+    generator  slot = open_slot(described, size); load slot.buffer; slot.require_unchanged()
+
+A slot is in host memory, as an anonymous file that ends with its last process, or on the learner's GPU, which
+other processes map through one CUDA IPC handle. Either has a stamp in an anonymous file: the number of the
+publication that it holds, or 0 while it is written. A reader that still finds its stamp after it has loaded
+has loaded one whole version, however slow it was.
 """
 
+import contextlib
 import mmap
 import os
+import re
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import UpdateOrder
+from asyncrl.weights.layout import Layout
+
+_STAMP = struct.Struct("<Q")
+_FILE = re.compile(r"/proc/(\d+)/fd/\d+")
+_MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
+# Two hold one version while the next is written; a GPU has no room for one slot per slow reader.
+_MOST_ON_A_GPU = 2
+# Positions of the tensor class, the storage class and the dtype among the arguments of torch's
+# `rebuild_cuda_tensor`, and of the device.
+_CLASSES, _DEVICE, _HANDLE = (0, 4, 5), 6, 7
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory for one version (uint8), and the number of senders that read it. `create` makes one."""
+    """Memory for one version, and the number of its readers. Make it with `create`."""
 
-    fd: int
-    buffer: Tensor
+    buffer: Tensor  # uint8, on the host or on a GPU
+    stamp: int = 0
     readers: int = 0
+    _file: int = -1
+    _stamp_at: int = 0
+    _exported: list[Any] | None = None
+
+    @classmethod
+    def create(cls, size_bytes: int, device: str = "cpu") -> Self:
+        """Allocate a slot of zeros on "cpu" or "cuda"."""
+        file = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+        if device == "cpu":
+            os.ftruncate(file, size_bytes + _STAMP.size)
+            memory = mmap.mmap(file, size_bytes + _STAMP.size)
+            return cls(
+                torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes], _file=file, _stamp_at=size_bytes
+            )
+        os.ftruncate(file, _STAMP.size)
+        buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        return cls(buffer, _file=file, _exported=_export(buffer))
 
     @property
     def path(self) -> str:
-        """The path at which other processes open the slot."""
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
+        """Where other processes of this host open the slot's file."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    @classmethod
-    def create(cls, size_bytes: int) -> Self:
-        """Allocate a slot in this process."""
-        fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, max(size_bytes, 1))
-        return cls(fd, _as_tensor(mmap.mmap(fd, max(size_bytes, 1)), size_bytes))
+    def begin(self) -> None:
+        """Say that the content is about to change. Its readers will notice, and are no longer counted."""
+        self._write_stamp(0)
+        self.readers = 0
+
+    def complete(self, publication: int) -> None:
+        """Say that the slot holds all of that publication."""
+        self._write_stamp(publication)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values with which `open_slot` finds the slot and what it holds now."""
+        return {"path": self.path, "stamp": self.stamp, "exported": self._exported}
 
     def close(self) -> None:
-        """Release this process's reference; other processes that have the slot open keep theirs."""
-        os.close(self.fd)
+        """Release this process's share; processes that have the slot open keep theirs."""
+        os.close(self._file)
+
+    def _write_stamp(self, stamp: int) -> None:
+        self.stamp = stamp
+        os.pwrite(self._file, _STAMP.pack(stamp), self._stamp_at)
 
 
 class Slots:
-    """The learner's slots, all of one size: at most one more than readers. The caller holds a lock."""
+    """Slots of one size on one device.
 
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
+    On a host there is at most one more than there are readers. On a GPU there are at most two; if both are
+    read, the older one is taken from its readers.
+    """
+
+    def __init__(self, size_bytes: int, device: str = "cpu") -> None:
+        self._size_bytes, self._device = size_bytes, device
         self._slots: list[Slot] = []
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def writable(self, newest: Slot | None) -> Slot:
-        """A slot without readers, `newest` only if there is no other; a new slot if all have readers."""
+        """A slot without readers, `newest` only if there is no other; else a new one, or the oldest."""
         free = [slot for slot in self._slots if not slot.readers]
-        if not free:
-            free = [Slot.create(self._size_bytes)]
+        if not free and (self._device == "cpu" or len(self._slots) < _MOST_ON_A_GPU):
+            free = [Slot.create(self._size_bytes, self._device)]
             self._slots += free
-        return min(free, key=lambda slot: slot is newest)
+        return min(free or self._slots, key=lambda slot: slot is newest)
 
     def close(self) -> None:
+        """Release all slots."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()
 
 
-def open_slot(path: str, size_bytes: int) -> Tensor:
-    """The bytes of another process's slot; writes to them stay private to this process."""
-    with open(path, "rb") as file:
-        return _as_tensor(mmap.mmap(file.fileno(), max(size_bytes, 1), access=mmap.ACCESS_COPY), size_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Published:
+    """A version in its slot, with what an order says about it."""
+
+    version: int
+    slot: Slot
+    stamp: int
+    """The slot's while it holds this version."""
+    layout: Layout
+    checksums: tuple[int, ...]
+    probe_ids: tuple[int, ...]
+    probe_logprobs: tuple[float, ...]
+    history: str
+    deadline_s: float
+
+    def pin(self) -> Self:
+        """Count one more reader of the slot."""
+        self.slot.readers += 1
+        return self
+
+    def unpin(self) -> bool:
+        """Count one reader less; False if the slot has been taken from its readers meanwhile."""
+        is_there = self.slot.stamp == self.stamp
+        self.slot.readers -= is_there
+        return is_there
+
+    def order(self, transport: str, details: dict[str, Any]) -> UpdateOrder:
+        """The order to receive this version over `transport`."""
+        return UpdateOrder(
+            version=self.version,
+            transport=transport,
+            deadline_s=self.deadline_s,
+            details=details,
+            probe_ids=self.probe_ids,
+            probe_logprobs=self.probe_logprobs,
+            history=self.history,
+        )
+
+    def slot_details(self) -> dict[str, Any]:
+        """The details of an order to read the slot itself."""
+        return {
+            "slot": self.slot.describe(),
+            "layout": self.layout.to_plain(),
+            "checksums": list(self.checksums),
+        }
 
 
-def _as_tensor(memory: mmap.mmap, size_bytes: int) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+@dataclass(slots=True, eq=False)
+class OpenSlot:
+    """A slot of another process. Writes to `buffer` must not happen, or stay private on the host."""
+
+    buffer: Tensor
+    _file: int
+    _stamp_at: int
+    _stamp: int
+
+    def require_unchanged(self) -> None:
+        """Raise TransferError unless the slot still holds what it was opened for."""
+        (stamp,) = _STAMP.unpack(os.pread(self._file, _STAMP.size, self._stamp_at))
+        if stamp != self._stamp:
+            raise TransferError(
+                "weights: the learner wrote the next version over these while they were read; what was "
+                "loaded must not be used, the next order brings the newest version"
+            )
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | None = None) -> OpenSlot:
+    """Map the slot that `Slot.describe` describes; `device` is the index of this process's GPU.
+
+    Raises:
+        TransferError: the learner is gone, this process cannot see it or its GPU, or the slot holds another
+            publication already.
+    """
+    path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
+    named = _FILE.fullmatch(path)
+    if named is None:
+        raise TransferError(
+            f"weights: an order names {path}; a slot is an open file of a process, /proc/PID/fd/N"
+        )
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(
+            f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
+            "or of another user; set weights.transport=gloo, or disk"
+        ) from error
+    if exported is not None:
+        slot = OpenSlot(_mapped(exported, device, int(named[1])), file, 0, stamp)
+    else:
+        memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_COPY)
+        with contextlib.suppress(OSError):  # an older kernel
+            memory.madvise(_MADV_POPULATE_READ)
+        slot = OpenSlot(torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes], file, size_bytes, stamp)
+    slot.require_unchanged()
+    return slot
+
+
+def _export(buffer: Tensor) -> list[Any]:
+    """The arguments of torch's `rebuild_cuda_tensor` as plain values."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    arguments = reduce_tensor(buffer)[1]  # type: ignore[no-untyped-call]
+    return [
+        None if position in _CLASSES else list(value) if isinstance(value, tuple) else value
+        for position, value in enumerate(arguments)
+    ]
+
+
+class _Mappings:
+    """GPU memory of one learner, mapped once for each of its slots.
+
+    A mapping keeps the memory of a learner that has ended, so a new learner's process id drops all of them.
+    """
+
+    learner: int = 0
+    buffers: ClassVar[dict[bytes, Tensor]] = {}
+
+
+def _mapped(exported: list[Any], device: int | None, learner: int) -> Tensor:
+    """The tensor that `_export` describes, in this process's `device`."""
+    if learner != _Mappings.learner:
+        _Mappings.learner = learner
+        _Mappings.buffers.clear()
+    handle = bytes(exported[_HANDLE])
+    if handle not in _Mappings.buffers:
+        _Mappings.buffers[handle] = _import(exported, device)
+    return _Mappings.buffers[handle]
+
+
+def _import(exported: list[Any], device: int | None) -> Tensor:
+    """The tensor of `_export`, mapped into this process's `device`."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = [tuple(value) if isinstance(value, list) else value for value in exported]
+    for position, value in zip(_CLASSES, (Tensor, torch.storage.TypedStorage, torch.uint8), strict=True):
+        arguments[position] = value
+    arguments[_DEVICE] = device
+    try:
+        buffer: Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise TransferError(
+            f"weights: the learner's GPU memory cannot be mapped ({error}): the GPUs of learner and "
+            "generator need peer access; set weights.transport=nccl, or disk"
+        ) from error
+    return buffer

@@ -13,12 +13,12 @@ from pathlib import Path
 from asyncrl.errors import TransferError
 from asyncrl.weights import gloo
 from asyncrl.weights.base import UpdateOrder
-from asyncrl.weights.layout import Layout
-from asyncrl.weights.slots import Slot
+from asyncrl.weights.layout import Layout, verify
+from asyncrl.weights.slots import Slot, open_slot
 
 
-class GlooStaging:
-    """Implements `weights.base.Staging`; orders of other transports are returned unchanged."""
+class HostStaging:
+    """Implements `weights.base.Staging`; what lies on a GPU, or in files, is verified when it is loaded."""
 
     def __init__(self, files: Path) -> None:
         """Orders may come from another host, so the paths in them must be below the directory `files`."""
@@ -27,10 +27,6 @@ class GlooStaging:
         self._slot: Slot | None = None
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        if order.transport == "memory":
-            raise TransferError(
-                "weights: the learner's order loads from memory; only a generator makes such orders"
-            )
         details = order.details
         for directory in (details.get("directory"), details.get("rendezvous", {}).get("directory")):
             if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
@@ -39,12 +35,15 @@ class GlooStaging:
                     f"{self._files}; start `asyncrl generator` in the learner's working directory, or set an "
                     "absolute run.root or a control.bind, with which weights need no common files"
                 )
+        if order.transport == "slot" and details["slot"]["exported"] is None:
+            layout = Layout.from_plain(details["layout"])
+            verify(open_slot(details["slot"], layout.total_bytes).buffer, layout, details["checksums"])
         if order.transport != "gloo":
             return order
         layout = Layout.from_plain(details["layout"])
-        group, slot = self._meet(order), self._memory(layout.total_bytes)
-        gloo.receive(group, slot.buffer, layout, details["checksums"])
-        return replace(order, transport="memory", details={"slot": slot.path, "layout": details["layout"]})
+        group, own = self._meet(order), self._memory(layout.total_bytes)
+        gloo.receive(group, own.buffer, layout, details["checksums"])
+        return replace(order, transport="slot", details={**details, "slot": own.describe()})
 
     def close(self) -> None:
         self._group = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class Job:
     """One version for one generator."""
 
     version: int
-    # uint8, in host memory.
+    # uint8; on the GPU for nccl, else in host memory.
     buffer: Tensor
     checksums: tuple[int, ...]
 
@@ -55,19 +54,6 @@ class Transport(Protocol):
     def transfer(self, job: Job) -> None:
         """Send; meanwhile the generator receives the order."""
         ...
-
-
-def vllm_update(transport: str, layout: Layout) -> dict[str, Any]:
-    """The tensors as vLLM's GPU transports describe them. Raises TransferError without a CUDA device."""
-    if not torch.cuda.is_available():
-        raise TransferError(
-            f"{transport} transport: this host shows no CUDA device to the sender; use gloo or disk"
-        )
-    return {
-        "names": [spec.name for spec in layout.specs],
-        "dtype_names": [spec.dtype for spec in layout.specs],
-        "shapes": [list(spec.shape) for spec in layout.specs],
-    }
 
 
 @dataclass(slots=True)
@@ -122,7 +108,11 @@ class DiskTransport:
             raise TransferError(
                 f"weights on disk: version {job.version} could not be written: {error}; check the disk"
             ) from error
-        return {"directory": str(path.absolute())}
+        return {
+            "directory": str(path.absolute()),
+            "names": [spec.name for spec in self.setup.layout.specs],
+            "checksums": list(job.checksums),
+        }
 
     def transfer(self, job: Job) -> None:
         pass

@@ -52,9 +52,9 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import gloo, layout
 from asyncrl.weights.base import TensorSpec, UpdateOrder
-from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.staging import HostStaging
 
 LAYOUT = layout.Layout.plan(
     [TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20
@@ -121,9 +121,10 @@ class WeighedEngine(FakeEngine):
 
 def tensors_of(order: UpdateOrder) -> Iterator[torch.Tensor]:
     """In the layout's order."""
-    if order.transport == "memory":
-        buffer = open_slot(order.details["slot"], LAYOUT.total_bytes)
-        yield from (LAYOUT.view(buffer, index) for index in range(len(LAYOUT.specs)))
+    if order.transport == "slot":
+        slot = open_slot(order.details["slot"], LAYOUT.total_bytes)
+        yield from (LAYOUT.view(slot.buffer, index) for index in range(len(LAYOUT.specs)))
+        slot.require_unchanged()
         return
     found = {}
     for path in Path(order.details["directory"]).glob("*.safetensors"):
@@ -132,7 +133,7 @@ def tensors_of(order: UpdateOrder) -> Iterator[torch.Tensor]:
     yield from (found[spec.name] for spec in LAYOUT.specs)
 
 
-class WatchedStaging(GlooStaging):
+class WatchedStaging(HostStaging):
     """Says which bucket it is at, and takes its time there."""
 
     def __init__(self, files: Path, told: Told, rng: random.Random, options: dict[str, Any]) -> None:
@@ -303,7 +304,7 @@ class Learner:
             ["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"]
         )
         self._directory = directory
-        self.publisher = SharedMemoryPublisher(
+        self.publisher = SlotPublisher(
             LAYOUT, probe_ids=PROBE, directory=directory / "w", deadline_s=DEADLINE_S
         )
         self.hub = ControlHub(

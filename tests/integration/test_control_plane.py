@@ -23,7 +23,7 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.weights import publisher
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
-from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.sender_process import ForkServer
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
@@ -71,7 +71,7 @@ class Learner:
     ):
         self.layout = layout
         self.dead = []
-        self.publisher = SharedMemoryPublisher(
+        self.publisher = SlotPublisher(
             layout,
             probe_ids=(1, 2),
             directory=directory / "weights",
@@ -94,7 +94,7 @@ class Learner:
         """Seconds that the training loop spends in it."""
         tensors = weights(self.layout, version)
         started_s = time.perf_counter()
-        self.publisher.publish(version, tensors, (0.0,))
+        self.publisher.publish(version, tensors, (0.0,)).result(30)
         self.hub.announce(version)
         return time.perf_counter() - started_s
 
@@ -189,7 +189,9 @@ def stage(tmp_path, monkeypatch, forks, sender_forks):
         made.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"endpoint": "tcp://127.0.0.1:*", "interface": "127.0.0.1"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"transport": "slot"}, {"endpoint": "tcp://127.0.0.1:*", "interface": "127.0.0.1"}]
+)
 def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage, options):
     make_learner, make_generator = stage
     learner = make_learner(**options)
@@ -214,9 +216,10 @@ def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage,
     assert learner.dead == []
 
 
-def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_revoked(stage):
+@pytest.mark.parametrize("transport", ["slot", "gloo"])
+def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_revoked(stage, transport):
     make_learner, make_generator = stage
-    learner = make_learner(LARGE)
+    learner = make_learner(LARGE, transport=transport)
     well, sick = make_generator(learner, "well"), make_generator(learner, "sick", hang_on=1, incarnation="x")
     for generator in (well, sick):
         generator.expect("joined")
@@ -229,12 +232,13 @@ def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_r
         well.expect("applied", version)
     learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"])
     learner.wait_for(lambda *_: learner.dead == ["sick:x"])
-    assert learner.hub.counters()["senders_killed"] >= 1
+    assert learner.hub.counters()["senders_killed"] >= (transport == "gloo")  # a slot has no process
 
 
-def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stage):
+@pytest.mark.parametrize("transport", ["slot", "gloo"])
+def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stage, transport):
     make_learner, make_generator = stage
-    learner = make_learner(LARGE, deadline_s=4.0, timeout_s=2.0)
+    learner = make_learner(LARGE, deadline_s=4.0, timeout_s=2.0, transport=transport)
     well, sick = make_generator(learner, "well"), make_generator(learner, "sick")
     for generator in (well, sick):
         generator.expect("joined")
@@ -252,9 +256,10 @@ def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stag
     assert [holder.split(":")[0] for holder in learner.dead] == ["sick"]
 
 
-def test_a_transfer_that_hangs_costs_the_sender_its_life_and_only_its_generator_waits(stage):
+@pytest.mark.parametrize("transport", ["slot", "gloo"])
+def test_a_transfer_that_hangs_costs_the_sender_its_life_and_only_its_generator_waits(stage, transport):
     make_learner, make_generator = stage
-    learner = make_learner(LARGE, deadline_s=2.0)
+    learner = make_learner(LARGE, deadline_s=2.0, transport=transport)
     well, sick = make_generator(learner, "well"), make_generator(learner, "sick", hang_on=1)
     for generator in (well, sick):
         generator.expect("joined")
@@ -282,7 +287,7 @@ def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_b
 
 def test_a_killed_sender_is_replaced(stage):
     make_learner, make_generator = stage
-    learner = make_learner()
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
     generator = make_generator(learner, "a")
     generator.expect("joined")
     learner.publish(1)
@@ -344,13 +349,13 @@ def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
     learner.publish(1)
     assert generator.expect("applied", 1)["transport"] == "gloo"
     assert any(
-        "not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
+        "not over nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
     )
 
 
 def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
     make_learner, make_generator = stage
-    learner = make_learner()
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
     generator = make_generator(learner, "a")
     generator.expect("joined")
     learner.wait_for(lambda *_: learner.publisher._senders)  # opened right after the welcome
@@ -369,7 +374,7 @@ def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
 
 def test_a_sender_that_cannot_be_started_is_tried_again_and_the_thread_lives(stage, monkeypatch, caplog):
     make_learner, make_generator = stage
-    learner = make_learner()
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
     generator = make_generator(learner, "a")
     learner.publish(1)
     generator.expect("applied", 1)

@@ -20,7 +20,7 @@ from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
-from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.publisher import SlotPublisher
 from tests.support.curve import HELLO, answer
 from tests.support.waiting import wait_until
 
@@ -44,9 +44,7 @@ def make_hub(publisher, **changes):
 
 @pytest.fixture
 def publisher(tmp_path):
-    made = SharedMemoryPublisher(
-        LAYOUT, probe_ids=(1, 2), directory=tmp_path, deadline_s=5.0, interface="127.0.0.1"
-    )
+    made = SlotPublisher(LAYOUT, probe_ids=(1, 2), directory=tmp_path, deadline_s=5.0, interface="127.0.0.1")
     yield made
     made.close()
 

@@ -19,7 +19,7 @@ import torch
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
-from asyncrl.weights.publisher import SharedMemoryPublisher
+from asyncrl.weights.publisher import SlotPublisher
 from tests.support import receiver_stand_in
 from tests.support.forks import fork_server
 from tests.support.waiting import wait_until
@@ -99,8 +99,14 @@ def stage(tmp_path, forks):
     publishers, receivers = [], []
 
     def publisher(**kwargs):
-        options = {"probe_ids": PROBE, "directory": tmp_path / "weights", "deadline_s": 20.0, **kwargs}
-        publishers.append(SharedMemoryPublisher(LAYOUT, **options))
+        options = {
+            "probe_ids": PROBE,
+            "directory": tmp_path / "weights",
+            "deadline_s": 20.0,
+            "interface": "127.0.0.1",
+            **kwargs,
+        }
+        publishers.append(SlotPublisher(LAYOUT, **options))
         return publishers[-1]
 
     def receiver():
@@ -114,13 +120,13 @@ def stage(tmp_path, forks):
         made.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"interface": "127.0.0.1"}])
+@pytest.mark.parametrize("options", [{"interface": None}, {}])
 def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
     publisher, receiver = stage[0](**options), stage[1]()
     sender = publisher.open_sender(1)
     names = set()
     for version in (3, 4, 9):
-        publisher.publish(version, weights(version), (0.5, 0.25))
+        publisher.publish(version, weights(version), (0.5, 0.25)).result(30)
         order, reply, answer = update(sender, receiver)
         assert (order.version, order.probe_ids, order.probe_logprobs) == (version, PROBE, (0.5, 0.25))
         assert isinstance(reply, Sent)
@@ -133,7 +139,7 @@ def test_the_disk_transport_keeps_two_versions(stage, tmp_path):
     publisher, receiver = stage[0](), stage[1]()
     sender = publisher.open_sender(1)
     for version in (1, 2, 7):
-        publisher.publish(version, weights(version), ())
+        publisher.publish(version, weights(version), ()).result(30)
         order, reply, answer = update(sender, receiver, "disk")
         assert isinstance(reply, Sent)
         assert answer == {"sum": expected_sum(version)}
@@ -154,7 +160,7 @@ def pid_of(sender):
 def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_group(stage):
     publisher, receiver = stage[0](deadline_s=5.0), stage[1]()
     sender = publisher.open_sender(1)
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     first, _, _ = update(sender, receiver)
     receiver.process.kill()
     receiver.process.join()
@@ -175,7 +181,7 @@ def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_g
 def test_a_killed_sender_is_reported_and_can_be_restarted(stage):
     publisher = stage[0]()
     sender = publisher.open_sender(1)
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     assert sender.prepare("gloo")
     os.kill(pid_of(sender), signal.SIGKILL)
     while not isinstance(reply := next_reply(sender), Failed):
@@ -188,7 +194,7 @@ def test_a_killed_sender_is_reported_and_can_be_restarted(stage):
 def test_the_fork_server_s_death_is_the_senders_and_all_of_them_come_back(stage):
     publisher = stage[0]()
     senders = [publisher.open_sender(1) for _ in range(2)]
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     pids = [pid_of(sender) for sender in senders]
     (parent,) = {psutil.Process(pid).ppid() for pid in pids}
     os.kill(parent, signal.SIGKILL)
@@ -205,7 +211,7 @@ def test_a_fork_server_that_hangs_is_replaced_once_for_all_its_senders(stage):
     forks = publisher._fork_server
     os.kill(forks.pid, signal.SIGSTOP)
     senders = [publisher.open_sender(1) for _ in range(2)]
-    publisher.publish(1, weights(1), (0.0, 0.0))
+    publisher.publish(1, weights(1), (0.0, 0.0)).result(30)
     assert all(sender.prepare("gloo") for sender in senders)
     hung = forks.pid
     for sender in senders:  # as the schedule has it when they are late
@@ -221,7 +227,7 @@ def refuse(*args, **kwargs):
 
 def test_a_sender_that_cannot_be_started_is_started_later(stage, monkeypatch, tmp_path):
     publisher = stage[0]()
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     sender, other = publisher.open_sender(1), publisher.open_sender(1)
     untouched = pid_of(other)
     for target in ("pathlib.Path.mkdir", "socket.socketpair"):
@@ -241,7 +247,7 @@ def test_a_sender_that_cannot_be_started_is_started_later(stage, monkeypatch, tm
 
 def test_a_fork_server_that_cannot_be_started_is_started_later(stage, monkeypatch):
     publisher = stage[0]()
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     sender, closed = publisher.open_sender(1), publisher.open_sender(1)
     os.kill(publisher._fork_server.pid, signal.SIGKILL)
     assert isinstance(next_reply(sender), Failed)
@@ -257,7 +263,7 @@ def test_a_fork_server_that_cannot_be_started_is_started_later(stage, monkeypatc
 
 def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
     publisher = stage[0]()
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     alive = publisher.open_sender(1)
     pid = pid_of(alive)
     server = publisher._fork_server.pid
@@ -276,7 +282,7 @@ def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
 
 def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):
     publisher = stage[0]()
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     closed = [publisher.open_sender(1) for _ in range(3)]
     for sender in closed:
         assert sender.prepare("gloo")
@@ -289,7 +295,7 @@ def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stag
 def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):
     publisher, stopped, well = stage[0](deadline_s=20.0), stage[1](), stage[1]()
     slow, fast = publisher.open_sender(1), publisher.open_sender(1)
-    publisher.publish(1, weights(1), ())
+    publisher.publish(1, weights(1), ()).result(30)
     update(slow, stopped)
     assert slow.prepare("gloo")
     order = next_reply(slow)
@@ -297,7 +303,7 @@ def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stag
     stopped.obey(order)
     slow.transfer()
     for version in range(2, 8):
-        assert publisher.publish(version, weights(version), ()) < 5.0
+        publisher.publish(version, weights(version), ()).result(5)
         assert update(fast, well)[2] == {"sum": expected_sum(version)}
     stopped.signal(signal.SIGCONT)
     assert stopped.answer() == {"sum": expected_sum(1)}  # its slot was left alone all the time
@@ -327,8 +333,9 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 import test_senders as t
-publisher = t.SharedMemoryPublisher(t.LAYOUT, probe_ids=(1,), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0)
-publisher.publish(1, t.weights(1), ())
+publisher = t.SlotPublisher(t.LAYOUT, probe_ids=(1,), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0,
+                           interface="127.0.0.1")
+publisher.publish(1, t.weights(1), ()).result(30)
 sender = publisher.open_sender(1)
 sender.prepare("gloo")
 t.next_reply(sender)

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from asyncrl.engine.base import SamplingSpec
@@ -17,12 +18,15 @@ from tests.support.vllm_engines import (
     Sender,
     apply,
     disk_order,
+    flat,
     load,
     logprobs_of,
     needs_stories,
+    on_disk,
     order,
     running_engine,
     scrambled,
+    slot_order,
     untied_qwen2,
 )
 
@@ -44,7 +48,7 @@ def assert_same_weights(runner, engine, model):
     np.testing.assert_allclose(runner.run(engine.score(PROBE)), logprobs_of(model, PROBE), atol=1e-4)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "gloo, a new group each time", "disk"])
+@pytest.mark.parametrize("transport", ["slot", "gloo", "gloo, a new group each time", "disk"])
 def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_path):
     runner, engine, model = world
     sender = Sender(tmp_path)
@@ -52,6 +56,8 @@ def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_pa
         sent = scrambled(model, version)
         if transport == "disk":
             update = disk_order(version, sent, tmp_path)
+        elif transport == "slot":
+            _slot, update = slot_order(version, sent)
         else:
             sender = sender if transport == "gloo" else Sender(tmp_path)
             update = sender.order(version, sent)
@@ -135,7 +141,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         incomplete = Sender(tmp_path).order(
             4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"]
         )
-        nowhere = order(5, "disk", {"directory": str(tmp_path / "none")})
+        nowhere = order(5, "disk", on_disk(tmp_path / "none"))
         reasons = ["1 of .* parameters were not sent", "no .safetensors"]
         for update, reason in zip([incomplete, nowhere], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
@@ -167,8 +173,36 @@ def test_half_a_fused_layer_of_a_failed_update_is_not_mixed_into_the_next(world,
 
     async def scenario():
         with pytest.raises(TransferError, match="incomplete"):
-            await apply(engine, order(1, "disk", {"directory": str(torn)}))
+            await apply(engine, order(1, "disk", on_disk(torn)))
         await apply(engine, disk_order(2, scrambled(model, 2), tmp_path))
 
     runner.run(scenario())
     assert_same_weights(runner, engine, scrambled(model, 2))
+
+
+@pytest.mark.parametrize("spoilt", ["one element", "a stale layer"])
+@pytest.mark.parametrize("transport", ["slot", "disk"])
+def test_a_wrong_tensor_is_named_and_never_sampled(world, transport, spoilt, tmp_path):
+    """The probe alone would not see it: in bfloat16 rounding moves it further."""
+    runner, engine, model = world
+    runner.run(apply(engine, disk_order(1, model, tmp_path)))
+    new = scrambled(model, 2)
+    slot, in_slot = slot_order(2, new)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        wrong = dict(new.named_parameters())[name]
+        if spoilt == "one element":
+            wrong.view(-1)[11] *= 1.01
+        else:
+            wrong.copy_(dict(model.named_parameters())[name])
+    if transport == "slot":
+        slot.buffer.copy_(flat(new)[1])
+        update = in_slot
+    else:
+        files = disk_order(2, new, tmp_path)
+        update = order(2, "disk", {**files.details, "checksums": in_slot.details["checksums"]})
+    with pytest.raises(TransferError, match=f"{name}.*checksum"):
+        runner.run(apply(engine, update))
+    assert engine.weights.version == (1 if transport == "slot" else -1)  # a slot is verified before the pause
+    runner.run(apply(engine, disk_order(3, new, tmp_path)))
+    assert_same_weights(runner, engine, new)

@@ -42,7 +42,7 @@ async def main(endpoint, generator_id, options):
         release=options.get("release", "1.0"),
         config_hash=options.get("config_hash", "abc"),
         version=0,
-        transports=tuple(options.get("transports", receivable("gloo"))),
+        transports=tuple(options.get("transports", receivable("gloo", device="cpu"))),
     )
     try:
         welcome = await client.join(hello)

@@ -11,11 +11,12 @@ from safetensors import safe_open
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
 from asyncrl.weights import gloo, layout
+from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.staging import HostStaging
 
-staging = GlooStaging(Path("/"))
+staging = HostStaging(Path("/"))
 
 
 def receive(order, on_bucket=lambda: None):
@@ -25,12 +26,13 @@ def receive(order, on_bucket=lambda: None):
         on_bucket()
         layout.verify(*args)
 
-    with mock.patch.object(gloo, "verify", verify):
+    with mock.patch.object(gloo, "verify", verify), mock.patch.object(arrival, "verify", verify):
         order = staging.stage(order)
-    if order.transport == "memory":
+    if order.transport == "slot":
         plan = layout.Layout.from_plain(order.details["layout"])
-        buffer = open_slot(order.details["slot"], plan.total_bytes)
-        tensors = [plan.view(buffer, index) for index in range(len(plan.specs))]
+        slot = open_slot(order.details["slot"], plan.total_bytes)
+        tensors = [plan.view(slot.buffer, index).clone() for index in range(len(plan.specs))]
+        slot.require_unchanged()
     else:
         tensors = []
         for path in sorted(Path(order.details["directory"]).glob("*.safetensors")):

@@ -19,8 +19,9 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.gloo import open_group, send
-from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.layout import Layout, checksum, checksums
+from asyncrl.weights.slots import Slot
+from asyncrl.weights.staging import HostStaging
 from tests.support.models import SIZES
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
@@ -28,7 +29,7 @@ needs_stories = pytest.mark.skipif(
     not STORIES.exists(), reason="../shared/models/stories260K-hd32 is not here"
 )
 
-STAGING = GlooStaging(Path("/"))
+STAGING = HostStaging(Path("/"))
 BUCKET_BYTES = 100_000
 """Several buckets even for the smallest model."""
 
@@ -130,11 +131,40 @@ def order(version, transport, details, deadline_s=DEADLINE_S):
 def disk_order(version, model, directory):
     directory = Path(directory) / f"v{version}-{uuid.uuid4().hex[:6]}"
     directory.mkdir(parents=True)
-    save_file(
-        {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
-        directory / "model.safetensors",
-    )
-    return order(version, "disk", {"directory": str(directory)})
+    tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    save_file(tensors, directory / "model.safetensors")
+    return order(version, "disk", on_disk(directory, {n: checksum(t) for n, t in tensors.items()}))
+
+
+def on_disk(directory, sums=None):
+    """The details of an order to read files."""
+    sums = sums or {}
+    return {"directory": str(directory), "names": [*sums], "checksums": [*sums.values()]}
+
+
+def flat(model, leave_out=()):
+    """(layout, buffer) of a model's parameters."""
+    tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
+    specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
+    layout = Layout.plan(specs, BUCKET_BYTES)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for index, (_, tensor) in enumerate(tensors):
+        layout.view(buffer, index).copy_(tensor)
+    return layout, buffer
+
+
+def slot_order(version, model, leave_out=()):
+    """The slot of a learner, and the order to load it."""
+    layout, buffer = flat(model, leave_out)
+    slot = Slot.create(layout.total_bytes)
+    slot.buffer.copy_(buffer)
+    slot.complete(version)
+    details = {
+        "slot": slot.describe(),
+        "layout": layout.to_plain(),
+        "checksums": list(checksums(buffer, layout)),
+    }
+    return slot, order(version, "slot", details)
 
 
 async def apply(engine, update):
@@ -159,12 +189,7 @@ class Sender:
         `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `after`: an event to wait
         for.
         """
-        tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
-        specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
-        layout = Layout.plan(specs, BUCKET_BYTES)
-        buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        for index, (_, tensor) in enumerate(tensors):
-            layout.view(buffer, index).copy_(tensor)
+        layout, buffer = flat(model, leave_out)
         sums = checksums(buffer, layout)
         if spoil is not None:
             layout.view(buffer, spoil).view(-1)[0] += 1.0

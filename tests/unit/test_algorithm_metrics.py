@@ -58,7 +58,7 @@ def test_skipped_steps_of_the_critic_are_said(caplog):
             step_with_critic(critic_result(0.2, math.nan, 1.0, 1.0), critic_result(0.4, 3.0, 2.0))
         )
     assert published["critic/skipped_steps"] == 1 and math.isnan(published["critic/grad_norm"])
-    assert "step 1: 1 of 2 optimizer steps of the critic were left out" in caplog.text
+    assert "step 1, critic: 1 of 2 optimizer steps were left out" in caplog.text
 
 
 def test_coefficients_and_hooks_keep_their_names():

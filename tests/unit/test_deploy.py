@@ -153,7 +153,7 @@ def test_every_gpu_has_one_owner(row, monkeypatch):
     }
     if row["COMPOSE_PROFILES"] == "box":
         config = config_of(services["box"]["command"])
-        assert config.weights.transport == "ipc" and config.learner.ranks == config.generator.count == 1
+        assert config.weights.transport == "slot" and config.learner.ranks == config.generator.count == 1
         return
     config = config_of(services["learner"]["command"])
     dealt = []

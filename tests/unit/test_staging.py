@@ -5,7 +5,7 @@ import pytest
 from asyncrl.errors import TransferError
 from asyncrl.launch import generator_process as generator
 from asyncrl.weights.base import UpdateOrder
-from asyncrl.weights.staging import GlooStaging
+from asyncrl.weights.staging import HostStaging
 
 
 def order(transport, **details):
@@ -21,7 +21,7 @@ def order(transport, **details):
 
 def test_files_of_the_run_are_used(tmp_path):
     (tmp_path / "weights" / "v1").mkdir(parents=True)
-    staging = GlooStaging(tmp_path / "weights")
+    staging = HostStaging(tmp_path / "weights")
     good = order("disk", directory=str(tmp_path / "weights" / "v1"))
     assert staging.stage(good) is good
 
@@ -31,15 +31,10 @@ def test_files_of_the_run_are_used(tmp_path):
 def test_other_files_of_the_host_are_refused(tmp_path, place, transport):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "link").symlink_to("/etc")
-    staging, named = GlooStaging(tmp_path / "weights"), str(tmp_path / "weights" / place)
+    staging, named = HostStaging(tmp_path / "weights"), str(tmp_path / "weights" / place)
     details = {"rendezvous": {"directory": named}} if transport == "gloo" else {"directory": named}
     with pytest.raises(TransferError, match="uses nothing outside"):
         staging.stage(order(transport, **details))
-
-
-def test_memory_is_named_by_this_process_only(tmp_path):
-    with pytest.raises(TransferError, match="only a generator makes such orders"):
-        GlooStaging(tmp_path).stage(order("memory", slot="/proc/1/fd/3", layout={}))
 
 
 def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_path, monkeypatch):
@@ -68,5 +63,5 @@ def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_pa
     )
     generator.main()
     good = order("disk", directory=str(run / "weights" / "v1"))
-    assert GlooStaging(seen[0].weights).stage(good) is good
+    assert HostStaging(seen[0].weights).stage(good) is good
     assert not any((tmp_path / "elsewhere").iterdir())

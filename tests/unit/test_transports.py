@@ -3,58 +3,55 @@ import inspect
 import msgpack
 import pytest
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.multiprocessing import reductions
 
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.engine.vllm.plugin import _RECEIVERS
+from asyncrl.weights import slots
 from asyncrl.weights.base import choose_transport, receivable
-from asyncrl.weights.ipc import _CLASSES, _lower, lift_update
 
-NAMES = ["disk", "gloo", "ipc", "nccl"]
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cuda", "nccl"), ("cpu", "gloo")])
-def test_auto_is_the_devices_own_and_any_other_word_stays(device, expected):
-    assert choose_transport(WeightsConfig().transport, device=device) == expected
-    assert [choose_transport(name, device=device) for name in NAMES] == NAMES
+_REBUILD = reductions.rebuild_cuda_tensor
+NAMES = ["slot", "disk", "gloo", "nccl"]
 
 
-@pytest.mark.parametrize("transport", NAMES)
-def test_an_engine_receives_what_it_was_started_for_and_what_every_receiver_takes(transport):
-    assert receivable(transport)[0] == transport
-    assert set(receivable(transport)) == {transport, "gloo", "disk"}
-    assert len(set(receivable(transport))) == len(receivable(transport))
-    assert sorted(_RECEIVERS) == NAMES
+@pytest.mark.parametrize(
+    ("device", "one_host", "expected"),
+    [("cuda", True, "slot"), ("cpu", True, "slot"), ("cuda", False, "nccl"), ("cpu", False, "gloo")],
+)
+def test_auto_is_the_memory_of_one_host_and_a_group_between_hosts(device, one_host, expected):
+    chosen = choose_transport(WeightsConfig().transport, device=device, one_host=one_host)
+    assert chosen == expected
+    assert chosen in receivable("auto", device=device)
+    assert [choose_transport(name, device=device, one_host=one_host) for name in NAMES] == NAMES
 
 
-def exported(dtype):
-    """As torch reduces a CUDA tensor: the arguments of `rebuild_cuda_tensor`."""
-    return (
-        *(torch.Tensor, torch.Size([3, 5]), (5, 1), 0),
-        *(torch.storage.TypedStorage, dtype, 0, b"\x00handle\xff", 1 << 33, 512),
+@pytest.mark.parametrize("wanted", [*NAMES, "auto"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_receives_what_it_was_started_for_and_what_every_receiver_takes(wanted, device):
+    offered = receivable(wanted, device=device)
+    assert wanted in (offered[0], "auto")
+    assert set(offered) == {"slot", "gloo", "disk"} | ({"nccl"} if "nccl" in offered else set())
+    assert ("nccl" in offered) == (wanted == "nccl" or (wanted, device) == ("auto", "cuda"))
+    assert len(set(offered)) == len(offered)
+    assert sorted(_RECEIVERS) == ["nccl", "weights"]
+
+
+def test_an_exported_slot_is_the_same_after_the_wire(monkeypatch):
+    """torch's arguments for a CUDA tensor; the device is the receiver's own, whatever the learner's number is."""
+    arguments = (
+        *(torch.Tensor, torch.Size([15]), (1,), 0),
+        *(torch.storage.TypedStorage, torch.uint8, 3, b"\x00handle\xff", 1 << 33, 512),
         *(False, b"counter", 7, b"event", True),
     )
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda buffer: (None, arguments))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *rebuilt: rebuilt)
+    exported = msgpack.unpackb(msgpack.packb(slots._export(torch.zeros(15))))
+    rebuilt = slots._import(exported, 1)
+    assert rebuilt == (*arguments[:6], 1, *arguments[7:])
+    inspect.signature(_REBUILD).bind(*rebuilt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exported_tensors_are_the_same_after_the_wire(dtype):
-    update = {
-        "names": ["a", "b"],
-        "dtype_names": [str(dtype).removeprefix("torch."), "float16"],
-        "shapes": [[3, 5], [3, 5]],
-        "ipc_handles": [{"GPU-1": _lower(exported(dtype))}, {"GPU-1": _lower(exported(torch.float16))}],
-    }
-    lifted = lift_update(msgpack.unpackb(msgpack.packb(update)))
-    assert lifted["ipc_handles"] == [{"GPU-1": exported(dtype)}, {"GPU-1": exported(torch.float16)}]
-    assert {name: lifted[name] for name in ("names", "shapes")} == {
-        name: update[name] for name in ("names", "shapes")
-    }
-    for handle in lifted["ipc_handles"]:
-        bound = inspect.signature(rebuild_cuda_tensor).bind(*handle["GPU-1"]).arguments
-        assert bound["tensor_cls"] is torch.Tensor
-        assert isinstance(bound["dtype"], torch.dtype)
-
-
-def test_the_classes_stand_where_torch_wants_them():
-    parameters = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    assert [parameters[position] for position in _CLASSES] == ["tensor_cls", "storage_cls", "dtype"]
+def test_the_classes_and_the_device_stand_where_torch_wants_them():
+    parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert [parameters[position] for position in slots._CLASSES] == ["tensor_cls", "storage_cls", "dtype"]
+    assert (parameters[slots._DEVICE], parameters[slots._HANDLE]) == ("storage_device", "storage_handle")

@@ -166,7 +166,7 @@ def test_after_two_failures_every_other_attempt_goes_by_disk_and_a_success_leads
 @pytest.mark.parametrize("transport", ["nccl", "gloo", "disk"])
 def test_other_hosts_are_never_sent_to_files_that_are_only_here(transport):
     schedule = make(transport, one_host=False)
-    schedule.join("a", version=0, transports=receivable(transport), now_s=0.0)
+    schedule.join("a", version=0, transports=receivable(transport, device="cpu"), now_s=0.0)
     assert transports_of_failing_updates(schedule, 5)[0] == [transport] * 5
 
 

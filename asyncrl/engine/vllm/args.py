@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV
-from asyncrl.weights.base import choose_transport
+from asyncrl.weights.base import receivable
 
 Device = Literal["cpu", "cuda"]
 
@@ -35,7 +35,9 @@ def engine_args(
         # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(
-            backend=f"asyncrl-{choose_transport(weights.transport, device=device)}"
+            backend="asyncrl-nccl"
+            if "nccl" in receivable(weights.transport, device=device)
+            else "asyncrl-weights"
         ),
         "disable_log_stats": True,
         "enable_log_requests": False,
@@ -61,6 +63,3 @@ def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, devic
         # vLLM would bind every engine of this host to the same first cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(generator.threads)
-    if weights.transport == "ipc":
-        # vLLM pickles CUDA IPC handles; they come from the learner on this host, over vLLM's private pipes.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

@@ -196,7 +196,12 @@ class VLLMEngine:
     async def _receive(self, order: UpdateOrder) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        update = {"transport": order.transport, "deadline_s": order.deadline_s, "details": order.details}
+        update = {
+            "transport": order.transport,
+            "target": order.target,
+            "deadline_s": order.deadline_s,
+            "details": order.details,
+        }
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update()

@@ -1,20 +1,19 @@
 """Receives weights inside vLLM's worker processes; every update reloads the whole model.
 
-    update = {"transport": ..., "deadline_s": ..., "details": ...}     from the engine, see `UpdateOrder`
+    update = {transport, target, deadline_s, details}      from the engine, see `UpdateOrder`
 
 The details, by transport:
 
-    memory  slot, layout: weights in shared memory, received over Gloo and verified by the generator
-    disk    directory: safetensors files with Hugging Face names
-    nccl    init (`nccl_unique_id_b64`, offset, size; only for a new group), update (names, dtypes, shapes)
-    ipc     init, update: vLLM's own payloads, with the handles as plain values
+    slot    slot, layout, checksums: memory of the learner, or the generator's own, filled over Gloo
+    disk    directory, names, checksums: safetensors files with Hugging Face names
+    nccl    init (new `nccl_unique_id_b64`, offset, size; for a new group), update (names, ...), checksums
 
 After a failed update the weights are a mixture of versions: the engine must not sample until the next update.
 """
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
@@ -38,8 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.ipc import lift_update
-from asyncrl.weights.layout import Layout
+from asyncrl.weights.layout import Layout, checksum, require_equal
 from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
@@ -49,17 +46,24 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 
 @contextmanager
-def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int]) -> Iterator[None]:
     """Context for loading all parameters; at its end, vLLM makes the kernels' packed copies again.
 
-    Raises TransferError if parameters were missing.
+    `checksums`, by name, are those of the tensors that are not verified yet. Raises TransferError if one of
+    them differs, or if parameters were missing.
     """
     wanted = {name for name, _ in model.named_parameters()}  # tied parameters occur once
     loaded: set[str] = set()
     load_weights: Any = model.load_weights
 
+    def verified(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name in checksums:
+                require_equal(name, checksum(tensor), checksums[name])
+            yield name, tensor
+
     def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names: set[str] = load_weights(weights)
+        names: set[str] = load_weights(verified(weights))
         loaded.update(names)
         return names
 
@@ -99,7 +103,7 @@ def _repack_tied(model: nn.Module) -> None:
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Receives from host memory and disk in any of vLLM's engines.
+    """Receives from slots and disk in any of vLLM's engines.
 
     `update_weights` opens and closes the reload, also after a failure, so the calls around it do nothing.
     """
@@ -112,68 +116,70 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
 
     def update_weights(self, update_info: Update) -> None:
         """Receive and load one version. Raises TransferError."""
-        details, deadline_s = update_info["details"], float(update_info["deadline_s"])
-        with reloading(self.model, self.model_config):
-            if update_info["transport"] == "memory":
-                self.model.load_weights(_from_memory(details))
-            elif update_info["transport"] == "disk":
+        transport, details = update_info["transport"], update_info["details"]
+        if update_info["target"] != "weights":
+            raise TransferError(f"an update of {update_info['target']!r}; this engine knows only weights")
+        if transport == "slot":
+            self._from_slot(details)
+        elif transport == "disk":
+            sums = dict(zip(details["names"], details["checksums"], strict=True))
+            with reloading(self.model, self.model_config, sums):
                 self.model.load_weights(_from_disk(Path(details["directory"])))
-            else:
-                self._over_vllm(details, deadline_s)
+        else:
+            self._over_nccl(details, float(update_info["deadline_s"]))
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
-    def _over_vllm(self, details: Update, deadline_s: float) -> None:
-        raise TransferError(
-            "this engine was started for gloo and disk; start it with the transport that the order names"
+    def _from_slot(self, details: Update) -> None:
+        layout = Layout.from_plain(details["layout"])
+        on_gpu = self.device.type == "cuda"
+        slot = open_slot(
+            details["slot"], layout.total_bytes, device=torch.cuda.current_device() if on_gpu else None
         )
+        names = [spec.name for spec in layout.specs]
+        # The generator's process has verified a slot in host memory; it cannot read one on a GPU.
+        sums = dict(zip(names, details["checksums"], strict=True)) if slot.buffer.is_cuda else {}
+        with reloading(self.model, self.model_config, sums):
+            self.model.load_weights((name, layout.view(slot.buffer, i)) for i, name in enumerate(names))
+        if on_gpu:
+            torch.accelerator.synchronize()
+        slot.require_unchanged()
+
+    def _over_nccl(self, details: Update, deadline_s: float) -> None:
+        raise TransferError("this engine was not started for nccl; start it with weights.transport=nccl")
 
 
-class _OverVLLM(_Receives):
-    """vLLM's own transports with a deadline: a communicator that does not finish in time is aborted."""
+class NcclReceiver(_Receives, NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's packed NCCL broadcast; a communicator that does not finish within the deadline is aborted."""
 
-    def _over_vllm(self, details: Update, deadline_s: float) -> None:
+    def _over_nccl(self, details: Update, deadline_s: float) -> None:
         cut_off = threading.Event()
 
         def abort() -> None:
             cut_off.set()
             self.shutdown()
 
+        update = self.parse_update_info(details["update"])
         watchdog = threading.Timer(deadline_s, abort)
         watchdog.start()
         try:
             if details.get("init") is not None:
                 self.shutdown()  # the group of an earlier sender
                 self.init_transfer_engine(self.parse_init_info(details["init"]))
-            self.receive_weights(self.parse_update_info(details["update"]))
-            torch.accelerator.synchronize()
+            if self.model_update_group is None or self.model_update_group.disabled:
+                raise TransferError(
+                    "vLLM has no working NCCL communicator and would receive nothing: it needs NCCL >= 2.29.7"
+                )
+            sums = dict(zip(update.names, details["checksums"], strict=True))
+            with reloading(self.model, self.model_config, sums):
+                self.receive_weights(update)
+                torch.accelerator.synchronize()
         finally:
             watchdog.cancel()
             if cut_off.is_set():
                 raise TransferError(
                     f"the transfer was cut off after {deadline_s:g} s; the next order must bring a new group"
                 )
-
-
-class NcclReceiver(_OverVLLM, NCCLWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's packed NCCL broadcast."""
-
-    def receive_weights(self, update_info: Any) -> None:
-        if self.model_update_group is None or self.model_update_group.disabled:
-            raise TransferError(
-                "vLLM has no working NCCL communicator and would receive nothing: NCCL >= 2.29.7 is needed"
-            )
-        super().receive_weights(update_info)
-
-
-class IpcReceiver(_OverVLLM, IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's CUDA IPC: learner and generator on one GPU."""
-
-    def _over_vllm(self, details: Update, deadline_s: float) -> None:
-        try:
-            super()._over_vllm({**details, "update": lift_update(details["update"])}, deadline_s)
-        finally:
-            self._packed_importer.close()  # the sender may reuse its buffer
 
 
 @dataclass
@@ -187,7 +193,7 @@ class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(_Receives):
-    """Receives from host memory and disk, on CPU and GPU; it has no group to open or close."""
+    """Receives from slots and disk, on CPU and GPU; it has no group to open or close."""
 
     init_info_cls = _NoInit
     update_info_cls = _NoUpdate
@@ -202,14 +208,6 @@ class Receiver(_Receives):
         pass
 
 
-def _from_memory(details: Update) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the slot, valid until the generator receives the next version."""
-    layout = Layout.from_plain(details["layout"])
-    buffer = open_slot(details["slot"], layout.total_bytes)
-    for index, spec in enumerate(layout.specs):
-        yield spec.name, layout.view(buffer, index)
-
-
 def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the directory's safetensors files."""
     files = sorted(directory.glob("*.safetensors"))
@@ -217,5 +215,5 @@ def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:
         raise TransferError(f"{directory} holds no .safetensors file")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
                 yield name, tensors.get_tensor(name)

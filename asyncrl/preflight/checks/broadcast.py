@@ -39,7 +39,7 @@ def _gloo(rank: int, directory: Path) -> None:
     if rank == 0:
         send(group, payload, layout)
     else:
-        receive(group, torch.zeros_like(payload), layout, [checksum(payload, layout, 0)])
+        receive(group, torch.zeros_like(payload), layout, [checksum(payload)])
 
 
 def _nccl(rank: int, directory: Path) -> None:

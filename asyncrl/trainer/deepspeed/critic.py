@@ -17,8 +17,8 @@ class ValueHead(nn.Linear):
     """A linear layer from the hidden state to one number.
 
     Its weights are normal with standard deviation 1 / (D + 1), its bias is 0. A norm layer gives the hidden
-    state a length near sqrt(D), so the first values are of the order 1 / sqrt(D): far smaller than rewards,
-    which therefore determine the first advantages, but not 0, with which the backbone would get no gradient.
+    state a length near sqrt(D), so the first values are of the order 1 / sqrt(D). They are far smaller than
+    rewards, which so determine the first advantages. They are not 0, as the backbone would get no gradient.
     Source: the value head of OpenRLHF (Hu et al. 2024, arXiv:2405.11143).
     """
 

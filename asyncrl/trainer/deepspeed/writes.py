@@ -10,7 +10,7 @@ from asyncrl.progress import beat
 
 @dataclass(slots=True)
 class Writes:
-    """After the first failure the other writes are skipped.
+    """The other writes are skipped after the first failure.
 
     A rank must not end the save early: the others would wait for it in the next collective.
     """

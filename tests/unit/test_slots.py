@@ -1,0 +1,229 @@
+"""Slots: what a reader has loaded is one whole version, or it knows that it is not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from asyncrl.errors import TransferError
+from asyncrl.weights import slots
+from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
+from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
+from asyncrl.weights.publisher import SlotPublisher
+from asyncrl.weights.slots import Slot, Slots, open_slot
+from asyncrl.weights.staging import HostStaging
+
+LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(3, 5 + i)) for i in range(4)], 1 << 20)
+# As long as the CPU path, with the buffer in another place than the stamp, as on a GPU.
+_shared: dict[int, torch.Tensor] = {}
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request, monkeypatch):
+    """Both kinds of slots; a GPU's memory is replaced by memory of this process, its handle by a number."""
+    if request.param == "cuda":
+        zeros = torch.zeros
+        monkeypatch.setattr(slots.torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
+
+        def export(buffer):
+            _shared[len(_shared)] = buffer
+            return [None] * 7 + [bytes([len(_shared) - 1])]
+
+        monkeypatch.setattr(slots, "_export", export)
+        monkeypatch.setattr(slots, "_import", lambda exported, device: _shared[exported[7][0]])
+        slots._Mappings.buffers.clear()
+        _shared.clear()
+    return request.param
+
+
+def tensors(version):
+    return [(spec.name, torch.full(spec.shape, float(version))) for spec in LAYOUT.specs]
+
+
+@pytest.fixture
+def publisher(tmp_path, device):
+    made = SlotPublisher(LAYOUT, device=device, probe_ids=(1, 2), directory=tmp_path / "w", deadline_s=5.0)
+    yield made
+    made.close()
+
+
+def publish(publisher, version):
+    assert publisher.publish(version, tensors(version), (0.5,)).result(10) == version
+
+
+def order_of(sender):
+    assert sender.prepare("slot")
+    (order,) = sender.replies()
+    assert isinstance(order, UpdateOrder)
+    sender.transfer()
+    assert sender.replies() == [Sent(seconds=0.0)]
+    return order
+
+
+def read(order):
+    """Versions that the values of the slot are of."""
+    slot = open_slot(order.details["slot"], LAYOUT.total_bytes)
+    found = {float(value) for index in range(4) for value in LAYOUT.view(slot.buffer, index).unique()}
+    slot.require_unchanged()
+    return found
+
+
+def test_readers_find_the_newest_version_whole_and_two_slots_are_enough(publisher):
+    senders = [publisher.open_sender(1) for _ in range(5)]
+    for version in range(1, 8):
+        publish(publisher, version)
+        for sender in senders:
+            order = order_of(sender)
+            assert (order.version, order.transport, order.probe_logprobs) == (version, "slot", (0.5,))
+            assert read(order) == {version}
+    assert len(publisher._slots) == 2
+
+
+def test_a_slow_reader_keeps_its_slot_on_a_host_and_learns_of_its_loss_on_a_gpu(publisher, device):
+    slow, fast = publisher.open_sender(1), publisher.open_sender(1)
+    publish(publisher, 1)
+    held = order_of(slow)
+    reading = open_slot(held.details["slot"], LAYOUT.total_bytes)
+    for version in range(2, 6):
+        publish(publisher, version)
+        assert read(order_of(fast)) == {version}
+    if device == "cpu":
+        reading.require_unchanged()
+        assert read(held) == {1}
+        assert len(publisher._slots) == 3
+    else:
+        with pytest.raises(TransferError, match="wrote the next version over these"):
+            reading.require_unchanged()
+        assert len(publisher._slots) == 2
+    assert read(order_of(slow)) == {5}
+
+
+def test_a_reader_that_was_given_up_does_not_count_twice(publisher):
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+    order_of(sender)
+    sender.restart()
+    sender.restart()
+    sender.close()
+    sender.close()
+    assert [slot.readers for slot in publisher._slots._slots] == [0]
+
+
+def test_a_late_reader_is_told_when_it_opens(publisher):
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+    late = order_of(sender)
+    sender.restart()  # its deadline has passed
+    publish(publisher, 2)
+    publish(publisher, 3)
+    with pytest.raises(TransferError, match="wrote the next version over these"):
+        read(late)
+
+
+def test_before_the_first_version_there_is_nothing_to_send(publisher):
+    assert not publisher.open_sender(1).prepare("slot")
+
+
+def test_files_need_a_process_and_one_that_cannot_start_is_a_failure(publisher, monkeypatch):
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+
+    def fails(workers):
+        raise OSError(11, "no more processes")
+
+    monkeypatch.setattr(publisher, "_start_process", fails)
+    assert sender.prepare("disk")
+    (reply,) = sender.replies()
+    assert isinstance(reply, Failed) and "no more processes" in reply.reason
+    assert read(order_of(sender)) == {1}
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_damaged_memory_is_refused_while_requests_run(publisher, tmp_path):
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+    order = order_of(sender)
+    staging = HostStaging(tmp_path)
+    assert staging.stage(order) is order
+    slot = publisher._slots._slots[0]
+    LAYOUT.view(slot.buffer, 2).view(-1)[7] = 1.0000001
+    with pytest.raises(TransferError, match="'w2' has checksum"):
+        staging.stage(order)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/1/fd/../environ", "/proc/self/fd/3", "relative"])
+def test_only_open_files_of_processes_are_slots(path):
+    with pytest.raises(TransferError, match="a slot is an open file"):
+        open_slot({"path": path, "stamp": 1, "exported": None}, 8)
+
+
+def test_a_learner_that_is_gone_is_named():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with pytest.raises(TransferError, match=r"the learner has ended"):
+        open_slot({"path": f"/proc/{process.pid}/fd/3", "stamp": 1, "exported": None}, 8)
+
+
+def test_what_a_reader_has_open_survives_the_learner():
+    slot = Slot.create(16)
+    slot.buffer[:] = 7
+    slot.complete(3)
+    reading = open_slot(slot.describe(), 16)
+    slot.close()
+    assert reading.buffer.tolist() == [7] * 16
+    reading.require_unchanged()
+
+
+def test_a_new_learner_drops_the_mappings_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(slots, "_import", lambda exported, device: torch.zeros(1))
+    for learner in (5, 5, 6):
+        slots._mapped([None] * 7 + [b"a"], 0, learner)
+        slots._mapped([None] * 7 + [bytes([learner])], 0, learner)
+    assert slots._Mappings.learner == 6 and set(slots._Mappings.buffers) == {b"a", b"\x06"}
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 63, 4096, (1 << 24) + 9])
+def test_one_changed_bit_changes_both_checksums(size):
+    generator = torch.Generator().manual_seed(size)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    one, two = checksum(data), int(device_sum(data))
+    assert (checksum(data.clone()), int(device_sum(data.clone()))) == (one, two)
+    for place in {0, size // 2, size - 1}:
+        other = data.clone()
+        other[place] ^= 1 << (place % 8)
+        assert checksum(other) != one and int(device_sum(other)) != two
+
+
+def test_the_device_sum_is_the_sum_of_its_definition():
+    data = torch.randint(-(2**62), 2**62, (1000,))
+    expected = sum((2 * place + 1) * word for place, word in enumerate(data.tolist())) % 2**64
+    assert int(device_sum(data)) % 2**64 == expected
+
+
+def test_elements_that_change_places_change_the_device_sum():
+    data = torch.arange(1, 65, dtype=torch.float32)
+    other = data.clone()
+    other[[3, 40]] = other[[40, 3]]
+    assert int(device_sum(data)) != int(device_sum(other))
+
+
+def test_slices_and_odd_offsets_are_summed_like_copies():
+    data = torch.arange(0, 1001, dtype=torch.int16)
+    assert int(device_sum(data[1:])) == int(device_sum(data[1:].clone()))
+    matrix = torch.randn(8, 9)
+    assert int(device_sum(matrix.T)) == int(device_sum(matrix.T.contiguous()))
+
+
+def test_slots_close_their_files():
+    before = set(os.listdir("/proc/self/fd"))
+    made = Slots(100)
+    made.writable(None)
+    made.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_layout_sums_are_those_of_its_tensors():
+    buffer = torch.randint(0, 256, (LAYOUT.total_bytes,), dtype=torch.uint8)
+    assert checksums(buffer, LAYOUT) == tuple(checksum(LAYOUT.view(buffer, index)) for index in range(4))
