@@ -349,7 +349,7 @@ def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
     learner.publish(1)
     assert generator.expect("applied", 1)["transport"] == "gloo"
     assert any(
-        "not over nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
+        "not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
     )
 
 
