@@ -12,6 +12,10 @@ PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 # Marks every process of a run, so that `asyncrl down` can prove that none is left.
 RUN_VARIABLE = "ASYNCRL_RUN_DIRECTORY"
 
+# Lets torch count GPUs by NVML. CUDA itself would take memory on the GPU in every process that counts, and
+# would not work in processes that are forked afterwards.
+WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
 # Patterns for every process, by line: system, network, Python, devices, libraries. HF_* has the token for
 # gated models, which learner and generators load.
 EVERY_PROCESS = """
@@ -33,7 +37,7 @@ def child_environment(
     """Return the environment of a role; without `gpus` it sees all of ours. `also` are further patterns."""
     password = [config.store.password_env] if config.store.url else []
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
-    ours = {
+    ours = WITHOUT_CUDA | {
         PARENT_VARIABLE: str(os.getpid()),
         RUN_VARIABLE: str(run_directory.resolve()),
         "OMP_NUM_THREADS": str(threads),

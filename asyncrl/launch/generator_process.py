@@ -27,6 +27,7 @@ from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import die_with_spawner
@@ -187,10 +188,14 @@ async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
 
 
 def resolve_device(config: Config) -> Device:
-    """Return cuda if there is a GPU, unless the config keeps the learner on the CPU."""
+    """Return cuda if there is a GPU that torch is built for, unless the config keeps the learner on the CPU.
+
+    CUDA itself is not asked: vLLM's own processes are to be the first that use it.
+    """
     import torch
 
-    return "cuda" if torch.cuda.is_available() and config.learner.device != "cpu" else "cpu"
+    has_gpu = count_gpus() > 0 and torch.version.cuda is not None
+    return "cuda" if has_gpu and config.learner.device != "cpu" else "cpu"
 
 
 def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:

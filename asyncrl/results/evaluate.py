@@ -22,7 +22,7 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.evaluation import summarise
-from asyncrl.launch.environment import PARENT_VARIABLE
+from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
 from asyncrl.launch.generator_process import resolve_device, sampling_spec
 from asyncrl.launch.wiring import group_limits
 from asyncrl.processes import die_with_parent, die_with_spawner
@@ -58,7 +58,7 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
 
 def _status_of(argv: Sequence[str]) -> int:
     """Run a process that, with all its children, ends with this one. Raises RunError if it was killed."""
-    environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    environment = os.environ | WITHOUT_CUDA | {PARENT_VARIABLE: str(os.getpid())}
     # Libraries print to stdout, which is for the command's own output.
     process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
     try:

@@ -56,6 +56,9 @@ def engine_args(
 def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:
     """Set the options that vLLM reads from the environment only; the engine's processes inherit them."""
     os.environ[OWNER_ENV] = str(os.getpid())
+    # A forked process could not use CUDA after any library here had asked for it, and would inherit our
+    # refusal of pickles, which vLLM's tensor-parallel workers send to each other.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never exit by themselves

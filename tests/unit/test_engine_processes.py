@@ -1,0 +1,154 @@
+"""The engine's processes are spawned, and nothing uses CUDA before them: a forked process could not use it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.config.sections import GeneratorConfig, WeightsConfig
+from asyncrl.engine.vllm.args import set_environment
+from asyncrl.launch import generator_process
+from asyncrl.launch.environment import child_environment
+from tests.support.whole_run import tiny_run
+
+# Every way of torch to the CUDA runtime, replaced by one that notes who asks. `is_available` and `device_count`
+# do no harm while the variable makes torch ask NVML.
+RECORDER = """
+import json, multiprocessing.context, os, sys, traceback
+import torch
+asked = []
+def recorded(name, harmless, answer):
+    def ask(*arguments, **options):
+        if not (harmless and os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"):
+            asked.append([name, "vllm" in sys.modules, traceback.format_stack()[-3:-1]])
+        return answer
+    return ask
+torch.cuda.is_available = recorded("is_available", True, False)
+torch.cuda.device_count = recorded("device_count", True, 0)
+if hasattr(torch._C, "_cuda_getDeviceCount"):  # torch takes the name for a sign that it is built for CUDA
+    torch._C._cuda_getDeviceCount = recorded("_cuda_getDeviceCount", False, 0)
+torch.cuda._lazy_init = recorded("_lazy_init", False, None)
+multiprocessing.context.ForkProcess.start = recorded("ForkProcess.start", False, None)
+"""
+GENERATOR = """
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from asyncrl.config.load import load_config
+from asyncrl.engine.vllm import engine
+from asyncrl.launch import generator_process
+from asyncrl.run.directory import RunDirectory
+class Reached(Exception):
+    pass
+async def start(*parts, device):
+    raise Reached
+engine.VLLMEngine.start = start
+config = Path(sys.argv[1])
+hello = SimpleNamespace(generator_id="g0")
+try:
+    asyncio.run(
+        generator_process._generate(load_config(config), hello, None, None, RunDirectory(config.parent), None)
+    )
+except Reached:
+    print(json.dumps([asked, "vllm" in sys.modules]))
+"""
+FORK_SERVER = """
+import asyncrl.weights.sender
+print(json.dumps([asked, "vllm" in sys.modules]))
+"""
+
+
+def output_of(script: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *(["-c", script] if "\n" in script else [script]), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_generator_asks_nothing_of_cuda_and_forks_nothing_before_its_engine_starts(tmp_path):
+    with tiny_run(tmp_path) as config:
+        environment = child_environment(load_config(config), tmp_path, threads=1, gpus=[])
+        said = output_of(RECORDER + GENERATOR, str(config), environment=environment)
+    assert json.loads(said) == [[], False]
+
+
+def test_the_process_that_forks_senders_asks_nothing_of_cuda():
+    assert json.loads(output_of(RECORDER + FORK_SERVER)) == [[], False]
+
+
+@pytest.mark.parametrize(
+    ("visible", "built_for", "learner", "expected"),
+    [
+        ("0", "13.0", "auto", "cuda"),
+        ("0", "13.0", "cuda", "cuda"),
+        ("0", "13.0", "cpu", "cpu"),
+        ("0", None, "auto", "cpu"),
+        ("", "13.0", "auto", "cpu"),
+    ],
+)
+def test_the_device_is_known_without_asking_cuda(
+    monkeypatch, tmp_path, visible, built_for, learner, expected
+):
+    def refuse() -> bool:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", refuse)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with tiny_run(tmp_path) as path:
+        config = load_config(path, [f"learner.device={learner}"])
+    assert generator_process.resolve_device(config) == expected
+
+
+# As vLLM's tensor-parallel workers exchange the handle of their message queue: a pickled dataclass. The guard
+# against pickles belongs to the generator's own process, which stands for the worker that sends here.
+WORKERS = """
+import multiprocessing, os, sys
+from dataclasses import dataclass
+@dataclass
+class Handle:
+    name: str
+def work(rank, directory):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    values = [Handle("queue") if rank == 0 else None]
+    dist.broadcast_object_list(values, src=0)
+    open(f"{directory}/{rank}", "w").write(values[0].name)
+if __name__ == "__main__":
+    from asyncrl.config.sections import GeneratorConfig, WeightsConfig
+    from asyncrl.engine.vllm.args import set_environment
+    from asyncrl.unpickling import refuse_pickles_from_wires
+    refuse_pickles_from_wires()
+    set_environment(GeneratorConfig(), WeightsConfig(), device="cuda")
+    context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
+    other = context.Process(target=work, args=(1, sys.argv[1]))
+    other.start()
+    work(0, sys.argv[1])
+    other.join(200)
+    print(other.exitcode)
+"""
+
+
+def test_tensor_parallel_workers_can_exchange_their_own_handles(tmp_path):
+    script = tmp_path / "engine.py"
+    script.write_text(WORKERS)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    assert output_of(str(script), str(tmp_path), environment=environment) == "0"
+    assert (tmp_path / "1").read_text() == "queue"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engine_processes_are_spawned_on_every_device_whatever_the_user_has_set(monkeypatch, device):
+    monkeypatch.setattr(os, "environ", {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    set_environment(GeneratorConfig(), WeightsConfig(), device=device)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
