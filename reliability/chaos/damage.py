@@ -1,4 +1,4 @@
-"""Files of learner and store truncated, emptied, flipped in a bit or gone, while their process lives or not."""
+"""Files of learner and store: truncated, emptied, a bit flipped, or gone, with their process alive or not."""
 
 import os
 import random

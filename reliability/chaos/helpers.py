@@ -1,4 +1,4 @@
-"""Stand-ins around shipped loops: an engine with a process as core, a publisher without weights, deadly ids."""
+"""Stand-ins around the shipped loops: an engine whose core is a process, an empty publisher, deadly ids."""
 
 import asyncio
 import os

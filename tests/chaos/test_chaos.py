@@ -13,18 +13,16 @@ from reliability.chaos.hosts import obstacle
 from reliability.chaos.page import PAGE, results, rewritten
 from reliability.chaos.poison import GROUPS, fates, send_message
 from reliability.chaos.world import START_S, World
+from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 SECONDS, SEED = 5.0, 7
 FAST = ("kills", "mixed")
-CHOSEN = [
-    pytest.param(scenario, id=scenario.name, marks=() if scenario.name in FAST else pytest.mark.slow)
-    for scenario in SCENARIOS
-]
+CHOSEN = [scenario if scenario.name in FAST else slow(scenario) for scenario in SCENARIOS]
 
 
-@pytest.mark.parametrize("scenario", CHOSEN)
+@pytest.mark.parametrize("scenario", CHOSEN, ids=[scenario.name for scenario in SCENARIOS])
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
     if scenario.is_spread and (reason := obstacle()):
         pytest.skip(reason)

@@ -54,7 +54,7 @@ NOT_TYPED = {
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.decoder": "a minute of measuring: tests/unit/test_wire.py decodes such frames",
-    "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_weights.py",
+    "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_engine.py",
     "python -m pytest": "is what runs this",
     "python -m reliability.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
     "python -m reliability.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
