@@ -84,7 +84,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
         assert report["metrics"]["skipped_steps"] == 0, name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [slow(1), 2])
 def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
     learner: Ranks, model: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -184,6 +184,7 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
         assert other["norms"] == pytest.approx(report["norms"], rel=1e-5), name
 
 
+@pytest.mark.slow  # the critic of a preset in test_presets.py is faster
 def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(
     learner: Ranks, model: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group
 from tests.support.command import ASYNCRL
+from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -264,9 +265,11 @@ RATIO = [
     for path in PRESETS
     if "policy_loss: {name: reinforce}" not in path.read_text() and path.stem != "gpg"
 ]
+FEW_FAST = [path if path.stem in ("grpo", "gspo", "ppo") else slow(path) for path in RATIO]
+"""tests/unit/test_losses.py has the same identity for every loss."""
 
 
-@pytest.mark.parametrize("preset", RATIO, ids=[path.stem for path in RATIO])
+@pytest.mark.parametrize("preset", FEW_FAST, ids=[path.stem for path in RATIO])
 def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: World, preset: Path) -> None:
     """One step per fresh batch: the gradient of -A ln pi under the preset's advantage and aggregation."""
     gradients = []
