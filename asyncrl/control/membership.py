@@ -55,22 +55,22 @@ class Deferred:
     """No answer yet; the newcomer repeats its hello."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """What a generator's `Hello` must have in common with the learner; see there."""
+
+    release: str
+    config_hash: str
+    host_digest: str = ""
+    rows: str = ""
+
+
 class Membership:
     """The members of the run."""
 
-    def __init__(
-        self,
-        *,
-        release: str,
-        config_hash: str,
-        timeout_s: float,
-        challenge_s: float,
-        host_digest: str = "",
-        rows: str = "",
-    ) -> None:
+    def __init__(self, run: RunIdentity, *, timeout_s: float, challenge_s: float) -> None:
         """Silence of `timeout_s` counts as death, of `challenge_s` while another process wants the name."""
-        self._release, self._config_hash = release, config_hash
-        self._host_digest, self._rows = host_digest, rows
+        self._run = run
         self._timeout_s, self._challenge_s = timeout_s, challenge_s
         self.members: dict[str, Member] = {}  # by generator id
         self._challenges: dict[str, tuple[str, float]] = {}  # generator id -> incarnation, since
@@ -147,17 +147,17 @@ class Membership:
         ]
 
     def _objection(self, hello: Hello) -> str:
-        if hello.release != self._release:
+        if hello.release != self._run.release:
             return (
-                f"generator runs asyncrl {hello.release}, the learner {self._release}; install the same "
+                f"generator runs asyncrl {hello.release}, the learner {self._run.release}; install the same "
                 "release on both"
             )
-        if hello.config_hash != self._config_hash:
+        if hello.config_hash != self._run.config_hash:
             return (
-                f"generator has config {hello.config_hash}, the run has {self._config_hash}; start the "
+                f"generator has config {hello.config_hash}, the run has {self._run.config_hash}; start the "
                 "generator without a config to get the run's"
             )
-        if hello.host_digest not in ("", self._host_digest):
+        if hello.host_digest not in ("", self._run.host_digest):
             return (
                 "generator has read a record of this run that is out of date: the run was resumed with other "
                 "keys of reward, model or run.environment, or the store returned an old record; start the "
@@ -165,10 +165,10 @@ class Membership:
             )
         if len(self.members) >= MAX_MEMBERS and hello.generator_id not in self.members:
             return f"the run has {MAX_MEMBERS} generators, the most allowed, as each needs a sender process"
-        if hello.rows != self._rows:
+        if hello.rows != self._run.rows:
             return (
-                f"generator read {hello.rows} from data.train and data.eval, the learner {self._rows}; the "
-                "file at this path differs between the hosts, or has changed; copy the learner's file to "
+                f"generator read {hello.rows} from data.train and data.eval, the learner {self._run.rows}; "
+                "the file at this path differs between the hosts, or has changed; copy the learner's file to "
                 "the generator's host, and start the generator again"
             )
         return ""

@@ -26,7 +26,7 @@ from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen
-from asyncrl.control.membership import AlreadyMember, Joined, Membership, holder_name
+from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
@@ -57,13 +57,10 @@ class ControlHub:
         endpoint: str,
         publisher: Publisher,
         config: ControlConfig,
+        run: RunIdentity,
         *,
         transport: str,
         deadline_s: float,
-        release: str,
-        config_hash: str,
-        host_digest: str = "",
-        rows: str = "",
         wire_key: bytes = b"",
         keys: LearnerKeys | None = None,
         on_dead: Callable[[str], None] = lambda holder: None,
@@ -73,17 +70,14 @@ class ControlHub:
 
         Args:
             endpoint: ipc://PATH, or tcp://ADDRESS:PORT of one interface, as for the publisher, with `keys`.
-            release, config_hash, host_digest, rows: a generator whose `Hello` has others is refused.
+            run: a generator whose `Hello` names another one is refused.
             on_dead: revokes the leases of a generator (by holder name) that died or was replaced; called in a
                 thread of its own. Its failure is logged, because leases expire anyway.
             on_report: called in the hub's thread with generator id and report of every update.
         """
         self._publisher, self._wire_key = publisher, wire_key
         self._on_dead, self._on_report = on_dead, on_report
-        patience = {"timeout_s": config.timeout_s, "challenge_s": 3 * config.heartbeat_s}
-        self._membership = Membership(
-            release=release, config_hash=config_hash, host_digest=host_digest, rows=rows, **patience
-        )
+        self._membership = Membership(run, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s)
         self._schedule = UpdateSchedule(
             transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
         )
@@ -162,8 +156,14 @@ class ControlHub:
         try:
             while self._stop_reason is None:
                 self._round()
-            if self._farewell:
-                self._say_farewell(self._stop_reason)
+            members = self._membership.members if self._farewell else {}
+            for member in members.values():
+                self._send(member.holder, Stop(reason=self._stop_reason))
+            # A connection that is closed while its other end sends loses what has not been read there.
+            until_s = time.monotonic() + _FAREWELL_S
+            while members and time.monotonic() < until_s:
+                self._wait()
+                self._read_messages()
         except BaseException as error:
             self._failure = error
             raise
@@ -174,18 +174,6 @@ class ControlHub:
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.term()
-
-    def _say_farewell(self, reason: str) -> None:
-        """Tell the members to stop, and listen until they have left, or at most for a moment.
-
-        A connection that is closed while its other end sends loses what has not been read there.
-        """
-        for member in self._membership.members.values():
-            self._send(member.holder, Stop(reason=reason))
-        until_s = time.monotonic() + _FAREWELL_S
-        while self._membership.members and time.monotonic() < until_s:
-            self._wait()
-            self._read_messages()
 
     def _round(self) -> None:
         self._wait()

@@ -18,7 +18,7 @@ from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, host_digest, wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import GeneratorConfig
+from asyncrl.config.sections import ControlConfig, GeneratorConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
@@ -86,7 +86,6 @@ async def _generate(
     log.info("importing vLLM")
     from asyncrl.engine.vllm.engine import VLLMEngine
 
-    generator_id = hello.generator_id
     log.info("reading the prompts")
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
@@ -104,23 +103,14 @@ async def _generate(
     assert task is not None
     # Cancelled, the generator gives its tickets back.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    log.info("calling the learner")
-    record = RunRecord(store, keys.record)
-    control = ControlClient(
-        await _control_endpoint(store, record),
-        find_learner=partial(_endpoint_now, record),
-        heartbeat_s=config.control.heartbeat_s,
-        timeout_s=config.control.timeout_s,
-        wire_key=keys.wire,
-        keys=keys.control,
-    )
-    tracker = generator_trackers(config, directory, generator_id)
+    control = await _call_learner(config.control, store, keys)
+    tracker = generator_trackers(config, directory, hello.generator_id)
     staging = HostStaging(directory.weights)
     try:
         await Generator(
             engine=engine,
             lanes=lanes(config, store, prompts, vocabulary_size(config.model)),
-            sampler=Sampler(engine, scorer, prompts.decode, generator_id),
+            sampler=Sampler(engine, scorer, prompts.decode, hello.generator_id),
             staging=staging,
             control=control,
             tracker=tracker,
@@ -145,6 +135,19 @@ async def _generate(
         await engine.close()
         staging.close()
         tracker.close()
+
+
+async def _call_learner(config: ControlConfig, store: StoreConnection, keys: JoinKeys) -> ControlClient:
+    log.info("calling the learner")
+    record = RunRecord(store, keys.record)
+    return ControlClient(
+        await _control_endpoint(store, record),
+        find_learner=partial(_endpoint_now, record),
+        heartbeat_s=config.heartbeat_s,
+        timeout_s=config.timeout_s,
+        wire_key=keys.wire,
+        keys=keys.control,
+    )
 
 
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:

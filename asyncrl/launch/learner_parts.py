@@ -28,9 +28,10 @@ from asyncrl.config import registry
 from asyncrl.config.resolved import config_hash, config_json, host_digest
 from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.dataset import DataFiles
-from asyncrl.data.prompts import load_tokenizer
+from asyncrl.data.prompts import load_tokenizer, vocabulary_size
 from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.same_bytes import DecodedFrames
@@ -80,7 +81,6 @@ class Lead:
     checkpoints: CheckpointStore
     coefficients: Coefficients
     probe_ids: tuple[int, ...]
-    vocabulary: int
     layout: Layout
     device: torch.device
     logs: LogContext
@@ -177,7 +177,7 @@ def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
     decoded = DecodedFrames(decode)
     lane = train_lane(config, lead.store)
     deaths = StepDeaths(lead.directory.step_under_way)
-    limits, eval_limits = group_limits(config, lead.vocabulary)
+    limits, eval_limits = group_limits(config, vocabulary_size(config.model))
     gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
     intake = open_intake(config, lane, lead.state.ledger, gate, history)
     prompts = min(config.eval.prompts, lead.data.held_out_rows)
@@ -260,14 +260,16 @@ def open_hub(
         config.control.bind or f"ipc://{lead.directory.socket_path('control.sock')}",
         publisher,
         config.control,
+        RunIdentity(
+            release=__version__,
+            config_hash=config_hash(config),
+            host_digest=host_digest(config),
+            rows=lead.data.fingerprint,
+        ),
         transport=choose_transport(
             config.weights.transport, device=lead.device.type, one_host=config.control.bind is None
         ),
         deadline_s=config.weights.deadline_s,
-        release=__version__,
-        config_hash=config_hash(config),
-        host_digest=host_digest(config),
-        rows=lead.data.fingerprint,
         wire_key=lead.keys.join.wire,
         keys=lead.keys.control,
         on_dead=taking.revoke,

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
@@ -73,7 +73,11 @@ def main() -> None:
         keys = run_keys(os.environ)
         forget_secrets(os.environ)
         store = join_store(config.store, arguments.store, keys)
-        train(config, directory, store, keys, data, rendezvous_of(config, os.environ), logs)
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
+        # With several ranks, the process that started them holds the lock.
+        with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
+            train(config, directory, store, keys, data, rendezvous_of(config, os.environ), logs, stop)
 
     run_role(role)
 
@@ -86,16 +90,12 @@ def train(
     data: DataFiles,
     rendezvous: Rendezvous,
     logs: LogContext,
+    stop: threading.Event,
 ) -> None:
-    """Load the newest checkpoint, train to the last step, and save."""
+    """Load the newest checkpoint, train to the last step or until `stop` is set, and save."""
     begin("load the model", Pace.SLOW)
     hooks = Hooks.load(config.learner.hooks)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
     with ExitStack() as stack:
-        # With several ranks, the process that started them holds the lock.
-        if config.learner.ranks == 1:
-            stack.enter_context(RunLock(directory.lock))
         log.info("loading the model")
         device = choose_device(config.learner, rendezvous.local_rank)
         recipe = recipe_of(config, rendezvous, device)
@@ -109,14 +109,14 @@ def train(
             critic=config.critic if recipe.critic else None,
         )
         stack.callback(trainer.close)
-        key, keep = directory.checkpoint_key(), config.checkpoint.keep
-        checkpoints = CheckpointStore(directory.checkpoints, key, keep)
+        checkpoints = CheckpointStore(
+            directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep
+        )
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
-        vocabulary = vocabulary_size(config.model)
         probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary)
+        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
         layout = Layout.plan(specs_of(trainer.parameters()), config.weights.bucket_mib << 20)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
@@ -131,7 +131,6 @@ def train(
                 checkpoints=checkpoints,
                 coefficients=recipe.coefficients,
                 probe_ids=probe_ids,
-                vocabulary=vocabulary,
                 layout=layout,
                 device=device,
                 logs=logs,

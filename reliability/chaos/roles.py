@@ -27,6 +27,7 @@ from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine
@@ -264,10 +265,9 @@ class Learner:
             place.control,
             self._orders,
             CONTROL,
+            RunIdentity(release="r", config_hash="c"),
             transport="disk",
             deadline_s=5.0,
-            release="r",
-            config_hash="c",
             wire_key=KEY,
             keys=KEYS.control,
             on_dead=self._intake.buffer.revoke,

@@ -41,6 +41,7 @@ from asyncrl.buffer.base import Lease, PutOutcome
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
@@ -311,10 +312,9 @@ class Learner:
             f"ipc://{directory}/c.sock",
             self.publisher,
             ControlConfig(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S),
+            RunIdentity(release="1", config_hash="x"),
             transport="gloo",
             deadline_s=DEADLINE_S,
-            release="1",
-            config_hash="x",
         )
         self.version = 0
         self.publish_s: list[float] = []

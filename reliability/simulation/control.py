@@ -19,6 +19,7 @@ from asyncrl.control import client as client_module
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Stop, Welcome
 from asyncrl.control.client import ControlClient
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.messages import CODEC
 from asyncrl.control.updates import Phase
 from asyncrl.control.zmq import ControlHub
@@ -271,8 +272,8 @@ class Hub(ControlHub):
         publisher: Any = SimpleNamespace(one_host=True, open_sender=lambda workers: Sender(world, learner))
         config: Any = SimpleNamespace(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S)
         super().__init__(
-            "virtual", publisher, config, transport="gloo", deadline_s=DEADLINE_S, release=RELEASE, config_hash=CONFIG_HASH,
-            on_dead=learner.buffer.revoke,
+            "virtual", publisher, config, RunIdentity(release=RELEASE, config_hash=CONFIG_HASH),
+            transport="gloo", deadline_s=DEADLINE_S, on_dead=learner.buffer.revoke,
         )  # fmt: skip
 
     def _wait(self) -> None:

@@ -17,6 +17,7 @@ import zmq
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
@@ -82,10 +83,9 @@ class Learner:
             endpoint or f"ipc://{directory}/c.sock",
             self.publisher,
             ControlConfig(heartbeat_s=0.2, timeout_s=timeout_s),
+            RunIdentity(release="1.0", config_hash="abc"),
             transport=transport,
             deadline_s=deadline_s,
-            release="1.0",
-            config_hash="abc",
             keys=KEYS.control,
             on_dead=self.dead.append,
         )

@@ -14,6 +14,7 @@ from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Refused
 from asyncrl.control.client import ControlClient
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, public_key
+from asyncrl.control.membership import RunIdentity
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REPORT_BYTES, set_options
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
@@ -27,6 +28,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 LAYOUT = Layout.plan([TensorSpec(name="w", dtype="float32", shape=(2,))], 1000)
+RUN = RunIdentity(release="1.0", config_hash="abc")
 KEYS, OTHERS = RunKeys(bytes(range(32))), RunKeys(bytes(32))
 
 
@@ -34,12 +36,10 @@ def make_hub(publisher, **changes):
     values = {
         "transport": "gloo",
         "deadline_s": 5.0,
-        "release": "1.0",
-        "config_hash": "abc",
         "keys": KEYS.control,
     } | changes
     endpoint = values.pop("endpoint", "tcp://127.0.0.1:*")
-    return ControlHub(endpoint, publisher, ControlConfig(heartbeat_s=0.2, timeout_s=3.0), **values)
+    return ControlHub(endpoint, publisher, ControlConfig(heartbeat_s=0.2, timeout_s=3.0), RUN, **values)
 
 
 @pytest.fixture

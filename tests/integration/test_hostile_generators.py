@@ -20,7 +20,7 @@ from asyncrl.config.sections import ControlConfig
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import present_keys
-from asyncrl.control.membership import MAX_MEMBERS, holder_name
+from asyncrl.control.membership import MAX_MEMBERS, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
 from asyncrl.control.peers import Budget
 from asyncrl.control.zmq import MAX_GREETED, ControlHub
@@ -129,10 +129,9 @@ class Stage:
             f"ipc://{tmp_path}/c.sock",
             self.publisher,
             ControlConfig(heartbeat_s=0.2, timeout_s=60.0),
+            RunIdentity(release="1.0", config_hash="abc"),
             transport="gloo",
             deadline_s=5.0,
-            release="1.0",
-            config_hash="abc",
             wire_key=WIRE,
             keys=KEYS.control,
             on_dead=self.dead.append,
@@ -421,8 +420,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (160, 4096))
 sys.path[:0] = {paths!r}
 import test_hostile_generators as hostile
 from asyncrl.control.zmq import ControlHub
-hub = ControlHub("tcp://127.0.0.1:*", hostile.CountingPublisher(), hostile.ControlConfig(), transport="gloo", deadline_s=5.0,
-                 release="1.0", config_hash="abc", wire_key=hostile.WIRE, keys=hostile.KEYS.control)
+hub = ControlHub("tcp://127.0.0.1:*", hostile.CountingPublisher(), hostile.ControlConfig(),
+                 hostile.RunIdentity(release="1.0", config_hash="abc"), transport="gloo", deadline_s=5.0, wire_key=hostile.WIRE, keys=hostile.KEYS.control)
 print(hub.endpoint, flush=True)
 sys.stdin.readline()
 open("/dev/null").close()  # the learner's own files, in the middle of it
@@ -473,9 +472,8 @@ def test_a_hub_says_what_it_cannot_listen_on(stage):
             "tcp://[::]:0",
             stage.publisher,
             ControlConfig(),
+            RunIdentity(release="1.0", config_hash="abc"),
             transport="gloo",
             deadline_s=1.0,
-            release="1.0",
-            config_hash="abc",
             keys=KEYS.control,
         )

@@ -3,13 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused
-from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership
+from asyncrl.control.membership import AlreadyMember, Deferred, Joined, Membership, RunIdentity
 
 TIMEOUT_S, CHALLENGE_S = 10.0, 3.0
 
 
 def make():
-    return Membership(release="1.0", config_hash="abc", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S)
+    return Membership(
+        RunIdentity(release="1.0", config_hash="abc"), timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S
+    )
 
 
 def hello(name="g", incarnation="a", **changes):
@@ -41,7 +43,9 @@ def test_another_release_or_config_is_refused_and_told_both(changes):
 
 def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
     members = Membership(
-        release="1.0", config_hash="abc", host_digest="new", timeout_s=TIMEOUT_S, challenge_s=CHALLENGE_S
+        RunIdentity(release="1.0", config_hash="abc", host_digest="new"),
+        timeout_s=TIMEOUT_S,
+        challenge_s=CHALLENGE_S,
     )
     answer = members.hello(hello(host_digest="old"), 0.0)
     assert isinstance(answer, Refused) and "out of date" in answer.reason
@@ -51,7 +55,9 @@ def test_a_config_from_an_old_record_is_refused_and_a_hosts_own_is_not():
 
 def test_a_host_with_other_data_under_the_same_path_is_refused():
     members = Membership(
-        release="1.0", config_hash="abc", rows="2 rows with digest a", timeout_s=1.0, challenge_s=1.0
+        RunIdentity(release="1.0", config_hash="abc", rows="2 rows with digest a"),
+        timeout_s=1.0,
+        challenge_s=1.0,
     )
     for rows in ("2 rows with digest b", ""):
         answer = members.hello(hello(rows=rows), 0.0)
