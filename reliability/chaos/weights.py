@@ -1,8 +1,8 @@
 """Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N]
-[--minutes M]`.
+[--minutes M] [--transport slot|gloo]`.
 
 The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times
-itself. Senders are the shipped processes. Generators are the shipped loop, control client and Gloo receiver,
+itself. Senders of Gloo are the shipped processes. Generators are the shipped loop, control client and staging,
 in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
 numbers, or another one than its tag, is of a mixture.
 
@@ -51,7 +51,7 @@ from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.types import Prompt, Ticket
-from asyncrl.weights import gloo, layout
+from asyncrl.weights import gloo, layout, staging
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
@@ -148,7 +148,15 @@ class WatchedStaging(HostStaging):
         self._bucket, self._tells_at = 0, self._rng.randrange(len(LAYOUT.buckets))
         cut = self._rng.random() < self._options.get("wire_fails", 0.0)
         self._kind = "cut me" if cut else "begun"
-        with mock.patch.object(gloo, "verify", lambda *arguments: self._verify(order, *arguments)):
+
+        def verify_slot(buffer: torch.Tensor, plan: layout.Layout, sums: Any) -> None:
+            for bucket in plan.buckets:
+                self._verify(order, buffer, plan, sums, bucket)
+
+        with (
+            mock.patch.object(gloo, "verify", lambda *arguments: self._verify(order, *arguments)),
+            mock.patch.object(staging, "verify", verify_slot),
+        ):
             return super().stage(order)
 
     def _verify(self, order: UpdateOrder, *arguments: Any) -> None:
@@ -298,7 +306,7 @@ class Member:
 class Learner:
     """Publisher, hub, and a loop that trains nothing and publishes. A context manager."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, transport: str) -> None:
         self.rng = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
@@ -313,7 +321,7 @@ class Learner:
             self.publisher,
             ControlConfig(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S),
             RunIdentity(release="1", config_hash="x"),
-            transport="gloo",
+            transport=transport,
             deadline_s=DEADLINE_S,
         )
         self.version = 0
@@ -345,8 +353,8 @@ class Learner:
             probe = [float(value) for value in logprobs_of(logits_of(version))[list(PROBE[1:])]]
             started_s = time.perf_counter()
             try:
-                self.publisher.publish(version, tensors.items(), probe)
-                self.hub.announce(version)
+                published = self.publisher.publish(version, tensors.items(), probe)
+                published.add_done_callback(lambda done: self.hub.announce(done.result()))
             except BaseException as error:  # noqa: BLE001 - whatever it is, it would have ended the learner
                 self.errors.append(repr(error))
                 return
@@ -392,7 +400,11 @@ class Learner:
     def kill_sender(self, name: str) -> bool:
         """kill -9 of a generator's sender process, when there is one at the moment."""
         senders: dict[str, Any] = dict(self.hub._senders)
-        processes = [sender._process for holder, sender in senders.items() if holder.startswith(f"{name}:")]
+        processes = [
+            sender._process._process
+            for holder, sender in senders.items()
+            if holder.startswith(f"{name}:") and sender._process
+        ]
         if processes in ([], [None]):
             return False
         try:
@@ -597,12 +609,16 @@ def sampling_on(learner: Learner, mixtures: int, until_s: float) -> dict[str, An
 
 
 def run(
-    scenario: Callable[..., dict[str, Any]], count: int, minutes: float = 5.0, seed: int = 1
+    scenario: Callable[..., dict[str, Any]],
+    count: int,
+    minutes: float = 5.0,
+    seed: int = 1,
+    transport: str = "slot",
 ) -> dict[str, Any]:
     """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
     try:
-        with Learner(directory, seed) as learner:
+        with Learner(directory, seed, transport) as learner:
             return scenario(learner, count, time.monotonic() + 60.0 * minutes)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -617,6 +633,7 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=200)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
+    parser.add_argument("--transport", choices=["slot", "gloo"], default="slot")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="runs of other seeds keep their place there")
     arguments = parser.parse_args()
@@ -631,12 +648,13 @@ def main() -> int:
             continue
         environment = describe("torch")
         result = (
-            {"seed": arguments.seed}
-            | run(scenario, count, arguments.minutes, arguments.seed)
+            {"seed": arguments.seed, "transport": arguments.transport}
+            | run(scenario, count, arguments.minutes, arguments.seed, arguments.transport)
             | {"environment": environment}
         )
+        mine = (arguments.seed, arguments.transport)
         found[scenario.__name__] = [
-            one for one in found.get(scenario.__name__, []) if one["seed"] != arguments.seed
+            one for one in found.get(scenario.__name__, []) if (one["seed"], one.get("transport")) != mine
         ] + [result]
         sys.stdout.write(f"{scenario.__name__}: {json.dumps(result, indent=1)}\n")
         sys.stdout.flush()

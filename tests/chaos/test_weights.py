@@ -8,8 +8,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.mark.slow
-def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing():
-    found = run(stricken, 6)
+@pytest.mark.parametrize("transport", ["slot", "gloo"])
+def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing(transport):
+    found = run(stricken, 6, transport=transport)
     assert sum(found["injected"].values()) == 6
     assert (found["learner_errors"], found["failed_updates_of_the_others"], found["mixed_tokens"]) == (
         0,
@@ -30,8 +31,9 @@ def test_generators_come_and_go():
     assert found["open_senders"] == 1
 
 
-def test_no_token_is_sampled_by_a_mixture_of_weights():
-    found = run(aborted, 6)
+@pytest.mark.parametrize("transport", ["slot", "gloo"])
+def test_no_token_is_sampled_by_a_mixture_of_weights(transport):
+    found = run(aborted, 6, transport=transport)
     assert found["failed_updates"] >= 6 and found["tokens"] > 0
     assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
 
