@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     finalize_layerwise_reload,
@@ -52,7 +53,7 @@ def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int])
     `checksums`, by name, are those of the tensors that are not verified yet. Raises TransferError if one of
     them differs, or if parameters were missing.
     """
-    wanted = {name for name, _ in model.named_parameters()}  # tied parameters occur once
+    tied = _names(model, tied=True) - _names(model, tied=False)
     loaded: set[str] = set()
     load_weights: Any = model.load_weights
 
@@ -63,12 +64,18 @@ def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int])
             yield name, tensor
 
     def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names: set[str] = load_weights(verified(weights))
+        names: set[str] | None = load_weights(verified(weights))
+        if names is None:
+            raise TransferError(
+                f"{type(model).__name__} does not say which parameters it has loaded, so nobody would notice "
+                "that some are missing; choose a model whose load_weights in vLLM returns their names"
+            )
         loaded.update(names)
         return names
 
     model.load_weights = recording  # type: ignore[assignment]  # vLLM's receivers call it, too
     initialize_layerwise_reload(model)
+    wanted = _names(model, tied=True) - tied
     try:
         yield
         if missing := sorted(wanted - loaded):
@@ -87,6 +94,19 @@ def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int])
         del model.load_weights  # restores the class's method
     finalize_layerwise_reload(model, model_config)
     _repack_tied(model)
+
+
+def _names(model: nn.Module, *, tied: bool) -> set[str]:
+    """The parameters that every version must bring; without `tied`, shared ones have one name.
+
+    While a reload is open, the model has the parameters that it was built with, and not those that a kernel
+    has made of them, such as the scales of FP8. The scales of a KV cache are optional in a checkpoint.
+    """
+    return {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=not tied)
+        if not isinstance(parameter, KVCacheScaleParameter)
+    }
 
 
 def _repack_tied(model: nn.Module) -> None:

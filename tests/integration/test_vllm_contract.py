@@ -1,0 +1,102 @@
+"""Names and arguments of vLLM that asyncrl uses: a vLLM that moves one fails here, and not in a run on a GPU."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import vllm.envs
+from vllm import AsyncEngineArgs
+from vllm.distributed.weight_transfer import nccl_engine
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateRequest
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.vllm.args import engine_args, set_environment
+from asyncrl.engine.vllm.receiver import NcclReceiver, Receiver
+
+pytestmark = pytest.mark.integration
+
+
+def parameters_of(function):
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("transport", ["auto", "slot", "nccl", "gloo", "disk"])
+def test_vllm_accepts_the_arguments_of_every_device_and_transport(device, transport):
+    arguments = engine_args(
+        ModelConfig(path="model"),
+        GeneratorConfig(),
+        SamplingConfig(),
+        WeightsConfig(transport=transport),
+        device=device,
+    )
+    accepted = AsyncEngineArgs(**arguments)
+    assert {name: getattr(accepted, name) for name in arguments} == arguments
+    assert accepted.weight_transfer_config.backend in ("asyncrl-weights", "asyncrl-nccl")
+
+
+def test_vllm_starts_its_processes_as_the_environment_says(monkeypatch):
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    set_environment(GeneratorConfig(), WeightsConfig(), device="cuda")
+    assert get_mp_context().get_start_method() == "spawn"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS",
+        "VLLM_CPU_OMP_THREADS_BIND",
+    ],
+)
+def test_vllm_reads_these_variables(name):
+    assert name in vllm.envs.environment_variables
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (AsyncLLM.pause_generation, ["self", "mode", "clear_cache"]),
+        (AsyncMPClient.pause_scheduler_async, ["self", "mode", "clear_cache"]),
+        (AsyncLLM.resume_generation, ["self"]),
+        (AsyncLLM.is_paused, ["self"]),
+        (AsyncLLM.start_weight_update, ["self"]),
+        (AsyncLLM.update_weights, ["self", "request"]),
+        (AsyncLLM.finish_weight_update, ["self"]),
+        (AsyncLLM.update_weight_version, ["self", "new_version"]),
+        (layerwise.initialize_layerwise_reload, ["model"]),
+        (layerwise.finalize_layerwise_processing, ["model", "model_config"]),
+        (layerwise._place_kernel_tensors, ["layer", "info"]),
+        (layerwise.get_layerwise_info, ["layer"]),
+        (nccl_engine.worker_init_process_group, ["init_info", "parallel_config"]),
+        (WeightTransferEngine.__init__, ["self", "config", "vllm_config", "device", "model"]),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_these_functions_take_what_we_give_them(function, expected):
+    assert parameters_of(function)[: len(expected)] == expected
+
+
+def test_the_receivers_override_what_vllm_calls():
+    for receiver in (Receiver, NcclReceiver):
+        assert not receiver.__abstractmethods__
+        for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+            assert hasattr(WeightTransferEngine, name)
+            assert len(parameters_of(getattr(receiver, name))) == len(
+                parameters_of(getattr(WeightTransferEngine, name))
+            )
+
+
+def test_objects_have_the_fields_that_we_read():
+    info = layerwise.LayerReloadingInfo(restore_metadata=({}, {}), restore_device=None)
+    assert callable(info.can_load)
+    assert callable(info.reset)
+    assert "update_info" in {field.name for field in fields(WeightTransferUpdateRequest)}
+    assert "request_states" in inspect.getsource(OutputProcessor.__init__)

@@ -1,0 +1,105 @@
+"""A reload wants the parameters that a model was built with, whatever its kernels have made of them."""
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.utils import replace_parameter
+
+from asyncrl.engine.vllm.receiver import reloading
+from asyncrl.errors import TransferError
+
+pytestmark = pytest.mark.integration
+CONFIG = type("ModelConfig", (), {"dtype": torch.float32})()
+COARSE = 127.0
+
+
+class Coarse(QuantizeMethodBase):
+    """Integers and the scale that they are multiples of, as FP8 has them; the scale is in no checkpoint."""
+
+    def create_weights(self, layer, *sizes, **attributes):
+        raise NotImplementedError
+
+    def apply(self, layer, *inputs):
+        return inputs[0] @ (layer.weight.float() * layer.weight_scale).T
+
+    def process_weights_after_loading(self, layer):
+        scale = layer.weight.abs().max() / COARSE
+        replace_parameter(layer, "weight", (layer.weight / scale).round().to(torch.int8))
+        replace_parameter(layer, "weight_scale", scale.reshape(1))
+
+
+class Model(nn.Module):
+    """An embedding with a tied head, a quantised layer, and an attention with the scale of its cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.head.weight = self.embed.weight
+        self.down.quant_method = Coarse()
+        self.attention = nn.Module()
+        self.attention.k_scale = KVCacheScaleParameter()
+
+    def load_weights(self, weights):
+        parameters, loaded = dict(self.named_parameters()), set()
+        for name, weight in weights:
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+            loaded.add(name)
+        return loaded
+
+
+@pytest.fixture
+def model():
+    model = Model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    record_metadata_for_reloading(model)
+    model.down.quant_method.process_weights_after_loading(model.down)  # as after the first load
+    del model.attention.k_scale
+    return model
+
+
+def sent(seed, *names):
+    torch.manual_seed(seed)
+    return {name: torch.randn(8, 8) for name in names}
+
+
+def test_a_module_that_makes_its_own_scale_is_updated_again_and_again(model):
+    addresses = [model.down.weight.data_ptr(), model.down.weight_scale.data_ptr()]
+    for version in (1, 2, 3):
+        weights = sent(version, "embed.weight", "down.weight")
+        with reloading(model, CONFIG, {}):
+            model.load_weights(weights.items())
+        assert torch.equal(model.embed.weight, weights["embed.weight"])
+        assert model.head.weight is model.embed.weight
+        scale = weights["down.weight"].abs().max() / COARSE
+        assert model.down.weight_scale.item() == scale.item()
+        assert torch.equal(model.down.weight.float(), (weights["down.weight"] / scale).round())
+        # A CUDA graph goes on reading where it was recorded.
+        assert [model.down.weight.data_ptr(), model.down.weight_scale.data_ptr()] == addresses
+
+
+def test_what_is_missing_is_said_in_the_names_that_are_sent_and_the_kernels_keep_their_tensors(model):
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with (
+        pytest.raises(TransferError, match=r"1 of 2 parameters were not sent, first 'down\.weight'"),
+        reloading(model, CONFIG, {}),
+    ):
+        model.load_weights(sent(1, "embed.weight").items())
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert torch.equal(after["down.weight"], before["down.weight"])
+    assert torch.equal(after["down.weight_scale"], before["down.weight_scale"])
+
+
+def test_a_model_that_does_not_say_what_it_has_loaded_is_refused(model):
+    model.__class__ = type("Silent", (Model,), {"load_weights": lambda self, weights: None})
+    with (
+        pytest.raises(TransferError, match="Silent does not say which parameters it has loaded"),
+        reloading(model, CONFIG, {}),
+    ):
+        model.load_weights(sent(1, "embed.weight", "down.weight").items())
