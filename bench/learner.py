@@ -71,6 +71,7 @@ def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callabl
         ModelConfig(path=model, dtype="float32"),
         learner,
         temperature=1.0,
+        optimizer_steps=1,
         device=choose_device(learner, local_rank=0),
     )
     total = sum(len(one.response_ids) for one in items)

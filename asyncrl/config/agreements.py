@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake, Part
 from asyncrl.config.sections import (
@@ -144,6 +145,25 @@ def _store_holds_what_is_open(
         )
 
 
+def _rates_fall(learner: LearnerConfig, critic: CriticConfig, batch: BatchConfig) -> Iterator[Mistake]:
+    """A final share needs a rate that falls, and a rate that falls needs steps after its warm-up."""
+    for where, optimizer, batches in (
+        ("learner.optimizer", learner.optimizer, learner.steps - critic.warmup_steps),
+        ("critic.optimizer", critic.optimizer, learner.steps),
+    ):
+        falls = optimizer.schedule != "constant"
+        if optimizer.final_share and not falls:
+            found = f"{where}.final_share is {optimizer.final_share:g}, but schedule is constant"
+            text = f"{found}; set {where}.schedule to linear or cosine, or drop final_share"
+            yield Mistake((f"{where}.final_share", f"{where}.schedule"), text)
+        steps = batches * batch.optimizer_steps
+        if falls and optimizer.warmup_steps >= steps:
+            keys = (f"{where}.warmup_steps", f"{where}.schedule", "learner.steps")
+            formed = f"{steps} optimizer steps ({batches} batches x batch.minibatches x batch.epochs)"
+            text = f"{where}.warmup_steps is {optimizer.warmup_steps} of {formed}: the rate would never fall"
+            yield Mistake(keys, f"{text}; lower it, or drop schedule")
+
+
 def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
     """Each shard contributes the same number of groups to every step."""
     shards = store.shards
@@ -162,6 +182,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _one_store,
     _sequences_fit,
     _store_holds_what_is_open,
+    _rates_fall,
     _shards_divide,
     *ALGORITHM_RULES,
 )

@@ -72,7 +72,7 @@ class OptimizerConfig(Part):
     """AdamW."""
 
     lr: Positive = 1e-6
-    """Learning rate after the warm-up; constant."""
+    """Learning rate after the warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: Positive = 1e-8
@@ -80,7 +80,12 @@ class OptimizerConfig(Part):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, as in AdamW."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises linearly to `lr`."""
+    """Optimizer steps in which the learning rate rises linearly to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: `lr` throughout, or falling to `final_share` of it at the end of the
+    run (`learner.steps`). A resumed run goes on at its number of optimizer steps."""
+    final_share: Share = 0.0
+    """Share of `lr` that is left at the end of the run, where `schedule` lets it fall."""
     max_grad_norm: Positive = 1.0
     """Norm to which a larger gradient is scaled down."""
 

@@ -73,9 +73,9 @@ FREE: dict[str, str] = {
     "algorithm.kl": "coefficient estimator bias_corrected placement target horizon reference_decay",
     "algorithm.entropy": "coefficient target step maximum",
     "critic": "clip warmup_steps",
-    "critic.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
+    "critic.optimizer": "lr betas eps weight_decay warmup_steps schedule final_share max_grad_norm",
     "learner": "steps device tokens_per_microbatch logprob_chunk_tokens gradient_checkpointing threads hooks",
-    "learner.optimizer": "lr betas eps weight_decay warmup_steps max_grad_norm",
+    "learner.optimizer": "lr betas eps weight_decay warmup_steps schedule final_share max_grad_norm",
     "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager "
     "threads recompute_kv lease_s",
     "weights": "transport deadline_s bucket_mib probe_tokens probe_limit",

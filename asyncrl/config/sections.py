@@ -132,6 +132,11 @@ class BatchConfig(Part):
         """Rollouts per batch."""
         return self.groups * self.group_size
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per batch."""
+        return self.minibatches * self.epochs
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.groups % self.minibatches:

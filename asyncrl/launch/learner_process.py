@@ -103,6 +103,7 @@ def train(
             config.model,
             config.learner,
             temperature=config.sampling.temperature,
+            optimizer_steps=config.batch.optimizer_steps,
             device=device,
             rendezvous=rendezvous,
             reference="reference_logprobs_T" in recipe.planner.columns,

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.algo.rates import rate_share
 from asyncrl.run.checkpoint import EXPORT
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
 from tests.support.tiers import slow
+from tests.support.trainer_worker import RATES, RUN_STEPS
 
 pytestmark = pytest.mark.integration
 
@@ -36,10 +38,10 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
     first = learner.run(
         ranks,
         model,
-        [base | {"name": "whole", "steps": [0, 4]}, saved | {"name": "begun", "steps": [0, 2]}],
+        [base | {"name": "whole", "steps": [0, 5]}, saved | {"name": "begun", "steps": [0, 2]}],
         tmp_path / "first",
     )
-    second = learner.run(ranks, model, [saved | {"name": "resumed", "steps": [2, 4]}], tmp_path / "second")
+    second = learner.run(ranks, model, [saved | {"name": "resumed", "steps": [2, 5]}], tmp_path / "second")
 
     (whole, whole_report), (begun, begun_report), (resumed, report) = (
         first["whole"],
@@ -47,7 +49,11 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
         second["resumed"],
     )
     assert report["state"] == {"version": 2, "ledger": [1, 2]}
-    assert begun_report["losses"] + report["losses"] == whole_report["losses"]
+    for column in ("losses", "rates"):
+        assert begun_report[column] + report[column] == whole_report[column]
+    shape = {name: value for name, value in RATES.items() if name != "lr"}
+    rates = [RATES["lr"] * rate_share(step, total_steps=RUN_STEPS, **shape) for step in range(5)]
+    assert whole_report["rates"] == [rate for rate in rates for _ in ("policy", "critic")]
     assert whole.keys() == resumed.keys()
     assert {name.partition(".")[0] for name in whole} == {"policy", "critic", "reference"}
     for name, tensor in whole.items():
@@ -118,7 +124,14 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
     )
     saved, still = (
         base | {"store": str(tmp_path / "store")},
-        {"lr": 1e-30, "weight_decay": 0.0, "warmup_steps": 5, "eps": 1e-3},
+        {
+            "lr": 1e-30,
+            "weight_decay": 0.0,
+            "warmup_steps": 5,
+            "eps": 1e-3,
+            "schedule": "constant",
+            "final_share": 0.0,
+        },
     )
     learner.run(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")
     scenarios = [

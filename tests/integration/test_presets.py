@@ -185,6 +185,7 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
         config.model,
         config.learner,
         temperature=config.sampling.temperature,
+        optimizer_steps=config.batch.optimizer_steps,
         device=device,
         rendezvous=rendezvous,
         reference="reference_logprobs_T" in recipe.planner.columns,

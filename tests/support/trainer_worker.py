@@ -29,6 +29,9 @@ from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 
 KEY = b"5" * 64
+# Rises for 3 steps and falls for `RUN_STEPS` - 3.
+RATES: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine", "final_share": 0.1}
+RUN_STEPS = 8
 CPU = torch.device("cpu")
 
 
@@ -79,6 +82,7 @@ def critic_loss_over(total: int, target: float | None = None) -> Any:
 def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
     """The critic, if any, gets the policy's optimizer too."""
     learner = LearnerConfig(
+        steps=RUN_STEPS,
         ranks=job["ranks"],
         device="cpu",
         threads=1,
@@ -91,6 +95,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
         learner,
         temperature=0.7,
+        optimizer_steps=1,
         device=choose_device(learner, job["rank"]),
         rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
         reference=scenario.get("reference", False),
@@ -315,14 +320,12 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(17 + job["rank"])
     np.random.normal(), random.gauss(0, 1)  # leaves a cached second value in either state
-    trainer = build(
-        job, scenario, **{"lr": 1e-2, "warmup_steps": 3, "weight_decay": 0.1} | scenario.get("optimizer", {})
-    )
+    trainer = build(job, scenario, **RATES | {"weight_decay": 0.1} | scenario.get("optimizer", {}))
     store = CheckpointStore(Path(scenario["store"]), KEY, 2) if "store" in scenario else None
     start, stop = scenario["steps"]
     state = store.load(trainer) if store and start else None
     items = sequences()
-    losses = []
+    losses, rates = [], []
     for step in range(start, stop):
         noise = torch.rand(()).item() + np.random.normal() + random.gauss(0, 1)
         members = [items[(step + job["rank"] + i) % len(items)] for i in range(3)]
@@ -335,9 +338,11 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
             return LossSums(loss=sums.loss * noise, metrics=sums.metrics)
 
         batches = [microbatch(members[:2], CPU), microbatch(members[2:], CPU)]
-        losses.append(trainer.step(batches, loss).metrics["loss"])
+        results = [trainer.step(batches, loss)]
         if scenario.get("critic"):
-            losses.append(trainer.critic_step(batches, critic_loss_over(60)).metrics["loss"])
+            results.append(trainer.critic_step(batches, critic_loss_over(60)))
+        losses += [result.metrics["loss"] for result in results]
+        rates += [result.lr for result in results]
         if scenario.get("reference") and (decay := scenario.get("decay", 0.9)):
             trainer.update_reference(decay)
     if store and not start:
@@ -349,7 +354,7 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
         {name: group[name] for name in ("lr", "initial_lr", "eps", "weight_decay")} for group in groups
     ]
     trainer.close()
-    return result, {"losses": losses, "state": state, "numbers": numbers}
+    return result, {"losses": losses, "rates": rates, "state": state, "numbers": numbers}
 
 
 def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:

@@ -126,6 +126,10 @@ def algorithm(**parts: Any) -> dict[str, Any]:
     return {"algorithm": parts}
 
 
+def rates(**optimizer: Any) -> dict[str, Any]:
+    return {"learner": {"optimizer": optimizer}}
+
+
 SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
@@ -225,6 +229,22 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"critic": {"warmup_steps": 1}, **algorithm(advantage="mine:f")}, None),
     ({"critic": {"clip": 0.2, "warmup_steps": 99}, **algorithm(advantage="gae")}, None),
     ({"critic": {"warmup_steps": 100}, **algorithm(advantage="gae")}, "the policy would never learn"),
+    (rates(final_share=0.1), "learner.optimizer.final_share is 0.1, but schedule is constant"),
+    (rates(final_share=0.1, schedule="linear", warmup_steps=99), None),
+    (rates(schedule="cosine", warmup_steps=100), "warmup_steps is 100 of 100 optimizer steps"),
+    ({"batch": {"epochs": 2}, **rates(schedule="cosine", warmup_steps=100)}, None),
+    (
+        {
+            "critic": {"warmup_steps": 60},
+            **algorithm(advantage="gae"),
+            **rates(schedule="cosine", warmup_steps=40),
+        },
+        "of 40 optimizer steps (40 batches",
+    ),
+    (
+        {"critic": {"optimizer": {"schedule": "linear", "warmup_steps": 100}}, **algorithm(advantage="gae")},
+        "critic.optimizer.warmup_steps is 100 of 100",
+    ),
     (algorithm(correction={"name": "mask", "high": 0.9}), "set it above 1"),
     (algorithm(correction={"name": "veto", "low": 1.1}), "set it below 1"),
     (algorithm(correction={"name": "reject", "high": 0.9}), "set it above 1"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.algo.metrics import merge
+from asyncrl.algo.rates import rate_share
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.progress import beat
@@ -31,8 +32,16 @@ class TrainedModel:
     """A module under ZeRO stage 0 to 3. Every rank calls every method, in the same order."""
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerConfig, *, dtype: str, stage: int, ranks: Ranks
+        self,
+        module: nn.Module,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        dtype: str,
+        stage: int,
+        ranks: Ranks,
     ) -> None:
+        """`total_steps` is the number of optimizer steps of the whole run: its rate may fall until then."""
         self._ranks, self._stage = ranks, stage
         self._numbers: dict[str, Any] = optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
         settings = engine_settings(dtype=dtype, stage=stage) | {
@@ -41,11 +50,13 @@ class TrainedModel:
             # "torch_adam" needs no compiled op.
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **self._numbers}},
         }
-        rising_steps = max(1, optimizer.warmup_steps)
+        falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
         self.engine: Any = deepspeed.initialize(
             model=module,
             config=settings,
-            lr_scheduler=lambda adamw: LambdaLR(adamw, lambda step: min(1.0, (step + 1) / rising_steps)),
+            lr_scheduler=lambda adamw: LambdaLR(
+                adamw, lambda step: rate_share(step, total_steps=total_steps, **falling)
+            ),
         )[0]
 
     def step(

@@ -41,6 +41,7 @@ class DeepSpeedTrainer:
         learner: LearnerConfig,
         *,
         temperature: float,
+        optimizer_steps: int,
         device: torch.device,
         rendezvous: Rendezvous | None = None,
         reference: bool = False,
@@ -48,7 +49,7 @@ class DeepSpeedTrainer:
     ) -> None:
         """Load the policy, and the same model again for a reference and a critic. Raises DataError, RunError.
 
-        `device` is what `choose_device` returned.
+        `device` is what `choose_device` returned; `optimizer_steps` is their number per batch.
         """
         rendezvous = rendezvous or Rendezvous()
         self.device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
@@ -57,13 +58,23 @@ class DeepSpeedTrainer:
         load = partial(load_model, model, device)
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": zero_stage(learner.zero_stage, model.dtype)}
-        self._policy = TrainedModel(PolicyModule(trained()), learner.optimizer, ranks=self._ranks, **shared)
+        idle = critic.warmup_steps if critic is not None else 0
+        self._policy = TrainedModel(
+            PolicyModule(trained()),
+            learner.optimizer,
+            total_steps=(learner.steps - idle) * optimizer_steps,
+            ranks=self._ranks,
+            **shared,
+        )
         self._reference = Reference(PolicyModule(load()), **shared) if reference else None
         self._critic: TrainedModel | None = None
         if critic is not None:
             # A value head takes the place of the output layer.
             values = ValueModule(trained().base_model)
-            self._critic = TrainedModel(values, critic.optimizer, ranks=self._ranks, **shared)
+            total = learner.steps * optimizer_steps
+            self._critic = TrainedModel(
+                values, critic.optimizer, total_steps=total, ranks=self._ranks, **shared
+            )
         self._export = partial(export_model, self._policy.engine.module.model, model)
         # A learner with another layout cannot load the checkpoints of this one.
         self._layout: dict[str, Any] = {
