@@ -1,27 +1,30 @@
 """Attention over packed sequences that never builds an N x N mask.
 
-Transformers makes no mask for an attention whose name it does not know. So the function registered here gets
+Transformers makes no mask for an attention whose name it does not know. So the functions registered here get
 all sequences end to end, without a mask; the model's forward passes on the offset of each sequence.
 
 Axes in names:  H heads, N packed tokens, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from asyncrl.errors import ConfigError
 
-# Name of `segment_attention` in transformers' registry.
-SEGMENTS = "asyncrl_segments"
+# Names of `segment_attention` and `varlen_attention` in transformers' registry.
+SEGMENTS, VARLEN = "asyncrl_segments", "asyncrl_varlen"
 # Arguments of architectures whose attention is more than plain softmax attention.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# What the kernels behind `varlen_attn` take: a head size up to this, in steps of 8, on GPUs from Ampere on.
+LARGEST_HEAD, AMPERE = 256, (8, 0)
 
 
 def segment_attention(
@@ -38,16 +41,10 @@ def segment_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """[1, N, H, D]: causal attention within each sequence, by one fused kernel each. Raises ConfigError."""
-    extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     lengths = [stop - start for start, stop in pairwise(sequence_starts)]
-    if sliding_window is not None and max(lengths) > sliding_window:
-        extras.append(f"sliding_window {sliding_window} on {max(lengths)} tokens")
-    if extras:
-        raise ConfigError(
-            f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without "
-            "flash-attention lacks; install flash-attn on a GPU, or choose a model with plain causal "
-            "attention"
-        )
+    longer = sliding_window is not None and max(lengths) > sliding_window
+    window = [f"sliding_window {sliding_window} on {max(lengths)} tokens"] if longer else []
+    _refuse(module, _unsupported(kwargs) + window)
     grouped = query_1HND.shape[1] != key_1HND.shape[1]
     columns = (torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND))
     outputs = [
@@ -59,28 +56,85 @@ def segment_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
+def varlen_attention(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1HND: Tensor,
+    value_1HND: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As `segment_attention`, by one kernel for all sequences, and with sliding windows."""
+    head = query_1HND.shape[-1]
+    if head % 8 or head > LARGEST_HEAD or value_1HND.shape[-1] != head:
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window}
+        return segment_attention(module, query_1HND, key_1HND, value_1HND, attention_mask, **kwargs)
+    _refuse(module, _unsupported(kwargs))
+    left = -1 if sliding_window is None else sliding_window - 1  # tokens before the query's own
+    query_NHD, key_NHD, value_NHD = (
+        column_1HND[0].transpose(0, 1) for column_1HND in (query_1HND, key_1HND, value_1HND)
+    )
+    output_NHD: Any = varlen_attn(
+        query_NHD,
+        key_NHD,
+        value_NHD,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=True,
+    )
+    return output_NHD[None], None
+
+
+def _unsupported(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name in UNSUPPORTED if arguments.get(name) is not None]
+
+
+def _refuse(module: nn.Module, extras: Sequence[str]) -> None:
+    if extras:
+        raise ConfigError(
+            f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without "
+            "flash-attention lacks; install flash-attn on a GPU, or choose a model with plain causal "
+            "attention"
+        )
+
+
 AttentionInterface.register(SEGMENTS, segment_attention)
+AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Name flash attention if it is installed and runs on `device` with `dtype`, else `SEGMENTS`."""
+    """Name the fastest attention that runs on `device` with `dtype`; `SEGMENTS` runs everywhere."""
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
             return "flash_attention_3"
         if is_flash_attn_2_available():
             return "flash_attention_2"
+        if torch.cuda.get_device_capability(device) >= AMPERE:
+            return VARLEN
     return SEGMENTS
 
 
 def attention_kwargs(attention: str, sequence_starts: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Arguments that describe the packing to the attention, for the model's forward."""
+    segments = {"sequence_starts": sequence_starts}
     if attention == SEGMENTS:
-        return {"sequence_starts": sequence_starts}
+        return segments
     offsets = torch.tensor(sequence_starts, dtype=torch.int32, device=device)
     longest = max(stop - start for start, stop in pairwise(sequence_starts))
-    return {
+    packing = {
         "cu_seq_lens_q": offsets,
         "cu_seq_lens_k": offsets,
         "max_length_q": longest,
         "max_length_k": longest,
     }
+    # With VARLEN, a model of other head sizes uses the segments.
+    return packing | segments if attention == VARLEN else packing

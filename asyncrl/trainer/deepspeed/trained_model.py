@@ -47,8 +47,8 @@ class TrainedModel:
         settings = engine_settings(dtype=dtype, stage=stage) | {
             "data_types": {"grad_accum_dtype": "fp32"},
             "gradient_clipping": optimizer.max_grad_norm,
-            # "torch_adam" needs no compiled op.
-            "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **self._numbers}},
+            # "torch_adam" needs no compiled op; "fused" has no temporaries of the size of the moments.
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True, **self._numbers}},
         }
         falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
         self.engine: Any = deepspeed.initialize(
