@@ -1,4 +1,6 @@
-"""A reload wants the parameters that a model was built with, whatever its kernels have made of them."""
+"""A reload wants the parameters that a model was built with; a worker that does not answer ends the generator."""
+
+import asyncio
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import replace_parameter
 
+from asyncrl.engine.vllm import engine as vllm_engine
 from asyncrl.engine.vllm.receiver import reloading
-from asyncrl.errors import TransferError
+from asyncrl.errors import EngineError, TransferError
+from tests.support.vllm_engines import order
 
 pytestmark = pytest.mark.integration
 CONFIG = type("ModelConfig", (), {"dtype": torch.float32})()
@@ -103,3 +107,49 @@ def test_a_model_that_does_not_say_what_it_has_loaded_is_refused(model):
         reloading(model, CONFIG, {}),
     ):
         model.load_weights(sent(1, "embed.weight", "down.weight").items())
+
+
+class Answers:
+    """vLLM's AsyncLLM, as far as an update uses it; answers in turn with nothing, silence or an error."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    async def start_weight_update(self):
+        if (answer := self.answers.pop(0)) == "silence":
+            await asyncio.sleep(3600)
+        if answer == "error":
+            raise RuntimeError("a worker's text")
+
+    async def update_weights(self, request):
+        pass
+
+    async def finish_weight_update(self):
+        pass
+
+
+def outcomes(monkeypatch, *answers):
+    monkeypatch.setattr(vllm_engine, "_GRACE_S", 0.0)
+    engine = vllm_engine.VLLMEngine(Answers(*answers), deadline_s=60.0, recompute_kv=False)
+    engine._paused_since_s = 0.0
+    found = []
+    for version in range(len(answers)):
+        try:
+            asyncio.run(engine.receive(order(version, "disk", {}, deadline_s=0.05)))
+            found.append("received")
+        except (TransferError, EngineError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return [text.partition(":")[0] for text in found], found[-1]
+
+
+def test_a_worker_that_leaves_two_updates_in_a_row_unanswered_ends_the_generator(monkeypatch):
+    kinds, last = outcomes(monkeypatch, "silence", "silence")
+    assert kinds == ["TransferError", "EngineError"]
+    assert "weights of version 1 over disk: not loaded within 0.05 s, like 1 before" in last
+    assert "restart the generator" in last
+
+
+@pytest.mark.parametrize("between", ["", "error"])
+def test_an_answer_between_them_counts_whatever_it_says(monkeypatch, between):
+    kinds, _ = outcomes(monkeypatch, "silence", between, "silence")
+    assert kinds == ["TransferError", "TransferError" if between else "received", "TransferError"]

@@ -31,6 +31,8 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 _CLOSE_S = 5.0
 _POLL_S = 0.2
+# Updates in a row without an answer after which the engine counts as stuck: further ones would queue behind.
+_UNANSWERED = 2
 
 
 class VLLMEngine:
@@ -48,6 +50,7 @@ class VLLMEngine:
         self._weights = Weights(0)
         self._updates = 0  # updates begun: the cache salt
         self._received = False
+        self._unanswered = 0  # updates in a row
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
         self._sampled_tokens = 0
@@ -184,14 +187,20 @@ class VLLMEngine:
         try:
             await asyncio.wait_for(self._receive(order), order.deadline_s + _GRACE_S)
         except TimeoutError as error:
-            raise TransferError(
-                f"{where}: not loaded within {order.deadline_s:g} s; they are incomplete, send them again"
-            ) from error
+            self._unanswered += 1
+            late = f"{where}: not loaded within {order.deadline_s:g} s"
+            if self._unanswered >= _UNANSWERED:
+                raise EngineError(
+                    f"{late}, like {self._unanswered - 1} before; a worker of vLLM hangs, or "
+                    "weights.deadline_s is too short: restart the generator"
+                ) from error
+            raise TransferError(f"{late}; they are incomplete, send them again") from error
         except EngineDeadError as error:
             raise _dead() from error
         except Exception as error:  # vLLM raises the worker's exception as text in a plain Exception
+            self._unanswered = 0
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
-        self._received = True
+        self._unanswered, self._received = 0, True
 
     async def _receive(self, order: UpdateOrder) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
