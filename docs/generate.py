@@ -24,6 +24,7 @@ from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.load import load_config
 from asyncrl.config.report import schema_at
 from asyncrl.config.schema import Config
+from asyncrl.config.vllm_settings import REFUSED
 from asyncrl.config.wording import describe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ def rewritten(page: str) -> str:
 
     def region(match: re.Match[str]) -> str:
         start, kind, table, end = match.groups()
-        rows = {"presets": presets, "settings": settings, "keys": tables}.get(
+        rows = {"presets": presets, "settings": settings, "keys": tables, "vllm": refused}.get(
             kind, lambda: with_parameters(kind, table.splitlines())
         )()
         return start + "\n".join(rows) + "\n" + end
@@ -109,6 +110,15 @@ def settings() -> Iterator[str]:
         else:
             allowed = describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
             yield line([f"`{path}`", allowed, shown(default), schema.get("description", "")])
+
+
+def refused() -> Iterator[str]:
+    """One row per reason why arguments of vLLM's engine are refused."""
+    yield "| refused | reason |"
+    yield "|---|---|"
+    for reason in dict.fromkeys(REFUSED.values()):
+        names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
+        yield line([names, reason])
 
 
 def presets() -> Iterator[str]:

@@ -26,6 +26,7 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.config.store import StoreConfig
+from asyncrl.config.vllm_settings import vllm_takes_the_settings
 
 # Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
@@ -184,5 +185,6 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _store_holds_what_is_open,
     _rates_fall,
     _shards_divide,
+    vllm_takes_the_settings,
     *ALGORITHM_RULES,
 )

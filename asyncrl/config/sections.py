@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, WithJsonSchema, field_validator, model_validator
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part
+
+ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 
 
 class RunConfig(Part):
@@ -245,6 +247,8 @@ class GeneratorConfig(Part):
     """True prefills running requests again after every weight update."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
     """Time after which a lease that was not renewed expires; its ticket is issued again."""
+    vllm: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, such as `quantization: fp8`; config.md lists the refused ones."""
 
 
 class WeightsConfig(Part):

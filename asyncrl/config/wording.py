@@ -22,7 +22,8 @@ def describe(schema: Schema) -> str:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = schema.get("type")
     if kind == "object" and "properties" not in schema:
-        return f"a map from text to {describe(schema['additionalProperties'])}"
+        values = schema["additionalProperties"]
+        return f"a map from text to {'any value' if values is True else describe(values)}"
     if kind == "object":
         return f"a section with {', '.join(schema.get('properties', {}))}"
     if kind == "array":

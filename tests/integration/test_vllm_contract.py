@@ -15,6 +15,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.vllm_settings import REFUSED, known_settings
 from asyncrl.engine.vllm.args import engine_args, set_environment
 from asyncrl.engine.vllm.receiver import NcclReceiver, Receiver
 
@@ -38,6 +39,33 @@ def test_vllm_accepts_the_arguments_of_every_device_and_transport(device, transp
     accepted = AsyncEngineArgs(**arguments)
     assert {name: getattr(accepted, name) for name in arguments} == arguments
     assert accepted.weight_transfer_config.backend in ("asyncrl-weights", "asyncrl-nccl")
+
+
+def test_the_settings_of_a_config_are_those_of_the_installed_vllm_and_never_ours():
+    assert known_settings() == {field.name for field in fields(AsyncEngineArgs) if field.name[0] != "_"}
+    assert REFUSED.keys() <= known_settings()
+    for device in ("cpu", "cuda"):
+        ours = engine_args(
+            ModelConfig(path="m"), GeneratorConfig(), SamplingConfig(), WeightsConfig(), device=device
+        )
+        assert ours.keys() <= REFUSED.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_settings_pass_through_to_vllm(device):
+    settings = {
+        "quantization": "fp8",
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 4096,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+        "hf_overrides": {"head_dtype": "float32"},
+    }
+    generator = GeneratorConfig(vllm=settings)
+    arguments = engine_args(
+        ModelConfig(path="m"), generator, SamplingConfig(), WeightsConfig(), device=device
+    )
+    accepted = AsyncEngineArgs(**arguments)
+    assert {name: getattr(accepted, name) for name in settings} == settings
 
 
 def test_vllm_starts_its_processes_as_the_environment_says(monkeypatch):

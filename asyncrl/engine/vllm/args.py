@@ -42,6 +42,7 @@ def engine_args(
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    arguments |= generator.vllm
     if device == "cpu":
         return arguments | {
             "enforce_eager": True,

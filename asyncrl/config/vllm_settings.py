@@ -1,0 +1,102 @@
+"""Which arguments of vLLM's engine `generator.vllm` may have: all of vLLM's but the refused ones."""
+
+import ast
+import difflib
+import functools
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncrl.config.base import Mistake
+from asyncrl.config.sections import GeneratorConfig
+
+_WORKERS = "weights are sent to the generator.tensor_parallel workers of one engine on this host"
+_CACHE = "blocks of several generators, or of one before and after a restart, would be of different weights"
+_SAMPLED = "the learner needs the log-probabilities of the distribution that tokens are sampled from"
+_OWN_LOGS = "asyncrl has its own counters and logs"
+
+REFUSED: dict[str, str] = {
+    "model": "set model.path",
+    "revision": "set model.revision",
+    "dtype": "set model.dtype",
+    "trust_remote_code": "set model.trust_remote_code",
+    "tensor_parallel_size": "set generator.tensor_parallel",
+    "max_num_seqs": "set generator.max_running",
+    "max_model_len": "set sampling.max_prompt_tokens and sampling.max_response_tokens",
+    "gpu_memory_utilization": "set generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set generator.kv_cache_gib",
+    "enforce_eager": "set generator.enforce_eager",
+    "weight_transfer_config": "set weights.transport",
+    "tokenizer": "learner and generators must have the same tokens; change the files of model.path",
+    "tokenizer_revision": "learner and generators must have the same tokens; set model.revision",
+    "logprobs_mode": _SAMPLED,
+    "logits_processors": f"{_SAMPLED}, and does not know these",
+    "watermark_config": f"{_SAMPLED}, and does not know the watermark",
+    "generation_config": "set sampling",
+    "override_generation_config": "set sampling",
+    "enable_prefix_caching": "groups share their prompt, and a salt separates the versions",
+    "disable_log_stats": _OWN_LOGS,
+    "enable_log_requests": _OWN_LOGS,
+    "kv_transfer_config": _CACHE,
+    "kv_offloading_backend": _CACHE,
+    "load_format": "version 0 must be the model of model.path, which the learner has loaded",
+    "enable_lora": "an update replaces the whole model, so an adapter would be applied to other weights",
+    "worker_cls": "weights are received in vLLM's own worker",
+    "runner": "generators generate",
+    "convert": "generators generate",
+    "distributed_executor_backend": "the engine's processes must end with their generator",
+    "device_ids": "asyncrl deals the GPUs to learner and generators",
+    "pipeline_parallel_size": _WORKERS,
+    "data_parallel_size": f"{_WORKERS}; raise generator.count",
+    "data_parallel_rank": _WORKERS,
+    "data_parallel_start_rank": _WORKERS,
+    "data_parallel_size_local": _WORKERS,
+    "data_parallel_address": _WORKERS,
+    "data_parallel_rpc_port": _WORKERS,
+    "data_parallel_backend": _WORKERS,
+    "data_parallel_hybrid_lb": _WORKERS,
+    "data_parallel_external_lb": _WORKERS,
+    "data_parallel_multi_port_external_lb": _WORKERS,
+    "nnodes": _WORKERS,
+    "node_rank": _WORKERS,
+    "master_addr": _WORKERS,
+    "master_port": _WORKERS,
+}
+"""What asyncrl sets, or what would break a promise, and the reason."""
+
+
+def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
+    """A rule for `agreements`: unknown names are found where vLLM is installed."""
+    known = known_settings() if generator.vllm else None
+    for name in generator.vllm:
+        key = f"generator.vllm.{name}"
+        if name in REFUSED:
+            yield Mistake((key,), f"{key} is refused: {REFUSED[name]}")
+        elif known is not None and name not in known:
+            allowed = sorted(known - REFUSED.keys())
+            close = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else "docs.vllm.ai lists them (engine arguments)"
+            yield Mistake((key,), f"{key} is no argument of the installed vLLM; {hint}")
+
+
+@functools.cache
+def known_settings() -> frozenset[str] | None:
+    """The arguments of vLLM's engine, None where vLLM is not installed.
+
+    They are read from its source: importing vLLM takes seconds, and the learner needs nothing of it.
+    """
+    package = find_spec("vllm")
+    places = package.submodule_search_locations if package else None
+    source = Path(next(iter(places)), "engine", "arg_utils.py") if places else None
+    if source is None or not source.is_file():
+        return None
+    return frozenset(
+        field.target.id
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and not field.target.id.startswith("_")
+        and "ClassVar" not in ast.unparse(field.annotation)
+    )
