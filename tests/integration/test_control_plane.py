@@ -453,6 +453,7 @@ def test_twenty_joins_and_leaves_in_a_row(stage):
         asyncio.run(two_pass_by(learner.hub.endpoint, turn))
         steady.expect("applied", turn)
     learner.wait_for(lambda counters, members: counters["died"] == 10 and list(members) == ["steady"])
+    learner.wait_for(lambda *_: len(learner.dead) == 10)  # told a moment after the count
     assert sorted(learner.dead) == sorted(f"died{turn}:i" for turn in range(1, 11))
     counters = learner.hub.counters()
     assert (counters["joined"], counters["left"], counters["updates"]) == (21, 10, 30)
