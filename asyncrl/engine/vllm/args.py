@@ -41,6 +41,7 @@ def engine_args(
         ),
         "disable_log_stats": True,
         "enable_log_requests": False,
+        "worker_extension_cls": "asyncrl.engine.vllm.receiver.VersionLoader",
     }
     arguments |= generator.vllm
     if device == "cpu":

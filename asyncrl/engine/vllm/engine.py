@@ -203,17 +203,13 @@ class VLLMEngine:
         self._unanswered, self._received = 0, True
 
     async def _receive(self, order: UpdateOrder) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         update = {
             "transport": order.transport,
             "target": order.target,
             "deadline_s": order.deadline_s,
             "details": order.details,
         }
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-        await self._llm.finish_weight_update()
+        await self._llm.collective_rpc("load_version", args=(update,))
 
     async def finish_update(self, weights: Weights) -> None:
         if self._paused_since_s is None or not self._received:
