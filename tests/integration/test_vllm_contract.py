@@ -18,6 +18,7 @@ from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig
 from asyncrl.config.vllm_settings import REFUSED, known_settings
 from asyncrl.engine.vllm.args import engine_args, set_environment
 from asyncrl.engine.vllm.receiver import NcclReceiver, Receiver
+from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
 
@@ -66,6 +67,21 @@ def test_settings_pass_through_to_vllm(device):
     )
     accepted = AsyncEngineArgs(**arguments)
     assert {name: getattr(accepted, name) for name in settings} == settings
+
+
+def test_a_gpu_runs_the_newer_model_runner_whatever_transport_and_settings(tmp_path):
+    """It needs Triton, which knows no CPU; here vLLM only says whether it would take our arguments."""
+    generator = GeneratorConfig(vllm={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+    arguments = engine_args(
+        ModelConfig(path=str(tiny_qwen2(tmp_path)), dtype="float32"),
+        generator,
+        SamplingConfig(max_prompt_tokens=64, max_response_tokens=64),
+        WeightsConfig(transport="nccl"),
+        device="cuda",
+    )
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    assert config._get_v2_model_runner_unsupported_features() == []
+    assert config.model_config.logprobs_mode == "processed_logprobs"
 
 
 def test_vllm_starts_its_processes_as_the_environment_says(monkeypatch):
