@@ -110,7 +110,9 @@ class TableTrainer:
         assert set(columns) == {"logprobs_T"}
         return [{"logprobs_T": self._policy(microbatch)[0]} for microbatch in microbatches]
 
-    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+    def step(
+        self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
+    ) -> StepResult:
         """Add up the gradients of all micro-batches, then step Adam."""
         self._optimizer.zero_grad()
         for microbatch in microbatches:

@@ -46,7 +46,7 @@ class Objective:
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
             tokens, weight_metrics = self._correct(microbatch.tokens, logprobs_T, step)
-            extra = {"entropy_T": entropy_T} if wants_entropy else {}
+            extra = {"entropy_T": entropy_T.detach()} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
             losses_T = token_loss.losses_T
             metrics = policy_metrics(

@@ -31,6 +31,7 @@ class Recipe:
                 self.objective.loss(
                     minibatch.counts, kl_coefficient=kl, entropy_coefficient=entropy, step=minibatch.tokens
                 ),
+                entropy_gradient=bool(entropy),
             )
             for _ in range(self.epochs)
             for minibatch in plan.minibatches

@@ -87,8 +87,12 @@ class Trainer(Protocol):
         """
         ...
 
-    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+    def step(
+        self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
+    ) -> StepResult:
         """One optimizer step on the gradient summed over micro-batches and ranks.
+
+        Without `entropy_gradient`, the loss may use `entropy_T` but is not differentiated by it.
 
         Every rank passes the same number of micro-batches; an empty one has loss 0. Without micro-batches, or
         with a non-finite loss or gradient, nothing changes on any rank and the metric `skipped_steps` is 1.

@@ -106,7 +106,7 @@ class SummingTrainer:
             for one in microbatches
         ]
 
-    def step(self, microbatches, loss):
+    def step(self, microbatches, loss, *, entropy_gradient):
         return self._step(microbatches, loss, self.model.logprobs, self.model.entropies)
 
     def critic_step(self, microbatches, loss):

@@ -14,8 +14,9 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.deepspeed.attention import segment_attention
+from asyncrl.trainer.deepspeed.head import TokenLogprobs
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.policy import PolicyModule, TokenLogprobs
+from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import run
 from tests.support.models import tiny_qwen2
 
@@ -149,7 +150,9 @@ def test_derivatives_are_those_of_log_softmax_and_finite_for_huge_logits(scale: 
         hidden_TD = torch.randn(5, 3, generator=generator.manual_seed(0)).mul_(scale).requires_grad_()
         weight_VD = torch.randn(7, 3, generator=generator).requires_grad_()
         if ours:
-            logprobs_T, entropy_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False)
+            logprobs_T, entropy_T = TokenLogprobs.apply(
+                hidden_TD, weight_VD, target_T, 0.5, chunk, False, True
+            )
         else:
             table = (hidden_TD @ weight_VD.T / 0.5).log_softmax(-1)
             logprobs_T, entropy_T = (
@@ -173,9 +176,11 @@ def test_the_sum_of_squared_probabilities_is_that_of_a_full_softmax(scale: float
     )
     target_T = torch.arange(7)
     expected_T = (hidden_TD.double() @ weight_VD.T.double() / 0.5).softmax(-1).square().sum(-1).float()
-    with_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, True)
+    with_T = TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, True, True)
     torch.testing.assert_close(with_T[2], expected_T, atol=1e-6, rtol=1e-5)
-    assert torch.equal(with_T[:2], TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False))
+    assert torch.equal(
+        with_T[:2], TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 0.5, chunk, False, True)
+    )
     assert expected_T.min() >= 1 / 11 - 1e-6  # the uniform distribution has the smallest
     if scale == 0:
         assert with_T[2].tolist() == pytest.approx([1 / 11] * 7)

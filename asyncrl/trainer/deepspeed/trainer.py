@@ -108,10 +108,14 @@ class DeepSpeedTrainer:
             )
         return [float(value) for value in logprobs_T]
 
-    def step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+    def step(
+        self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
+    ) -> StepResult:
         return self._policy.step(
             microbatches,
-            lambda microbatch: self._token_columns(self._policy.engine, microbatch),
+            lambda microbatch: self._token_columns(
+                self._policy.engine, microbatch, entropy_gradient=entropy_gradient
+            ),
             lambda microbatch, columns_RT: loss(microbatch, columns_RT[0], columns_RT[1]),
         )
 
@@ -189,8 +193,11 @@ class DeepSpeedTrainer:
             measured["values_T"] = run(_built(self._critic, "critic").engine, microbatch)
         return {name: measured[name] for name in columns}
 
-    def _token_columns(self, policy: Any, microbatch: MicroBatch, with_squares: bool = False) -> Tensor:
-        return run(policy, microbatch, microbatch.target_T, self._temperature, self._chunk, with_squares)
+    def _token_columns(
+        self, policy: Any, microbatch: MicroBatch, with_squares: bool = False, entropy_gradient: bool = True
+    ) -> Tensor:
+        how = (self._temperature, self._chunk, with_squares, entropy_gradient)
+        return run(policy, microbatch, microbatch.target_T, *how)
 
 
 def _built(model: M | None, name: str) -> M:

@@ -1,0 +1,153 @@
+"""The output layer of a policy as log-probabilities of given tokens, one chunk of tokens at a time.
+
+Axes in names:  T action tokens, C a chunk of T, D hidden size, V vocabulary, R results.
+The logits of at most one chunk exist at any time, forward and backward: [C, V], never [T, V]. Nothing here
+waits for the device.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, summed and returned in at least float32: bfloat16 has 8 bits."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)  # torch has no `out_dtype` on CPUs
+    return torch.mm(left.to(dtype), right.to(dtype))
+
+
+def logits_of(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """hidden @ weight.T / temperature, in at least float32."""
+    if temperature != 1.0 and hidden_CD.dtype == torch.promote_types(hidden_CD.dtype, torch.float32):
+        return product(hidden_CD / temperature, weight_VD.T)  # no pass over [C, V], and no digits lost
+    logits_CV = product(hidden_CD, weight_VD.T)
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def statistics(logits_CV: Tensor, target_C: Tensor, with_squares: bool) -> tuple[Tensor, Tensor]:
+    """The columns of `TokenLogprobs` for one chunk, and ln sum exp of the logits."""
+    peak_C = logits_CV.amax(-1)
+    exp_CV = (logits_CV - peak_C[:, None]).exp_()
+    sum_C = exp_CV.sum(-1)
+    logsumexp_C = peak_C + sum_C.log()
+    columns = [logits_CV.gather(-1, target_C[:, None]).squeeze(-1) - logsumexp_C]
+    squares_C = exp_CV.square().sum(-1) / sum_C.square() if with_squares else None
+    columns.append(logsumexp_C - exp_CV.mul_(logits_CV).sum(-1) / sum_C)
+    return torch.stack(columns if squares_C is None else [*columns, squares_C]), logsumexp_C
+
+
+def off_target_gradient(
+    logits_CV: Tensor,
+    logsumexp_C: Tensor,
+    gradient_C: Tensor,
+    entropy_C: Tensor,
+    by_entropy_C: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """-p (g + e (ln p + H)) [C, V] in `dtype`: dL/dz but for what g adds in the column of the target."""
+    log_p_CV = logits_CV - logsumexp_C[:, None]
+    if by_entropy_C is None:
+        return log_p_CV.exp_().mul_(-gradient_C[:, None]).to(dtype)
+    p_CV = log_p_CV.exp()
+    factor_CV = log_p_CV.add_(entropy_C[:, None]).mul_(-by_entropy_C[:, None]).sub_(gradient_C[:, None])
+    return p_CV.mul_(factor_CV).to(dtype)
+
+
+@cache
+def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """`function` with its passes over [C, V] in few kernels on a GPU, and as it is on a CPU."""
+    return torch.compile(function, dynamic=True) if device_type == "cuda" else function
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], entropy of p = softmax(z).
+
+    z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, without gradient.
+    Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
+    dL/dz = g (onehot(target) - p) - e p (ln p + H). Without `entropy_gradient`, e is taken as 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        target_T: Tensor,
+        temperature: float,
+        chunk: int,
+        with_squares: bool,
+        entropy_gradient: bool,
+    ) -> Tensor:
+        rows = 3 if with_squares else 2
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        columns_RT = torch.empty(rows, len(target_T), dtype=dtype, device=hidden_TD.device)
+        logsumexp_T = torch.empty_like(columns_RT[0])
+        of_chunk = fused(statistics, hidden_TD.device.type)
+        for start in range(0, len(target_T), chunk):
+            part = slice(start, start + chunk)
+            logits_CV = logits_of(hidden_TD[part], weight_VD, temperature)
+            columns_RT[:, part], logsumexp_T[part] = of_chunk(logits_CV, target_T[part], with_squares)
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, columns_RT[:2].clone())
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        return columns_RT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, target_T, logsumexp_T, (logprob_T, entropy_T) = ctx.saved_tensors
+        gradient_T, by_entropy_T = gradients[0][:2] / ctx.temperature  # now that of hidden @ weight.T
+        # Computed beside the rest, in float32: near p = 1 a rounded p would leave nothing of g (1 - p).
+        at_target_T = -gradient_T * logprob_T.expm1()
+        if ctx.entropy_gradient:
+            at_target_T -= by_entropy_T * logprob_T.exp() * (logprob_T + entropy_T)
+        at_target_T = at_target_T.to(hidden_TD.dtype)
+        hidden_gradient_TD = torch.empty_like(hidden_TD)
+        # At least float32: in bfloat16 the contributions of many chunks would be lost in rounding.
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
+        of_chunk = fused(off_target_gradient, hidden_TD.device.type)
+        for start in range(0, len(target_T), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
+            by_entropy_C = by_entropy_T[part] if ctx.entropy_gradient else None
+            columns = (logsumexp_T[part], gradient_T[part], entropy_T[part], by_entropy_C)
+            logit_gradient_CV = of_chunk(logits_CV, *columns, hidden_TD.dtype)
+            logit_gradient_CV.scatter_(-1, target_T[part, None], at_target_T[part, None])
+            torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
+            weight_gradient_VD += product(logit_gradient_CV.T, hidden_TD[part])
+        return hidden_gradient_TD, weight_gradient_VD.to(weight_VD.dtype), None, None, None, None, None
+
+
+class LogprobHead(nn.Module):
+    """An output layer that returns log-probabilities of given tokens instead of logits.
+
+    It shares the weight of the model's own output layer, and of the embedding if tied. With ZeRO 3, ranks
+    gather sharded weights when a module runs and when a gradient reaches one of its outputs, all in the same
+    order. So it runs once per micro-batch, for any number of chunks, and returns one tensor.
+    """
+
+    def __init__(self, output_layer: nn.Module) -> None:
+        super().__init__()
+        if getattr(output_layer, "bias", None) is not None:
+            found = f"model: output layer {type(output_layer).__name__} has a bias"
+            raise ConfigError(f"{found}, which is not supported; choose another model")
+        self.weight: nn.Parameter = output_layer.weight  # type: ignore[assignment]
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        target_T: Tensor,
+        temperature: float,
+        chunk: int,
+        with_squares: bool,
+        entropy_gradient: bool,
+    ) -> Tensor:
+        """columns_RT of `TokenLogprobs`, in nats, float32; logits are divided by `temperature`."""
+        arguments = (hidden_TD, self.weight, target_T, temperature, chunk, with_squares, entropy_gradient)
+        columns_RT: Tensor = TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+        return columns_RT
