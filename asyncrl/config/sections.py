@@ -217,8 +217,9 @@ class LearnerConfig(Part):
     """Token budget of one packed forward and backward pass."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at the same time."""
-    gradient_checkpointing: bool = False
-    """True saves memory by recomputing activations in the backward pass."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Saves memory: the backward pass computes activations again, those of whole layers (`true`) or only of
+    their MLPs (`selective`), which saves more than half as much in less time."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()

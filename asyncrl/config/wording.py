@@ -20,6 +20,8 @@ def describe(schema: Schema) -> str:
         return " or ".join(describe(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
     kind = schema.get("type")
     if kind == "object" and "properties" not in schema:
         values = schema["additionalProperties"]

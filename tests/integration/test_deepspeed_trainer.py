@@ -66,7 +66,10 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
         if len(parts) == ranks
         for stage in range(4)
     ]
-    scenarios.append(scenarios[-1] | {"name": "checkpointing", "checkpointing": True})
+    scenarios += [
+        scenarios[-1] | {"name": f"checkpointing {setting}", "checkpointing": setting}
+        for setting in (True, "selective")
+    ]
     norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
     for name, (gradients, report) in learner.run(ranks, model, scenarios, tmp_path).items():
         assert report["names"] == list(expected), name

@@ -160,6 +160,16 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_all():
     assert planned(config)["activations"] == 1000 * kept + 100 * 32000 * 12
 
 
+def test_selective_checkpointing_drops_the_four_states_of_each_mlp_but_one():
+    sections = {"tokens_per_microbatch": 1000, "logprob_chunk_tokens": 100}
+    fits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
+    whole, selective = (
+        planned(config_of(learner=sections | more, sampling=fits))["activations"]
+        for more in ({}, {"gradient_checkpointing": "selective"})
+    )
+    assert whole - selective == 1000 * (STORIES.layers - 1) * 4 * STORIES.intermediate * 4
+
+
 def test_a_group_in_the_store_is_as_large_as_a_real_one():
     config = config_of(sampling={"max_prompt_tokens": 20, "max_response_tokens": 30}, batch={"group_size": 3})
     rollout = Rollout(

@@ -1,6 +1,7 @@
 """Packed, chunked log-probabilities against a padded model with full logits: values, gradients, memory."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -124,8 +125,10 @@ def test_packed_equals_padded_in_gradients(
     assert float(difference.norm() / torch.cat([g.flatten() for g in theirs.values()]).norm()) < whole
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_neighbours_chunks_and_checkpointing_change_nothing(tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_neighbours_chunks_and_checkpointing_change_nothing(
+    tmp_path: Path, checkpointing: bool | Literal["selective"]
+) -> None:
     config = ModelConfig(path=str(tiny_qwen2(tmp_path / "model")), dtype="float32")
     policy = PolicyModule(load_model(config, CPU, gradient_checkpointing=checkpointing))
     sequences = random_sequences(np.random.default_rng(2), 40, [(3, 7), (5, 9), (1, 12)])

@@ -1,7 +1,7 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.deepspeed.attention import choose_attention
+from asyncrl.trainer.deepspeed.recompute import recompute
 
 
-def load_model(config: ModelConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> Any:
-    """Load a causal language model without dropout. Raises DataError."""
+def load_model(
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    gradient_checkpointing: bool | Literal["selective"] = False,
+) -> Any:
+    """Load a causal language model without dropout. Raises DataError and ConfigError."""
     dtype = getattr(torch, config.dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -34,8 +40,7 @@ def load_model(config: ModelConfig, device: torch.device, *, gradient_checkpoint
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(model, gradient_checkpointing)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return model.to(device).train()
 

@@ -6,6 +6,7 @@ accumulated gradients, 3 also the weights.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 
@@ -61,14 +62,29 @@ def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerCon
     """Estimate, within a factor of two, the bytes of one full packed micro-batch and the logits of a chunk.
 
     A layer keeps about 4 hidden states (both norms in and out), queries, keys, values and the attention's
-    output, and 4 states of the gated MLP. With checkpointing it keeps its input, and one layer is recomputed.
+    output, and 4 states of the gated MLP.
     """
     size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
     layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
-    inputs = shape.layers * size * shape.hidden
-    kept = layer + inputs if learner.gradient_checkpointing else shape.layers * layer
+    kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
     return tokens * kept + logits
+
+
+def kept_at_peak(
+    shape: ModelShape, model: ModelConfig, setting: bool | Literal["selective"], *, layer_bytes: int
+) -> int:
+    """Bytes per token of the activations of all layers, when most of them exist.
+
+    `setting` is `learner.gradient_checkpointing`, and `layer_bytes` is what one layer keeps for a token
+    without it. Four states of it are the MLP's: gate, its activation, up, and their product. With `selective`
+    a layer keeps the others, with `true` only its input; what is missing is computed again for one layer.
+    """
+    size = DTYPE_BYTES[model.dtype]
+    if setting == "selective":
+        mlp_bytes = size * 4 * shape.intermediate
+        return shape.layers * (layer_bytes - mlp_bytes) + mlp_bytes
+    return shape.layers * size * shape.hidden + layer_bytes if setting else shape.layers * layer_bytes
 
 
 def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
