@@ -6,9 +6,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from asyncrl.config.sections import WeightsConfig
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES
 from asyncrl.engine.vllm.plugin import _RECEIVERS
 from asyncrl.weights import slots
-from asyncrl.weights.base import choose_transport, receivable
+from asyncrl.weights.base import TensorSpec, UpdateOrder, choose_transport, receivable
+from asyncrl.weights.layout import Layout
 
 _REBUILD = reductions.rebuild_cuda_tensor
 NAMES = ["slot", "disk", "gloo", "nccl"]
@@ -55,3 +57,31 @@ def test_the_classes_and_the_device_stand_where_torch_wants_them():
     parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert [parameters[position] for position in slots._CLASSES] == ["tensor_cls", "storage_cls", "dtype"]
     assert (parameters[slots._DEVICE], parameters[slots._HANDLE]) == ("storage_device", "storage_handle")
+
+
+def test_an_order_for_a_model_with_every_expert_by_itself_fits_the_wire():
+    """61 layers of 256 experts with three matrices each: as many tensors as any published model has."""
+    layout = Layout.plan(
+        [
+            TensorSpec(
+                name=f"model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj.weight",
+                dtype="bfloat16",
+                shape=(2048, 7168),
+            )
+            for layer in range(61)
+            for expert in range(256)
+            for matrix in ("gate", "up", "down")
+        ],
+        1 << 26,
+    )
+    order = UpdateOrder(
+        version=1,
+        transport="slot",
+        deadline_s=60.0,
+        details={"layout": layout.to_plain(), "checksums": [(1 << 64) - 1] * len(layout.specs)},
+        probe_ids=(1, 2),
+        probe_logprobs=(-0.5,),
+    )
+    frame = CODEC.encode(order, b"key")
+    assert len(frame) <= MAX_ORDER_BYTES
+    assert CODEC.decode(frame, b"key") == order
