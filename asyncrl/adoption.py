@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
+from typing import Any
 
 from asyncrl.control.base import GeneratorControl, Stop
 from asyncrl.engine.base import Engine
 from asyncrl.errors import TransferError
 from asyncrl.lineage import History, Weights
+from asyncrl.weights.agreement import Agreement, ProbeRefused
 from asyncrl.weights.base import Staging, UpdateOrder, UpdateReport
-from asyncrl.weights.refusal import ProbeRefused
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +35,7 @@ class Adoption:
     engine: Engine
     staging: Staging
     control: GeneratorControl
-    probe_limit: float
-    dtype: str
+    agreement: Agreement  # with the learner, on the probe
     on_version: Callable[[int], None]  # called when a version begins to sample, the first one included
     discards: int = 0  # how often all running requests were aborted; a group that saw this is given back
 
@@ -98,6 +96,8 @@ class Adoption:
         paused_before_s, started_s = self.engine.stats().paused_s, time.monotonic()
         report = partial(UpdateReport, version=order.version, lineage=order.weights.lineage)
         try:
+            if self.agreement.floor is None:  # the engine has the weights with which it started
+                self.agreement.begin(await self.engine.score(order.probe_ids), order)
             staged = await asyncio.to_thread(self.staging.stage, order)  # requests run on
             self._verified.clear()
             # After the learner went back to a checkpoint, it cannot use groups of the weights that it lost.
@@ -108,10 +108,10 @@ class Adoption:
             await self.engine.finish_update(order.weights)
             self.newest = order.weights
             self.on_version(order.version)
-            probe_max = await self._probe(order)
+            measured = await self._probe(order)
         except ProbeRefused as error:
             log.warning("version %d is refused: %s", order.version, error)
-            return report(applied=False, reason=str(error), probe_max=error.difference)
+            return report(applied=False, reason=str(error), **error.measured)
         except TransferError as error:
             log.warning("version %d was not received: %s", order.version, error)
             return report(applied=False, reason=str(error))
@@ -120,21 +120,16 @@ class Adoption:
         async with self._adopted:
             self._adopted.notify_all()
         paused_s = self.engine.stats().paused_s - paused_before_s
-        return report(
-            applied=True, probe_max=probe_max, paused_s=paused_s, transfer_s=time.monotonic() - started_s
-        )
+        return report(applied=True, paused_s=paused_s, transfer_s=time.monotonic() - started_s, **measured)
 
-    async def _probe(self, order: UpdateOrder) -> float:
-        """Score the probe that the learner scored, too. Return the largest difference, in nats.
-
-        Raises ProbeRefused if the difference is over the limit or NaN.
-        """
+    async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
+        """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
         scores = await self.engine.score(order.probe_ids)
-        difference = float(np.abs(scores - np.array(order.probe_logprobs, dtype=np.float32)).max())
-        if not difference <= self.probe_limit:
+        try:
+            return self.agreement.judge(scores, order)
+        except ProbeRefused:
             await self._discard_running()
-            raise ProbeRefused(difference, limit=self.probe_limit, dtype=self.dtype)
-        return difference
+            raise
 
     async def _discard_running(self) -> None:
         """Abort every request. The weights are dirty from now on."""

@@ -27,6 +27,7 @@ from asyncrl.heartbeats import Heartbeats
 from asyncrl.progress import begin
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, Prompt, Ticket, time_of_day
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import Staging
 from asyncrl.wire.group_frames import encode_group
 
@@ -90,8 +91,7 @@ class Generator:
             engine=self.engine,
             staging=self.staging,
             control=self.control,
-            probe_limit=self.settings.probe_limit,
-            dtype=self.settings.dtype,
+            agreement=Agreement(limit=self.settings.probe_limit, dtype=self.settings.dtype),
             on_version=self.on_version,
         )
         # Number of sequences of each ticket that is held, by lane and ticket id.

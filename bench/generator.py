@@ -101,6 +101,7 @@ async def stalls(engine, arguments):
             details={"directory": str(Path(arguments.model).resolve())},
             probe_ids=(),
             probe_logprobs=(),
+            initial_logprobs=(),
         )
         await engine.begin_update()
         await engine.receive(order)

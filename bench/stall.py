@@ -122,6 +122,7 @@ async def measure(arguments, sender, directory):
                 details=details,
                 probe_ids=PROBE,
                 probe_logprobs=(),
+                initial_logprobs=(),
             )
             found[transport].append(await update(engine, staging, order, sender))
     finally:

@@ -164,6 +164,7 @@ class Run:
 
     def __init__(self, trainer: TableTrainer, buffer: MemoryBuffer, control: "Control") -> None:
         self._trainer, self.control = trainer, control
+        self._initial_logprobs = tuple(trainer.score(PROBE))  # the generator starts with the same table
         self.rewards: list[float] = []  # mean of each step
         self.lags: list[int] = []  # age of the oldest token of each step, in optimizer steps
         self.intake = Intake(
@@ -195,6 +196,7 @@ class Run:
             details={"tensors": tensors},
             probe_ids=PROBE,
             probe_logprobs=tuple(self._trainer.score(PROBE)),
+            initial_logprobs=self._initial_logprobs,
         )
         self.control.send(order)
         self.intake.open(version)

@@ -16,7 +16,7 @@ from enum import Enum
 
 from asyncrl.backoff import Backoff
 from asyncrl.lineage import Weights
-from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.weights.base import PROBE_FIELDS, UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
 # Updates in a row that arrive and fail the probe before the run gives up.
@@ -105,8 +105,8 @@ class UpdateSchedule:
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    # From the newest report that has one, applied or refused.
-    probe_max: float | None = None
+    # `PROBE_FIELDS` of the newest report after a probe, applied or refused.
+    probe: dict[str, float] = field(default_factory=dict)
     members: dict[str, _Member] = field(default_factory=dict)
 
     def has_sender(self, holder: str) -> bool:
@@ -159,10 +159,10 @@ class UpdateSchedule:
             return []
         if Weights(report.version, report.lineage) != member.target:
             return []
-        if report.applied or report.probe_max > 0:
-            self.probe_max = report.probe_max
+        if report.probe_limit > 0:  # otherwise the weights did not arrive
+            self.probe = {name: getattr(report, name) for name in PROBE_FIELDS}
         if not report.applied:
-            if report.probe_max > 0:  # otherwise the weights did not arrive
+            if report.probe_limit > 0:
                 member.refused, member.reason = member.refused + 1, report.reason
             return self.fail(holder, now_s)
         self.updates += 1

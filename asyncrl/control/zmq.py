@@ -130,7 +130,7 @@ class ControlHub:
         return list(self._statuses)
 
     def counters(self) -> Mapping[str, float]:
-        """Counts since the start, and `probe_max` of the last update that has one."""
+        """Counts since the start, and what the last probe measured."""
         return dict(self._counters)
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
@@ -393,7 +393,6 @@ class ControlHub:
             "senders_killed": self._killed,
             "senders_not_started": self._not_started,
             "messages_rejected": self._rejections.count,
+            **self._schedule.probe,
         }
-        if self._schedule.probe_max is not None:
-            self._counters["probe_max"] = self._schedule.probe_max
         self._hopeless = self._schedule.hopeless

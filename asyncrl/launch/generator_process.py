@@ -154,7 +154,7 @@ def generator_trackers(config: Config, directory: RunDirectory, generator_id: st
     """Open JSONL, and Prometheus if configured; W&B and the like get one run, from the learner."""
     trackers = Trackers(
         [lambda: JsonlTracker(directory.metrics / f"{generator_id}.jsonl")],
-        Alarms(probe_limit=config.weights.probe_limit),
+        Alarms(),
     )
     if exporter := open_exporter(config, directory, generator_id):
         trackers.add(exporter)

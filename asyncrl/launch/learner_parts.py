@@ -81,6 +81,8 @@ class Lead:
     checkpoints: CheckpointStore
     coefficients: Coefficients
     probe_ids: tuple[int, ...]
+    # Log-probabilities of the probe under the weights of model.path.
+    initial_logprobs: list[float]
     layout: Layout
     device: torch.device
     logs: LogContext
@@ -117,8 +119,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
     )
     shows: list[Show] = [partial(write_status, lead.directory.status)]
     if exporter:
-        max_bytes, probe_limit = config.store.max_gib * 2**30, config.weights.probe_limit
-        shows.append(partial(show_to_prometheus, exporter, max_bytes=max_bytes, probe_limit=probe_limit))
+        shows.append(partial(show_to_prometheus, exporter, max_bytes=config.store.max_gib * 2**30))
     page = StatusPage(
         now=first_status(
             config.run.name, lead.state.version, steps=config.learner.steps, lag_bound=config.lag_bound
@@ -251,6 +252,7 @@ def open_hub(
         lead.layout,
         device=lead.device.type,
         probe_ids=lead.probe_ids,
+        initial_logprobs=lead.initial_logprobs,
         directory=lead.directory.weights,
         deadline_s=config.weights.deadline_s,
         interface=config.control.bind and config.control.bind.removeprefix("tcp://").rpartition(":")[0],
@@ -294,9 +296,7 @@ def first_status(run: str, version: int, *, steps: int, lag_bound: int) -> Statu
     )
 
 
-def show_to_prometheus(
-    exporter: Exporter, status: StatusSnapshot, *, max_bytes: float, probe_limit: float
-) -> None:
-    """Show every number of `status`, and the limits with which they are compared."""
+def show_to_prometheus(exporter: Exporter, status: StatusSnapshot, *, max_bytes: float) -> None:
+    """Show every number of `status`, and the limit of the store's bytes."""
     exporter.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
-    exporter.show(status_families(status, max_bytes=max_bytes, probe_limit=probe_limit))
+    exporter.show(status_families(status, max_bytes=max_bytes))

@@ -110,14 +110,16 @@ def train(
             critic=config.critic if recipe.critic else None,
         )
         stack.callback(trainer.close)
+        probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
+        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
+        # Before a checkpoint is loaded: every engine, also of a resumed run, starts with model.path, too.
+        initial_logprobs = trainer.score(probe_ids)
         checkpoints = CheckpointStore(
             directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep
         )
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
-        probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
         layout = Layout.plan(specs_of(trainer.parameters()), config.weights.bucket_mib << 20)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
@@ -132,6 +134,7 @@ def train(
                 checkpoints=checkpoints,
                 coefficients=recipe.coefficients,
                 probe_ids=probe_ids,
+                initial_logprobs=initial_logprobs,
                 layout=layout,
                 device=device,
                 logs=logs,

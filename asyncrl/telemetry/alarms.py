@@ -22,7 +22,7 @@ ENTROPY_NATS = 0.02
 # tenth gains little, and a run that is stopped here can continue from a checkpoint that still explores.
 ENTROPY_SHARE = 0.1
 ESS = 0.5
-PROBE_SHARE = 0.5  # share of weights.probe_limit: look before generators reject the weights and stop sampling
+PROBE_SHARE = 0.5  # share of weights/probe_limit: look before generators reject the weights and stop sampling
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
 # Mean length relative to the mean of the window. Reasoning may lengthen responses over a whole run, but
 # should not double them within one window.
@@ -39,7 +39,7 @@ class Past:
 
     first: Mapping[str, float]  # first value of each metric in this process: a resume starts over
     recent: Sequence[Mapping[str, float]]  # metrics of the steps before, at most `WINDOW`
-    probe_limit: float
+    probe_limit: float = math.inf  # the newest `weights/probe_limit`
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,6 @@ def ringing(metrics: Mapping[str, float]) -> list[str]:
 class Alarms:
     """Checks the metrics of each step and remembers which alarms are active."""
 
-    probe_limit: float
     _first: dict[str, float] = field(default_factory=dict)
     _recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _quiet_steps: dict[str, int] = field(default_factory=dict)  # steps without cause, for each active alarm
@@ -144,7 +143,8 @@ class Alarms:
         if not (watched := {name: value for name, value in metrics.items() if name in names}):
             return {}
         self._first = {name: value for name, value in watched.items() if not math.isnan(value)} | self._first
-        found = causes(watched, Past(first=self._first, recent=self._recent, probe_limit=self.probe_limit))
+        limit = metrics.get("weights/probe_limit", math.inf)
+        found = causes(watched, Past(first=self._first, recent=self._recent, probe_limit=limit))
         self._recent.append(watched)
         for name, has_cause in found.items():
             alarm, was_active = ALARMS[name], name in self._quiet_steps

@@ -42,7 +42,10 @@ UNITS = (
     ("share", r"eval/(accuracy|pass@.*|maj@.*)|critic/(explained_variance|value_clipped)"),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
-    ("nats", r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|abs_log_ratio/max)"),
+    (
+        "nats",
+        r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",
+    ),
     ("steps", r"(staleness|lag)/.*"),
     ("tokens", r"(completions|eval|groups)/length_.*"),
 )
@@ -190,8 +193,8 @@ def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, meaning, value=value)
 
 
-def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: float) -> list[Metric]:
-    """Return the learner's status as metrics, with the limits of the store's bytes and the probe's nats."""
+def status_families(status: StatusSnapshot, *, max_bytes: float) -> list[Metric]:
+    """Return the learner's status as metrics, with the limit of the store's bytes."""
     info = _family("run_info", "1, with the name and the state of the run", "run", "state")
     info.add_metric([status.run, status.state], 1.0)
     return [
@@ -199,7 +202,6 @@ def status_families(status: StatusSnapshot, *, max_bytes: float, probe_limit: fl
         gauge("asyncrl_learner_step", "finished optimizer steps", status.step),
         gauge("asyncrl_learner_target_step", "learner.steps", status.total_steps),
         gauge("asyncrl_buffer_limit_bytes", "store.max_gib", max_bytes),
-        gauge("asyncrl_weights_probe_limit_nats", "weights.probe_limit", probe_limit),
         *(_buffer(status.audit) if status.audit else ()),
         *_members(status.members),
         *(

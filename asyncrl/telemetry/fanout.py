@@ -132,4 +132,4 @@ def open_trackers(
         openers.append(open_tensorboard)
     if config.trackio:
         openers.append(open_trackio)
-    return Trackers(openers, Alarms(probe_limit=resolved["weights"]["probe_limit"]))
+    return Trackers(openers, Alarms())

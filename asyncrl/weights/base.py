@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
 # Transports that every receiver supports, the best one first.
 _EVERYWHERE = ("slot", "gloo", "disk")
 _LARGEST_MEASUREMENT = 1e9
+# Fields of a report about the probe, which are also metrics, and all that are measured.
+PROBE_FIELDS = ("probe_mean", "probe_max", "probe_limit", "floor_mean", "floor_max")
+MEASUREMENTS = (*PROBE_FIELDS, "paused_s", "transfer_s")
 
 
 def choose_transport(wanted: str, *, device: str, one_host: bool) -> str:
@@ -60,6 +63,8 @@ class UpdateOrder:
     probe_ids: tuple[int, ...]
     # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
     probe_logprobs: tuple[float, ...]
+    # The same with the weights of model.path, with which every engine starts as version 0.
+    initial_logprobs: tuple[float, ...]
     # History of the learner that made the version.
     history: str = str(INITIAL)
     # What it replaces: "weights" is the whole model.
@@ -77,8 +82,13 @@ class UpdateReport:
     version: int
     applied: bool
     reason: str = ""
-    # Largest difference between the generator's and the learner's log-probabilities of the probe, in nats.
+    # Difference between the generator's and the learner's log-probabilities of the probe, in nats: mean and
+    # largest over its tokens, and the largest allowed. The floor is the difference at version 0.
+    probe_mean: float = 0.0
     probe_max: float = 0.0
+    probe_limit: float = 0.0
+    floor_mean: float = 0.0
+    floor_max: float = 0.0
     paused_s: float = 0.0
     transfer_s: float = 0.0
     # Lineage of the version: an earlier learner may have ordered the same number.
@@ -86,7 +96,7 @@ class UpdateReport:
 
     def __post_init__(self) -> None:
         """Raise ValueError unless every measurement is finite, not negative and at most 1e9."""
-        for name in ("probe_max", "paused_s", "transfer_s"):
+        for name in MEASUREMENTS:
             if not 0.0 <= (value := getattr(self, name)) <= _LARGEST_MEASUREMENT:
                 raise ValueError(f"{name} is {value}; a number from 0 to {_LARGEST_MEASUREMENT:g} is needed")
 

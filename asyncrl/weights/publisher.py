@@ -35,6 +35,7 @@ class SlotPublisher:
         layout: layout of the parameters that every `publish` gets.
         device: "cpu" or "cuda", where the parameters are.
         probe_ids: the fixed token sequence of the probe.
+        initial_logprobs: its log-probabilities under the initial weights, in nats.
         directory: emptied and owned by this object, for rendezvous files and the disk transport's versions.
         deadline_s: bound on one transfer.
         interface: address of this host for generators on other hosts; None if all are on this host.
@@ -47,6 +48,7 @@ class SlotPublisher:
         *,
         device: str = "cpu",
         probe_ids: Sequence[int],
+        initial_logprobs: Sequence[float],
         directory: Path,
         deadline_s: float,
         interface: str | None = None,
@@ -66,7 +68,8 @@ class SlotPublisher:
         )
         self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
-        self._probe_ids, self._history = tuple(probe_ids), str(history)
+        self._probe_ids, self._initial_logprobs = tuple(probe_ids), tuple(initial_logprobs)
+        self._history = str(history)
         self._directory = directory
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes, device)
@@ -161,6 +164,7 @@ class SlotPublisher:
             checksums=checksums(slot.buffer, self._layout),
             probe_ids=self._probe_ids,
             probe_logprobs=probe_logprobs,
+            initial_logprobs=self._initial_logprobs,
             history=self._history,
             deadline_s=self._setup.deadline_s,
         )

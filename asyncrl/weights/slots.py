@@ -128,6 +128,7 @@ class Published:
     checksums: tuple[int, ...]
     probe_ids: tuple[int, ...]
     probe_logprobs: tuple[float, ...]
+    initial_logprobs: tuple[float, ...]
     history: str
     deadline_s: float
 
@@ -151,6 +152,7 @@ class Published:
             details=details,
             probe_ids=self.probe_ids,
             probe_logprobs=self.probe_logprobs,
+            initial_logprobs=self.initial_logprobs,
             history=self.history,
         )
 

@@ -56,6 +56,11 @@ class CoreEngine(FakeEngine):
             await self._core.stdout.readexactly(1)
 
 
+def probe_logprobs(version: int) -> tuple[float, ...]:
+    """What the learner scores at the version."""
+    return tuple(map(float, logprobs_of(logits_of(version))[list(PROBE[1:])]))
+
+
 def order_of(version: int, history: str = str(INITIAL)) -> UpdateOrder:
     """To adopt the weights that follow from the version."""
     return UpdateOrder(
@@ -64,7 +69,8 @@ def order_of(version: int, history: str = str(INITIAL)) -> UpdateOrder:
         deadline_s=5.0,
         details={},
         probe_ids=PROBE,
-        probe_logprobs=tuple(map(float, logprobs_of(logits_of(version))[list(PROBE[1:])])),
+        probe_logprobs=probe_logprobs(version),
+        initial_logprobs=probe_logprobs(0),
         history=history,
     )
 

@@ -18,6 +18,7 @@ from asyncrl.buffer.gate import DEAD
 from asyncrl.buffer.judge import DISCARDED_LINEAGE
 from asyncrl.errors import StoreError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
+from asyncrl.weights.base import MEASUREMENTS
 from asyncrl.wire.codec import encode_frame
 from asyncrl.wire.group_frames import encode_group
 from asyncrl.wire.typed_messages import MESSAGE_LIMITS
@@ -140,7 +141,7 @@ def write_values(world: World, draw: random.Random) -> None:
     note(world, "hostile store values")
 
 
-REPORT = {"version": 1, "applied": True, "reason": "", "probe_max": 0.0, "paused_s": 0.0, "transfer_s": 1.0}
+REPORT = {"version": 1, "applied": True, "reason": "", **dict.fromkeys(MEASUREMENTS, 0.0)}
 WORDS: tuple[Any, ...] = (
     "",
     "g0",

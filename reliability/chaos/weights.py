@@ -44,7 +44,7 @@ from asyncrl.control.client import ControlClient
 from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
+from asyncrl.engine.fake import FakeEngine, logits_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import TransferError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
@@ -57,10 +57,11 @@ from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
 
+from .helpers import PROBE, probe_logprobs
+
 LAYOUT = layout.Layout.plan(
     [TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20
 )
-PROBE = (1, 2, 3, 4)
 STEP_S = 0.5
 DEADLINE_S, TIMEOUT_S, HEARTBEAT_S = 8.0, 4.0, 0.25
 WAIT_S = 600.0
@@ -314,7 +315,11 @@ class Learner:
         )
         self._directory = directory
         self.publisher = SlotPublisher(
-            LAYOUT, probe_ids=PROBE, directory=directory / "w", deadline_s=DEADLINE_S
+            LAYOUT,
+            probe_ids=PROBE,
+            initial_logprobs=probe_logprobs(0),
+            directory=directory / "w",
+            deadline_s=DEADLINE_S,
         )
         self.hub = ControlHub(
             f"ipc://{directory}/c.sock",
@@ -350,10 +355,9 @@ class Learner:
             version = self.version + 1
             for tensor in tensors.values():
                 tensor.fill_(version)
-            probe = [float(value) for value in logprobs_of(logits_of(version))[list(PROBE[1:])]]
             started_s = time.perf_counter()
             try:
-                published = self.publisher.publish(version, tensors.items(), probe)
+                published = self.publisher.publish(version, tensors.items(), probe_logprobs(version))
                 published.add_done_callback(lambda done: self.hub.announce(done.result()))
             except BaseException as error:  # noqa: BLE001 - whatever it is, it would have ended the learner
                 self.errors.append(repr(error))

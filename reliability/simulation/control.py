@@ -230,7 +230,7 @@ class Sender:
         self._update = world.updates[number] = update
         order = UpdateOrder(
             version=newest.weights.version, transport=transport, deadline_s=DEADLINE_S, details={"update": number},
-            probe_ids=(), probe_logprobs=(), history=str(newest.history),
+            probe_ids=(), probe_logprobs=(), initial_logprobs=(), history=str(newest.history),
         )  # fmt: skip
         self._reply(Failed(reason="cannot") if world.faults.strikes("failed_transfer", share=0.5) else order)
         return True

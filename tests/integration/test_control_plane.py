@@ -75,6 +75,7 @@ class Learner:
         self.publisher = SlotPublisher(
             layout,
             probe_ids=(1, 2),
+            initial_logprobs=(0.0,),
             directory=directory / "weights",
             deadline_s=deadline_s,
             interface=interface,

@@ -44,7 +44,14 @@ def make_hub(publisher, **changes):
 
 @pytest.fixture
 def publisher(tmp_path):
-    made = SlotPublisher(LAYOUT, probe_ids=(1, 2), directory=tmp_path, deadline_s=5.0, interface="127.0.0.1")
+    made = SlotPublisher(
+        LAYOUT,
+        probe_ids=(1, 2),
+        initial_logprobs=(0.0,),
+        directory=tmp_path,
+        deadline_s=5.0,
+        interface="127.0.0.1",
+    )
     yield made
     made.close()
 

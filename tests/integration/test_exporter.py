@@ -49,7 +49,7 @@ def test_a_scrape_holds_the_last_step_and_the_status(learner: Exporter) -> None:
     )
     learner.log({"eval/accuracy": 0.75}, step=1)
     learner.log({"time/step": 3.0, "reward/mean": math.nan, "weights/died": 0.0}, step=2)
-    learner.show(status_families(snapshot(), max_bytes=4096.0, probe_limit=0.05))
+    learner.show(status_families(snapshot(), max_bytes=4096.0))
     found = scrape(learner)
     assert found[("asyncrl_time_step_seconds",)] == 3.0 and found[("asyncrl_eval_accuracy_share",)] == 0.75
     assert math.isnan(found[("asyncrl_reward_mean",)])

@@ -26,7 +26,7 @@ from asyncrl.control.peers import Budget
 from asyncrl.control.zmq import MAX_GREETED, ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
-from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.weights.base import MEASUREMENTS, UpdateOrder, UpdateReport
 from asyncrl.wire.codec import encode_frame
 from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 from tests.support.waiting import wait_until
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.integration
 
 KEYS = RunKeys(bytes(range(32)))
 WIRE = KEYS.join.wire
-REPORT = {"version": 1, "applied": True, "reason": "", "probe_max": 0.0, "paused_s": 0.0, "transfer_s": 1.0}
+REPORT = {"version": 1, "applied": True, "reason": "", **dict.fromkeys(MEASUREMENTS, 0.0)}
 
 
 class CountedSender:
@@ -174,11 +174,7 @@ def stage(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *(
-            {name: value}
-            for name in ("transfer_s", "paused_s", "probe_max")
-            for value in (math.nan, math.inf, -math.inf, -1.0, 1e300)
-        ),
+        *({name: value} for name in MEASUREMENTS for value in (math.nan, math.inf, -math.inf, -1.0, 1e300)),
         {"version": 2**63},
         {"version": -(2**60)},
         {"version": math.nan},
@@ -319,7 +315,13 @@ def test_an_order_that_cannot_be_sent_fails_that_update_only(stage):
     member = stage.caller()
     member.join()
     order = UpdateOrder(
-        version=1, transport="gloo", deadline_s=1.0, details={}, probe_ids=(1, 2), probe_logprobs=(math.nan,)
+        version=1,
+        transport="gloo",
+        deadline_s=1.0,
+        details={},
+        probe_ids=(1, 2),
+        probe_logprobs=(math.nan,),
+        initial_logprobs=(0.0,),
     )
     assert stage.hub._send("a:1", order) is False
     stage.check_alive()

@@ -101,6 +101,7 @@ def stage(tmp_path, forks):
     def publisher(**kwargs):
         options = {
             "probe_ids": PROBE,
+            "initial_logprobs": (0.125, 0.0),
             "directory": tmp_path / "weights",
             "deadline_s": 20.0,
             "interface": "127.0.0.1",
@@ -129,6 +130,7 @@ def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
         publisher.publish(version, weights(version), (0.5, 0.25)).result(30)
         order, reply, answer = update(sender, receiver)
         assert (order.version, order.probe_ids, order.probe_logprobs) == (version, PROBE, (0.5, 0.25))
+        assert order.initial_logprobs == (0.125, 0.0)
         assert isinstance(reply, Sent)
         assert answer == {"sum": expected_sum(version)}
         names.add(order.details["rendezvous"]["name"])
@@ -333,7 +335,7 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 import test_senders as t
-publisher = t.SlotPublisher(t.LAYOUT, probe_ids=(1,), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0,
+publisher = t.SlotPublisher(t.LAYOUT, probe_ids=(1,), initial_logprobs=(), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0,
                            interface="127.0.0.1")
 publisher.publish(1, t.weights(1), ()).result(30)
 sender = publisher.open_sender(1)

@@ -70,7 +70,7 @@ async def main(endpoint, generator_id, options):
             continue
         version = order.version
         say(applied=version, sum=total, transport=order.transport)
-        await client.report(UpdateReport(version=version, applied=True, probe_max=0.5))
+        await client.report(UpdateReport(version=version, applied=True, probe_max=0.5, probe_limit=1.0))
 
 
 def receive(order, options):

@@ -124,6 +124,7 @@ def order(version, transport, details, deadline_s=DEADLINE_S):
         details=details,
         probe_ids=(),
         probe_logprobs=(),
+        initial_logprobs=(),
         history=f"{LINEAGE} 0 0",
     )
 

@@ -15,7 +15,13 @@ from asyncrl.weights.base import UpdateOrder
 
 def order(version, **details):
     return UpdateOrder(
-        version=version, transport="fake", deadline_s=1.0, details=details, probe_ids=(), probe_logprobs=()
+        version=version,
+        transport="fake",
+        deadline_s=1.0,
+        details=details,
+        probe_ids=(),
+        probe_logprobs=(),
+        initial_logprobs=(),
     )
 
 

@@ -113,6 +113,7 @@ class World:
         self.engine = FakeEngine(token_s=token_s)
         self.control = Control()
         self.staging = Staging()
+        self.floor = 0.0  # how far the learner's log-probabilities of the first weights are from the engine's
         lane = Lane(
             name="train",
             buffer=self.learner.peer(),
@@ -136,7 +137,8 @@ class World:
         )
 
     def order(self, version: int, *, probe_error: float = 0.0, history: History = INITIAL) -> UpdateOrder:
-        truth = logprobs_of(logits_of(version))[list(PROBE[1:])] + probe_error
+        initial, truth = (logprobs_of(logits_of(each))[list(PROBE[1:])] for each in (0, version))
+        initial, truth = initial + self.floor, truth + probe_error
         return UpdateOrder(
             version=version,
             transport="disk",
@@ -144,6 +146,7 @@ class World:
             details={},
             probe_ids=PROBE,
             probe_logprobs=tuple(float(value) for value in truth),
+            initial_logprobs=tuple(float(value) for value in initial),
             history=str(history),
         )
 
@@ -411,6 +414,42 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
     take = world.learner.take(Ledger(), 4, window=4)
     for group in map(decode_group, world.learner.frames(take.ids)):
         assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+
+
+def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_agree():
+    world = World()
+    world.floor = 0.1
+
+    async def script(world: World) -> None:
+        for version in (1, 2):
+            await world.control.orders.put(world.order(version))
+            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            assert not report.applied and "before the first update" in report.reason
+            assert (report.floor_max, report.probe_max) == (
+                pytest.approx(0.1, rel=1e-3),
+                pytest.approx(0.0, abs=1e-5),
+            )
+            assert world.engine.weights.version == -1
+
+    world.run(script)
+
+
+def test_the_floor_is_taken_before_the_first_update_and_from_then_on_holds():
+    world = World()
+    world.floor = 5e-4
+
+    async def script(world: World) -> None:
+        world.staging.error = "nobody sent"
+        await world.control.orders.put(world.order(1))
+        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        assert not report.applied and report.probe_limit == 0
+        world.staging.error = ""
+        for version in (2, 3):  # the engine no longer has the first weights
+            await world.control.orders.put(world.order(version))
+            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            assert report.applied and report.floor_mean == pytest.approx(5e-4, rel=1e-2)
+
+    world.run(script)
 
 
 def greedy_response(version: int) -> list[int]:

@@ -60,7 +60,7 @@ def exported() -> set[str]:
     }
     names |= {prometheus_name(f"staleness/masked_share/{band}")[0] for band in ("short", "medium", "long")}
     names |= {prometheus_name(f"{pair}/ess")[0] for pair in ("mismatch", "policy", "drift")}
-    for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0):
+    for family in status_families(snapshot(), max_bytes=1.0):
         names.add(f"{family.name}_total" if isinstance(family, CounterMetricFamily) else family.name)
     return names | OF_EACH_PROCESS
 
@@ -151,9 +151,7 @@ def test_prometheus_understands_rules_config_and_every_expression(tmp_path: Path
 
 
 def test_what_stands_beside_the_metrics_is_documented() -> None:
-    own = {
-        family.name for family in status_families(snapshot(), max_bytes=1.0, probe_limit=1.0)
-    } | OF_EACH_PROCESS
+    own = {family.name for family in status_families(snapshot(), max_bytes=1.0)} | OF_EACH_PROCESS
     own -= {prometheus_name(name)[0] for name, _ in documented_units()}
     rows = GUIDE.split("## Prometheus and Grafana")[1].splitlines()
     documented = {name for row in rows for name in re.findall(r"`(asyncrl_\w+)[`{]", row)}

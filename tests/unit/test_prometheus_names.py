@@ -53,7 +53,7 @@ def test_no_two_metrics_become_one() -> None:
 
 
 def test_a_status_is_told_whole() -> None:
-    families = {one.name: one for one in status_families(snapshot(), max_bytes=100.0, probe_limit=0.05)}
+    families = {one.name: one for one in status_families(snapshot(), max_bytes=100.0)}
     places = {sample.labels["place"]: sample.value for sample in families["asyncrl_buffer_groups"].samples}
     assert places == {"leased": 1, "reissue": 2, "ready": 3, "taken": 0, "done": 4} and list(places) == list(
         PLACES
@@ -70,7 +70,5 @@ def test_a_status_is_told_whole() -> None:
         families["asyncrl_members"].samples[0].value == 1
         and families["asyncrl_weights_died"].samples[0].value == 1.0
     )
-    bare = {
-        one.name for one in status_families(snapshot(audit=None, members=()), max_bytes=1.0, probe_limit=0.05)
-    }
+    bare = {one.name for one in status_families(snapshot(audit=None, members=()), max_bytes=1.0)}
     assert "asyncrl_buffer_groups" not in bare and "asyncrl_members" in bare

@@ -33,7 +33,7 @@ class Book:
 
 
 def reports(book: Book, path: Path) -> Reporting:
-    trackers = Trackers([lambda: book], Alarms(probe_limit=0.05))
+    trackers = Trackers([lambda: book], Alarms())
     return Reporting(trackers, Timeline(path / "trace.json"), str, samples_per_step=4)
 
 

@@ -44,7 +44,14 @@ def tensors(version):
 
 @pytest.fixture
 def publisher(tmp_path, device):
-    made = SlotPublisher(LAYOUT, device=device, probe_ids=(1, 2), directory=tmp_path / "w", deadline_s=5.0)
+    made = SlotPublisher(
+        LAYOUT,
+        device=device,
+        probe_ids=(1, 2),
+        initial_logprobs=(0.25,),
+        directory=tmp_path / "w",
+        deadline_s=5.0,
+    )
     yield made
     made.close()
 
@@ -76,7 +83,8 @@ def test_readers_find_the_newest_version_whole_and_two_slots_are_enough(publishe
         publish(publisher, version)
         for sender in senders:
             order = order_of(sender)
-            assert (order.version, order.transport, order.probe_logprobs) == (version, "slot", (0.5,))
+            assert (order.version, order.transport) == (version, "slot")
+            assert (order.probe_logprobs, order.initial_logprobs) == ((0.5,), (0.25,))
             assert read(order) == {version}
     assert len(publisher._slots) == 2
 

@@ -16,6 +16,7 @@ def order(transport, **details):
         details=details,
         probe_ids=(1, 2),
         probe_logprobs=(0.0,),
+        initial_logprobs=(0.0,),
     )
 
 

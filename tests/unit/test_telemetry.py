@@ -163,7 +163,7 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     clock = [100.0]
     monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
     bad, good = Recorder(failing), Recorder()
-    trackers = Trackers([lambda: bad, lambda: good], Alarms(probe_limit=0.05))
+    trackers = Trackers([lambda: bad, lambda: good], Alarms())
     for step in range(3):
         trackers.log({"a": 1.0}, step=step)
         trackers.samples([record()])
@@ -198,7 +198,7 @@ def test_a_tracker_that_cannot_be_opened_is_opened_later(
             raise ImportError("no such library")
         return late
 
-    trackers = Trackers([opener, lambda: good], Alarms(probe_limit=0.05))
+    trackers = Trackers([opener, lambda: good], Alarms())
     trackers.log({"a": 1.0})
     assert good.calls == ["log"] and len(caplog.records) == 1
     clock[0] = 160.0
@@ -512,14 +512,14 @@ def test_a_run_that_begins_with_little_entropy_is_told_by_nats() -> None:
 
 
 def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explosion() -> None:
-    alarms = Alarms(probe_limit=0.05)
+    alarms = Alarms()
     skipped = [
         alarms.watch({"policy/skipped_steps": float(step in (1, 5, 9))}, step)["alarm/skipped"]
         for step in range(1, 60)
     ]
     # The third begins it; it ends when the first has left the window, and the quiet steps after it.
     assert skipped.index(1.0) == 8 and skipped[8:].index(0.0) == WINDOW + 1 - 9 + QUIET_STEPS
-    growing = Alarms(probe_limit=0.05)
+    growing = Alarms()
     assert not any(
         growing.watch({"completions/length_mean": 100.0 * 1.05**step}, step)["alarm/length"]
         for step in range(100)
@@ -532,7 +532,7 @@ def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explos
 
 
 def test_flat_groups_ring_after_five_steps_of_nothing_else() -> None:
-    alarms = Alarms(probe_limit=0.05)
+    alarms = Alarms()
     flat = [1.0] * 4 + [0.99] + [1.0] * 6
     assert [
         alarms.watch({"group/zero_variance": value}, step)["alarm/no_signal"]
@@ -543,7 +543,7 @@ def test_flat_groups_ring_after_five_steps_of_nothing_else() -> None:
 def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    alarms, seen = Alarms(probe_limit=0.05), []
+    alarms, seen = Alarms(), []
     for step in range(1, 41):
         bad = 10 <= step < 30 and step % 3  # it flickers
         seen.append(alarms.watch({**HEALTHY, "mismatch/ess": 0.2 if bad else 0.9}, step)["alarm/ess"])
@@ -555,7 +555,7 @@ def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(
 
 
 def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
-    alarms = Alarms(probe_limit=0.05)
+    alarms = Alarms()
     assert alarms.watch({"policy/entropy": math.nan}, 1) == {"alarm/entropy": 0.0}
     assert alarms.watch({"policy/entropy": 2.0}, 2) == {"alarm/entropy": 0.0}
     assert alarms.watch({"policy/entropy": 0.19}, 3) == {"alarm/entropy": 1.0}
@@ -566,7 +566,7 @@ def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Pa
     trackers = open_trackers(
         TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
     )
-    trackers.log({**HEALTHY, "weights/probe_max": 0.03}, step=1)
+    trackers.log({**HEALTHY, "weights/probe_max": 0.03, "weights/probe_limit": 0.05}, step=1)
     trackers.log({"eval/accuracy": 0.5}, step=1)
     trackers.log({"completions/truncated_share": 0.9})
     trackers.close()

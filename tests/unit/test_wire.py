@@ -136,6 +136,7 @@ ORDER = UpdateOrder(
     },
     probe_ids=(1, 2, 3),
     probe_logprobs=(-0.5, -1.25),
+    initial_logprobs=(-0.75, -1.5),
     history="12345 0 0 4000000000 2",
 )
 FRAMES = {

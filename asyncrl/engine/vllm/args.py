@@ -44,6 +44,9 @@ def engine_args(
         "worker_extension_cls": "asyncrl.engine.vllm.receiver.VersionLoader",
     }
     arguments |= generator.vllm
+    if model.dtype != "float32":
+        # A bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
+        arguments["hf_overrides"] = {"head_dtype": "float32"} | arguments.get("hf_overrides", {})
     if device == "cpu":
         return arguments | {
             "enforce_eager": True,

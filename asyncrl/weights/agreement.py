@@ -1,0 +1,134 @@
+"""Whether an engine computes the same log-probabilities of the probe as the learner, but for rounding.
+
+Both begin with the same checkpoint, so their first difference is rounding alone: the floor. After an update
+
+    mean <= max(limit, 2 * floor mean)    and    largest <= max(limit, 4 * floor largest)
+
+must hold. That the right weights have arrived is not said by the probe, but by checksums.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.base import PROBE_FIELDS, UpdateOrder
+
+log = logging.getLogger(__name__)
+
+# Recorded in place of a difference that is larger, infinite or NaN.
+LARGEST_DIFFERENCE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two rows of log-probabilities, in nats; NaN is within no limit."""
+
+    mean: float
+    max: float
+
+    @classmethod
+    def between(cls, scores: NDArray[np.float32], logprobs: Sequence[float]) -> Self:
+        """The mean and the largest absolute difference."""
+        absolute = np.abs(scores - np.array(logprobs, dtype=np.float32))
+        return cls(float(absolute.mean()), float(absolute.max()))
+
+    def within(self, limit: "Difference") -> bool:
+        """Whether neither value is above the limit's."""
+        return self.mean <= limit.mean and self.max <= limit.max
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} nats on average and {self.max:.3g} at most"
+
+
+# The largest floor that rounding explains. Measured on CPUs with correct engines, in bfloat16: up to 0.08 on
+# average and 0.47 at most; in float32 up to 5e-5, for which `weights.probe_limit` alone has room.
+EXPLAINED = {"float32": Difference(0.0, 0.0), "bfloat16": Difference(0.25, 1.0)}
+MEANS, LARGEST = 2.0, 4.0  # factors on the floor: a largest value varies more than a mean
+OTHER_KERNELS_NATS = 1e-3  # in float32
+
+
+class ProbeRefused(TransferError):
+    """The weights have arrived, but the engine computes other log-probabilities than the learner.
+
+    `measured` has the fields of the report.
+    """
+
+    def __init__(self, message: str, measured: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.measured = measured
+
+
+@dataclass(slots=True, kw_only=True)
+class Agreement:
+    """The rule for one engine: `begin` before its first update, `judge` after each."""
+
+    limit: float  # `weights.probe_limit`, in nats
+    dtype: str  # of the model
+    floor: Difference | None = None
+
+    def begin(self, scores: NDArray[np.float32], order: UpdateOrder) -> None:
+        """Take the floor from the engine's scores with the weights of version 0."""
+        self.floor = Difference.between(scores, order.initial_logprobs)
+        log.info(
+            "engine and learner score the probe with the same weights and differ by %s: rounding of %s; "
+            "an update may differ by %s",
+            *(self.floor, self.dtype, self._allowed(self.floor)),
+        )
+
+    def judge(self, scores: NDArray[np.float32], order: UpdateOrder) -> dict[str, Any]:
+        """Compare the engine's scores with the learner's; return the fields of the report.
+
+        Raises ProbeRefused if they, or those of version 0, differ by more than rounding explains.
+        """
+        assert self.floor is not None
+        found, allowed = Difference.between(scores, order.probe_logprobs), self._allowed(self.floor)
+        values = (found.mean, found.max, allowed.max, self.floor.mean, self.floor.max)
+        measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))
+        explained = EXPLAINED[self.dtype]
+        plausible = Difference(max(self.limit, explained.mean), max(self.limit, explained.max))
+        if not self.floor.within(plausible):
+            raise ProbeRefused(self._floor_refused(plausible), measured)
+        if not found.within(allowed):
+            raise ProbeRefused(self._update_refused(found, allowed), measured)
+        return measured
+
+    def _allowed(self, floor: Difference) -> Difference:
+        explained = EXPLAINED[self.dtype]
+        return Difference(
+            max(self.limit, MEANS * min(explained.mean, floor.mean)),
+            max(self.limit, LARGEST * min(explained.max, floor.max)),
+        )
+
+    def _floor_refused(self, plausible: Difference) -> str:
+        assert self.floor is not None
+        return (
+            f"before the first update, the probe differed from the learner's by {self.floor}; rounding of "
+            f"{self.dtype} explains {plausible.mean:g} and {plausible.max:g} (or weights.probe_limit): the "
+            "engine has loaded another model.path, or computes it differently (a kernel, an unsupported "
+            f"model, a quantisation): {self._remedy(self.floor)}"
+        )
+
+    def _update_refused(self, found: Difference, allowed: Difference) -> str:
+        differs = (
+            f"the probe differs from the learner's by {found}; allowed are {allowed.mean:.3g} and "
+            f"{allowed.max:.3g} (weights.probe_limit is {self.limit:g})"
+        )
+        if self.dtype == "float32" and found.max <= OTHER_KERNELS_NATS:
+            return (
+                f"{differs}: rounding of other kernels; if the samples look right, raise weights.probe_limit"
+            )
+        return (
+            f"{differs}, and with the weights of model.path it differed by {self.floor}: the engine computes "
+            f"these weights differently (a kernel, an unsupported model): {self._remedy(found)}"
+        )
+
+    def _remedy(self, found: Difference) -> str:
+        if self.dtype == "float32":
+            return "compare the releases of generator and learner"
+        limit = f"{2 * found.max:.1g}"
+        return f"compare with model.dtype=float32; if the samples look right, set weights.probe_limit={limit}"
