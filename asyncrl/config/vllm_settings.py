@@ -42,6 +42,7 @@ REFUSED: dict[str, str] = {
     "load_format": "version 0 must be the model of model.path, which the learner has loaded",
     "enable_lora": "an update replaces the whole model, so an adapter would be applied to other weights",
     "worker_cls": "weights are received in vLLM's own worker",
+    "worker_extension_cls": "weights are received in asyncrl's own extension",
     "runner": "generators generate",
     "convert": "generators generate",
     "distributed_executor_backend": "the engine's processes must end with their generator",

@@ -115,17 +115,11 @@ class Answers:
     def __init__(self, *answers):
         self.answers = list(answers)
 
-    async def start_weight_update(self):
+    async def collective_rpc(self, method, *, args):
         if (answer := self.answers.pop(0)) == "silence":
             await asyncio.sleep(3600)
         if answer == "error":
             raise RuntimeError("a worker's text")
-
-    async def update_weights(self, request):
-        pass
-
-    async def finish_weight_update(self):
-        pass
 
 
 def outcomes(monkeypatch, *answers):

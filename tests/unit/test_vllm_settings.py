@@ -70,6 +70,7 @@ def test_the_arguments_are_read_from_the_source_of_vllm(tmp_path, monkeypatch):
         "class AsyncEngineArgs(EngineArgs):\n    b: str = ''\nclass Other:\n    c: int = 5\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
     assert known_settings.__wrapped__() == {"a", "b"}
     source.unlink()
     assert known_settings.__wrapped__() is None
