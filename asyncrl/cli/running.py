@@ -26,10 +26,12 @@ def _run(
 ) -> NoReturn:
     """Check the config for this machine, print doubts about it, and run it in the foreground."""
     from asyncrl.preflight.doubts import doubts, require_device
+    from asyncrl.preflight.forecast import require_fit
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(file, overrides, resumes=not fresh)
+    checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
+    require_fit(checked, generators=generators)
     for doubt in doubts(checked, file, overrides):
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here

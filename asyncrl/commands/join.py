@@ -75,7 +75,7 @@ def joined(
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{socket.gethostname()}.{os.getpid()}."
-    make = generator_maker(config, directory, found.url, found.keys, learner_ranks=0, prefix=prefix)
+    make = generator_maker(config, directory, found.url, found.keys, has_learner=False, prefix=prefix)
     specs = [make(index, count) for index in range(count)]
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]

@@ -22,10 +22,12 @@ from asyncrl.files import replace_text
 from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
-from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
+from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.own_store import KeptStore, own_store
+from asyncrl.launch.placement import Placement, placement_of
 from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.standby import FLAG as STANDBY
+from asyncrl.launch.standby import MEMORY_SHARE
 from asyncrl.progress import Limits
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
@@ -80,7 +82,9 @@ def started(
         url, tend_store = _store(config, directory, stack)
         is_own = config.store.url is None
         generator_url = with_user(url, GENERATOR) if is_own else url
-        learner = learner_spec(config, directory, with_user(url, LEARNER) if is_own else url)
+        placement = placement_of(config, count_gpus(), generators=None if generators else 0)
+        learner_url = with_user(url, LEARNER) if is_own else url
+        learner = learner_spec(config, directory, learner_url, placement)
         with needing(directory.path):
             directory.write_store_url(generator_url)
             if not generators or config.control.bind is not None:
@@ -100,7 +104,7 @@ def started(
         stack.enter_context(supervisor)
         make = generator_maker(config, directory, generator_url, keys.join)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
-        scaled.begin(config.generator.count if generators else 0)
+        scaled.begin(len(placement.generators))
 
         def tend() -> None:
             tend_store()
@@ -191,13 +195,17 @@ def share_of_cores(busy: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // busy)
 
 
-def learner_spec(config: Config, directory: RunDirectory, store_url: str) -> ProcessSpec:
+def learner_spec(
+    config: Config, directory: RunDirectory, store_url: str, placement: Placement
+) -> ProcessSpec:
     """Describe the learner's process, or with several ranks the process that starts them."""
-    threads = config.learner.threads or share_of_cores(config.learner.ranks + config.generator.count)
-    gpus = learner_gpus(count_gpus(), config.learner.ranks)
+    busy = len(placement.generators) or config.generator.count or 0
+    threads = config.learner.threads or share_of_cores(config.learner.ranks + busy)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
     argv = [sys.executable, "-m", f"asyncrl.launch.{module}"]
     argv += ["--config", str(directory.config), "--store", store_url]
+    argv += [MEMORY_SHARE, f"{placement.learner_share:g}"]
+    gpus = placement.learner_gpus
     env = child_environment(config, directory.path, threads=threads, gpus=gpus, also=LEARNER_VARIABLES)
     return ProcessSpec(
         name="learner",
@@ -217,25 +225,29 @@ def generator_maker(
     store_url: str,
     keys: JoinKeys,
     *,
-    learner_ranks: int | None = None,
+    has_learner: bool = True,
     prefix: str = "g",
 ) -> Callable[[int, int], ProcessSpec]:
     """Return a function (index, number of generators) -> a generator's process.
 
-    `learner_ranks` is the number of ranks on the same machine; by default all of them.
+    With `has_learner` the learner's ranks are on the same machine.
     """
-    ranks = config.learner.ranks if learner_ranks is None else learner_ranks
-    width, gpus = config.generator.tensor_parallel, count_gpus()
+    gpus, ranks = count_gpus(), config.learner.ranks if has_learner else 0
 
     def make(index: int, count: int) -> ProcessSpec:
         threads = config.generator.threads or share_of_cores(count + ranks)
-        visible = generator_gpus(gpus, index, ranks=ranks, width=width)
+        # An index beyond the count: generators that are leaving still have their GPUs.
+        placement = placement_of(config, gpus, generators=max(count, index + 1), has_learner=has_learner)
+        seat = placement.generators[index]
         name = f"{prefix}{index}"
         argv = [sys.executable, "-m", "asyncrl.launch.generator_process", "--id", name]
-        env = child_environment(config, directory.path, threads=threads, gpus=visible)
+        argv += ["--config", str(directory.config), "--store", store_url]
+        if seat.gpus:
+            argv += ["--memory-share", f"{seat.share:g}", *(["--shared-gpu"] if seat.is_shared else [])]
+        env = child_environment(config, directory.path, threads=threads, gpus=seat.gpus)
         return ProcessSpec(
             name=name,
-            argv=[*argv, "--config", str(directory.config), "--store", store_url],
+            argv=argv,
             env=env | {SECRET_VARIABLE: keys.text()},
             log_path=directory.logs / f"{name}.out",
         )

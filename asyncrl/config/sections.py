@@ -227,19 +227,24 @@ class LearnerConfig(Part):
     """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments."""
 
 
+CPU_KV_CACHE_GIB = 1.0
+
+
 class GeneratorConfig(Part):
     """The generators."""
 
-    count: PositiveInt = 2
-    """Generators that `asyncrl up` starts; more may join at any time."""
+    count: PositiveInt | None = None
+    """Generators that `asyncrl up` starts; more may join at any time. By default one for each
+    `tensor_parallel` GPUs without a learner rank, else one for each `tensor_parallel` GPUs; on a CPU 2."""
     tensor_parallel: PositiveInt = 1
     """GPUs per generator; must divide the number of attention heads."""
     max_running: PositiveInt = 256
     """Sequences in flight per generator; tickets are leased to fill it."""
-    gpu_memory_utilization: Share = 0.85
-    """Share of a GPU's memory that vLLM may use for weights, KV cache and activations."""
-    kv_cache_gib: Positive = 1.0
-    """KV cache per generator on CPU."""
+    gpu_memory_utilization: Share | None = None
+    """Share of a GPU's memory that each generator may use. By default the generators of a GPU divide 0.85,
+    or 0.4 beside the learner."""
+    kv_cache_gib: Positive | None = None
+    """KV cache per generator. By default 1 on a CPU; on a GPU what its share leaves beside the weights."""
     enforce_eager: bool = False
     """True disables CUDA graphs: the engine starts faster and samples slower."""
     threads: PositiveInt | None = None

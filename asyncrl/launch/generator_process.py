@@ -28,6 +28,7 @@ from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import die_with_spawner
@@ -39,6 +40,7 @@ from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
+from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
 from asyncrl.weights.base import receivable
 from asyncrl.weights.staging import HostStaging
 
@@ -56,6 +58,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     # The config came from the store, so the learner must confirm it.
     parser.add_argument("--from-record", action="store_true")
+    # The seat on GPUs: which share of their memory is ours, and whether others of the run are on them.
+    parser.add_argument("--memory-share", type=float)
+    parser.add_argument("--shared-gpu", action="store_true")
     arguments = parser.parse_args()
 
     def role() -> None:
@@ -68,6 +73,8 @@ def main() -> None:
             forget_secrets(os.environ)
             hello = _hello(config, arguments.id, confirm=arguments.from_record)
             store = join_store(config.store, arguments.store, keys)
+            generator = allotted(config, arguments.memory_share, is_shared=arguments.shared_gpu)
+            config = config.model_copy(update={"generator": generator})
             asyncio.run(_generate(config, hello, store, keys, directory, context))
         except asyncio.CancelledError:
             raise SystemExit(128 + signal.SIGTERM) from None
@@ -96,7 +103,7 @@ async def _generate(
     await scorer.start()
     log.info("starting the engine, which loads the model and warms up")
     engine = await VLLMEngine.start(
-        config.model, share(config.generator), config.sampling, config.weights, device=device
+        config.model, config.generator, config.sampling, config.weights, device=device
     )
     begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
@@ -237,10 +244,22 @@ def sampling_spec(config: Config, temperature: float) -> SamplingSpec:
     )
 
 
-def share(generator: GeneratorConfig) -> GeneratorConfig:
-    """Return the config with the threads that the supervisor allots, unless it names a number."""
-    allotted = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    return generator.model_copy(update={"threads": generator.threads or allotted})
+def allotted(config: Config, memory_share: float | None, *, is_shared: bool) -> GeneratorConfig:
+    """Return the settings with the threads and GPU memory that the supervisor allots. Raises DataError."""
+    generator = config.generator
+    allotted: dict[str, float | None] = {
+        "threads": generator.threads or int(os.environ.get("OMP_NUM_THREADS", "1")),
+        "gpu_memory_utilization": memory_share,
+    }
+    if is_shared and memory_share is not None and generator.kv_cache_gib is None:
+        kv_bytes = generator_kv_bytes(
+            read_shape(config.model),
+            config.model,
+            generator,
+            allowed_bytes=int(memory_share * min(this_machine().gpu_bytes)),
+        )
+        allotted["kv_cache_gib"] = max(kv_bytes, 1) / 2**30
+    return generator.model_copy(update=allotted)
 
 
 def _hello(config: Config, generator_id: str, *, confirm: bool) -> Hello:

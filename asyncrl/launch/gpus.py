@@ -1,4 +1,4 @@
-"""Assigns a machine's GPUs: learner ranks first, then generators; if there are too few, they share."""
+"""The NVIDIA GPUs of this machine that this process and its children may use."""
 
 import os
 from collections.abc import Sequence
@@ -18,17 +18,3 @@ def visible_devices(gpus: Sequence[int]) -> str:
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in ours.split(",") if name.strip()] if ours is not None else None
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
-
-
-def learner_gpus(gpus: int, ranks: int) -> list[int]:
-    """Return one GPU for each rank, as far as there are enough."""
-    return list(range(min(ranks, gpus)))
-
-
-def generator_gpus(gpus: int, index: int, *, ranks: int, width: int) -> list[int]:
-    """Return the `width` GPUs of generator `index`, taken in turn from those after the learner's."""
-    free = list(range(ranks, gpus)) if gpus > ranks else list(range(gpus))
-    if not free:
-        return []
-    start = index * width
-    return [free[(start + offset) % len(free)] for offset in range(min(width, len(free)))]

@@ -36,7 +36,7 @@ from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import read_saved, refuse_changes
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.collectives import Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
+from asyncrl.trainer.deepspeed.engine_settings import choose_device, limit_memory
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
@@ -75,9 +75,11 @@ def main() -> None:
         store = join_store(config.store, arguments.store, keys)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
+        rendezvous = rendezvous_of(config, os.environ)
+        limit_memory(choose_device(config.learner, rendezvous.local_rank), arguments.memory_share)
         # With several ranks, the process that started them holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
-            train(config, directory, store, keys, data, rendezvous_of(config, os.environ), logs, stop)
+            train(config, directory, store, keys, data, rendezvous, logs, stop)
 
     run_role(role)
 

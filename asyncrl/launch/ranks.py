@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from asyncrl import progress
 from asyncrl.config.load import load_config
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.standby import FLAG, parse_arguments, wait_until_needed
+from asyncrl.launch.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
 from asyncrl.supervisor import USER_ERROR
@@ -108,6 +108,7 @@ def main() -> None:
         directory = RunDirectory(config.run.directory)
         setup_logging("learner", directory.logs, console=True)
         given = ["--store", arguments.store, "--config", str(arguments.config)]
+        given += [MEMORY_SHARE, str(arguments.memory_share)]
         processes = start_ranks(given, config.learner.ranks)
         try:
             if arguments.standby:

@@ -12,13 +12,16 @@ from pathlib import Path
 from asyncrl.progress import Pace, beat, begin
 
 FLAG = "--standby"
+MEMORY_SHARE = "--memory-share"
 
 
 def parse_arguments(prog: str) -> argparse.Namespace:
-    """Parse `store`, `config` and `standby`, for the learner and for the process that starts its ranks."""
+    """Parse what the learner and the process that starts its ranks are called with."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--store", required=True)
     parser.add_argument("--config", type=Path, required=True)
+    # Of the memory of each rank's GPU: less than 1 beside generators.
+    parser.add_argument(MEMORY_SHARE, type=float, default=1.0)
     parser.add_argument(FLAG, action="store_true")
     return parser.parse_args()
 

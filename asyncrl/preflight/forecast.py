@@ -1,7 +1,6 @@
 """`asyncrl plan`: predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,20 +10,24 @@ import numpy as np
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
-from asyncrl.errors import DataError
-from asyncrl.launch.gpus import generator_gpus, learner_gpus
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.machine import Machine, read_shape, this_machine
+from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
-from asyncrl.preflight.machine import Machine, read_shape, this_machine
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
+    CONTEXT_BYTES,
     DTYPE_BYTES,
     ModelShape,
     activations_bytes,
     checkpoint_bytes,
+    generator_kv_bytes,
     kv_bytes_per_token,
+    slots_bytes,
     trained_bytes,
     weights_bytes,
 )
@@ -36,6 +39,9 @@ GIB = 1 << 30
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 # Share of a memory above which a warning calls it tight, since the numbers are estimates.
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
+# The name of two lines.
+SLOTS = "published versions"
+KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,8 @@ class Forecast:
 
     lines: tuple[Line, ...]
     warnings: tuple[str, ...] = ()
+    # Those of the warnings with which the run cannot go well: a GPU is too small.
+    misfits: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         """Return the number of that name."""
@@ -81,11 +89,33 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
 
 
-def forecast(config: Config, shape: ModelShape, machine: Machine, *, rows: int | None) -> Forecast:
-    """Predict the numbers of a run; `rows` of the training data are None if unknown."""
-    lines = (*_step(config), *_store(config), *_run(config, rows))
-    plan = Forecast(lines=(*lines, *_memory(config, shape, machine), *_disk(config, shape)))
-    return replace(plan, warnings=(*_flow_warnings(plan), *_memory_warnings(config, plan, machine)))
+def require_fit(config: Config, *, generators: bool) -> None:
+    """Raise ConfigError if the GPUs of this machine are too small for the run, DataError if nobody can say.
+
+    Without `generators`, these are on other hosts. Without GPUs nothing is asked and no model is read.
+    """
+    machine = this_machine()
+    if _on_gpu(config, machine):
+        shape = read_shape(config.model)
+        if misfits := forecast(config, shape, machine, rows=None, generators=generators).misfits:
+            said = "; ".join(misfits)
+            raise ConfigError(f"{said}. `asyncrl plan` shows how this is computed")
+
+
+def forecast(
+    config: Config, shape: ModelShape, machine: Machine, *, rows: int | None, generators: bool = True
+) -> Forecast:
+    """Predict the numbers of a run; `rows` of the training data are None if unknown.
+
+    Without `generators`, these are on other hosts.
+    """
+    placement = placement_of(config, len(machine.gpu_bytes), generators=None if generators else 0)
+    lines = (*_step(config), *_store(config, placement), *_run(config, rows))
+    memory = _memory(config, shape, machine, placement)
+    plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
+    misfits = tuple(_misfits(config, plan, machine, placement))
+    warnings = (*_flow_warnings(plan), *misfits, *_memory_warnings(config, plan, machine, placement))
+    return replace(plan, warnings=warnings, misfits=misfits)
 
 
 def _step(config: Config) -> Iterator[Line]:
@@ -103,7 +133,7 @@ def _step(config: Config) -> Iterator[Line]:
     yield _count(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
 
 
-def _store(config: Config) -> Iterator[Line]:
+def _store(config: Config, placement: Placement) -> Iterator[Line]:
     lag, groups, checkpoint = config.staleness.max_lag, config.batch.groups, config.checkpoint
     part = "staleness and store"
     opened = (lag + 1) * groups
@@ -114,8 +144,9 @@ def _store(config: Config) -> Iterator[Line]:
     formed = "max_lag + ceil((window - 1) / groups)"
     yield _count(part, "oldest group, in steps", config.lag_bound, formed)
     per_generator = config.generator.max_running // (config.batch.group_size + wants_greedy(config))
-    formed = "generator.count x (max_running / group_size), at most"
-    yield _count(part, "groups being sampled", config.generator.count * per_generator, formed)
+    count = len(placement.generators) or config.generator.count or 1
+    formed = f"generators ({count}) x (max_running / group_size), at most"
+    yield _count(part, "groups being sampled", count * per_generator, formed)
     frame = frame_bytes(config)
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
     held = opened + checkpoint.keep * checkpoint.every * groups
@@ -155,19 +186,19 @@ def _run(config: Config, rows: int | None) -> Iterator[Line]:
         yield _count(part, "evaluations", rounds, "steps / eval.every, and the first weights")
 
 
-def _memory(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Line]:
+def _memory(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> Iterator[Line]:
     formed = "of the architecture in config.json, built without memory; tied ones once"
     yield _count("the model", "parameters", shape.parameters, formed)
     dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
     yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
-    rank, on_gpu, generator = _rank_bytes(config, shape), _on_gpu(config, machine), config.generator
-    kv_bytes = int(generator.kv_cache_gib * GIB)
-    if on_gpu:
-        allowed_bytes = int(generator.gpu_memory_utilization * min(machine.gpu_bytes))
-        kv_bytes = max(0, allowed_bytes - -(-weights // generator.tensor_parallel))
+    on_gpu = _on_gpu(config, machine)
+    rank = _rank_bytes(config, shape, on_gpu=on_gpu)
+    kv_bytes = _kv_bytes(config, shape, machine, placement)
     yield from _rank_lines(config, rank)
     yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
-    yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine)
+    yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine, placement)
+    if on_gpu:
+        yield from _gpu_lines(config, shape, rank, kv_bytes, machine, placement)
 
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
@@ -188,7 +219,17 @@ def _needs(config: Config, column: str) -> bool:
     return column in registry.needs("advantage", config.algorithm.advantage.name)
 
 
-def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
+def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> int:
+    """Return the KV cache of the generator that has least."""
+    generator = config.generator
+    if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
+        return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
+    share = min((seat.share for seat in placement.generators), default=GENERATORS_SHARE)
+    allowed_bytes = int(share * min(machine.gpu_bytes))
+    return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
+
+
+def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str, int]:
     parts = trained_bytes(shape, config.model, config.learner)
     models = {"learner weights": parts["weights"]}
     models |= {name: parts[name] for name in ("gradients", "optimizer")}
@@ -197,6 +238,10 @@ def _rank_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
         models["reference"] = parts["weights"]
     if _needs(config, "values_T"):
         models["critic"] = sum(parts.values())
+    if on_gpu:
+        if config.control.bind is None:
+            models[SLOTS] = slots_bytes(shape, config.model)
+        models["CUDA"] = CONTEXT_BYTES
     return models
 
 
@@ -209,9 +254,11 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "learner weights": f"as above{sharded}",
         "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
         "optimizer": f"AdamW: parameters x 8{master}{sharded}",
-        "activations": "estimate: tokens_per_microbatch x what layers keep, and the logits of one chunk",
+        "activations": "tokens_per_microbatch x what layers keep for backward, and the logits of one chunk",
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
+        SLOTS: "weights x 2, which generators of this host read; on the first rank only",
+        "CUDA": "context, workspaces, buffers of NCCL",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])
@@ -224,7 +271,10 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
     sequence = -(-token * config.sampling.max_tokens // parallel)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
-    formed = "gpu_memory_utilization x GPU - weights" if on_gpu else "generator.kv_cache_gib"
+    if config.generator.kv_cache_gib is not None or not on_gpu:
+        formed = "generator.kv_cache_gib"
+    else:
+        formed = "its share of the GPU - weights - 2 GiB for CUDA and graphs - logits of max_running x 3"
     yield _size(part, "KV cache", kv_bytes, formed)
     factors = f"2 x {shape.layers} layers x {shape.kv} x {DTYPE_BYTES[config.model.dtype]}"
     yield _size(part, "KV of a sequence", sequence, f"{factors} = {token:,} bytes a token{by}")
@@ -233,9 +283,10 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
 
 
 def _host_lines(
-    config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine
+    config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine, placement: Placement
 ) -> Iterator[Line]:
-    ranks, count, weights = config.learner.ranks, config.generator.count, weights_bytes(shape, config.model)
+    ranks, count = config.learner.ranks, len(placement.generators)
+    weights = weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
     if not _on_gpu(config, machine):
@@ -243,23 +294,31 @@ def _host_lines(
         formed += ", ranks, generators with one staged copy each"
     formed += f"; {data_size(machine.memory_bytes)} available"
     yield _size("this host", "host memory", host, formed)
-    if _on_gpu(config, machine):
-        used = _gpu_bytes(config, rank, machine)
-        for index, size_bytes in enumerate(machine.gpu_bytes):
-            formed = f"of {data_size(size_bytes)}: ranks, and gpu_memory_utilization of each generator"
-            yield _size("this host", f"GPU {index}", used[index], formed)
 
 
-def _gpu_bytes(config: Config, rank: int, machine: Machine) -> Counter[int]:
-    gpus, ranks, generator = len(machine.gpu_bytes), config.learner.ranks, config.generator
-    used: Counter[int] = Counter()
-    learners = learner_gpus(gpus, ranks)
-    for index in learners:
-        used[index] += rank * math.ceil(ranks / len(learners))
-    for number in range(generator.count):
-        for index in generator_gpus(gpus, number, ranks=ranks, width=generator.tensor_parallel):
-            used[index] += int(generator.gpu_memory_utilization * machine.gpu_bytes[index])
-    return used
+def _gpu_lines(
+    config: Config,
+    shape: ModelShape,
+    rank: dict[str, int],
+    kv_bytes: int,
+    machine: Machine,
+    placement: Placement,
+) -> Iterator[Line]:
+    for index, size_bytes in enumerate(machine.gpu_bytes):
+        used, who = 0, []
+        for number, seat in enumerate(placement.ranks):
+            if index in seat.gpus:
+                used += sum(rank.values()) - (rank.get(SLOTS, 0) if number else 0)
+                used += int(MARGIN * size_bytes) if seat.is_shared else 0
+                who.append(f"a rank and {MARGIN:.0%} to spare" if seat.is_shared else "a rank")
+        for seat in placement.generators:
+            if index in seat.gpus:
+                allowed = int(seat.share * size_bytes)
+                left = generator_kv_bytes(shape, config.model, config.generator, allowed_bytes=allowed)
+                used += allowed + max(0, kv_bytes - max(0, left))  # kv_cache_gib may ask for more
+                who.append(f"{seat.share:.0%} for a generator")
+        formed = f"of {data_size(size_bytes)}: {', '.join(who) or 'used by nobody'}"
+        yield _size("this host", f"GPU {index}", used, formed)
 
 
 def _flow_warnings(plan: Forecast) -> Iterator[str]:
@@ -271,29 +330,51 @@ def _flow_warnings(plan: Forecast) -> Iterator[str]:
         )
 
 
-def _memory_warnings(config: Config, plan: Forecast, machine: Machine) -> Iterator[str]:
-    held = plan["full sequences in KV"]
-    cure = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
-    if held < 1:
-        yield (
-            f"the KV cache ({data_size(plan['KV cache'])}) holds no sequence of full length "
-            f"({data_size(plan['KV of a sequence'])}): vLLM will refuse to start; {cure}, or lower "
-            "sampling.max_response_tokens"
-        )
-    elif held < config.batch.group_size:
+def _misfits(config: Config, plan: Forecast, machine: Machine, placement: Placement) -> Iterator[str]:
+    if not _on_gpu(config, machine):
+        return
+    shares = [plan[f"GPU {index}"] / size for index, size in enumerate(machine.gpu_bytes)]
+    if (share := max(shares)) > 1:
+        yield _full_gpu(config, plan, machine, shares.index(share))
+    if placement.generators and plan["full sequences in KV"] < 1:
+        yield _no_sequence(plan)
+
+
+def _no_sequence(plan: Forecast) -> str:
+    return (
+        f"the KV cache ({data_size(plan['KV cache'])}) holds no sequence of full length "
+        f"({data_size(plan['KV of a sequence'])}): vLLM would refuse to start; {KV_CURE}, or lower "
+        "sampling.max_response_tokens"
+    )
+
+
+def _full_gpu(config: Config, plan: Forecast, machine: Machine, index: int) -> str:
+    """Say how full a GPU would be, and which settings help, the most helpful one first."""
+    used, size_bytes = plan[f"GPU {index}"], machine.gpu_bytes[index]
+    learner, cures = config.learner, []
+    if not learner.gradient_checkpointing and plan["activations"] > plan["one rank"] / 4:
+        cures.append("set learner.gradient_checkpointing: true")
+    cures.append("lower learner.tokens_per_microbatch or generator.gpu_memory_utilization")
+    if learner.ranks > 1 and learner.zero_stage < 3:
+        cures.append("raise learner.zero_stage")
+    found = f"GPU {index}: {data_size(used)} of {data_size(size_bytes)} ({used / size_bytes:.0%})"
+    return f"{found}; {', '.join(cures)}, or use more GPUs, larger ones, or a smaller model"
+
+
+def _memory_warnings(config: Config, plan: Forecast, machine: Machine, placement: Placement) -> Iterator[str]:
+    held, on_gpu = plan["full sequences in KV"], _on_gpu(config, machine)
+    if held < 1 and not on_gpu:
+        yield _no_sequence(plan)
+    elif 1 <= held < config.batch.group_size:
         yield (
             f"the KV cache holds {held:,.0f} sequences of full length, fewer than a group of "
-            f"{config.batch.group_size}: vLLM will preempt and recompute long answers; {cure}"
+            f"{config.batch.group_size}: vLLM will preempt and recompute long answers; {KV_CURE}"
         )
     if (share := plan["host memory"] / machine.memory_bytes) > TIGHT_HOST:
         yield (
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
             f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
         )
-    for index, size_bytes in enumerate(machine.gpu_bytes if config.learner.device != "cpu" else ()):
-        if (share := plan[f"GPU {index}"] / size_bytes) > TIGHT_GPU:
-            yield (
-                f"GPU {index}: {data_size(plan[f'GPU {index}'])} of {data_size(size_bytes)} ({share:.0%}); "
-                "lower gpu_memory_utilization or tokens_per_microbatch, set gradient_checkpointing, or let "
-                "learner and generators use different GPUs"
-            )
+    full = {gpu: plan[f"GPU {gpu}"] / machine.gpu_bytes[gpu] for gpu in placement.learner_gpus}
+    if full and TIGHT_GPU < full[worst := max(full, key=full.__getitem__)] <= 1:
+        yield f"tight: {_full_gpu(config, plan, machine, worst)}"

@@ -17,6 +17,8 @@ from asyncrl.config.schema import Config
 from asyncrl.data.dataset import FORMATS, DataFiles, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.errors import DataError, RewardError
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.placement import misplaced
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
@@ -29,10 +31,13 @@ class Missing(Exception):
     """A function was not found; the text is the message for the user."""
 
 
-def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> Config:
-    """Return the config after checking its files, functions, rows and sandbox on this machine.
+def validated_config(
+    path: Path, overrides: Sequence[str] = (), *, resumes: bool = False, generators: bool = True
+) -> Config:
+    """Return the config after checking its files, functions, rows, sandbox and GPUs on this machine.
 
-    With `resumes`, the config is also compared with the run that it would resume, if there is one.
+    With `resumes`, the config is also compared with the run that it would resume, if there is one. Without
+    `generators`, these are on other machines.
 
     Raises:
         ConfigError: its text lists every mistake with its line.
@@ -41,6 +46,7 @@ def validated_config(path: Path, overrides: Sequence[str] = (), *, resumes: bool
     if draft.config:
         config, root = draft.config, draft.root
         found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
+        found += misplaced(config, count_gpus(), generators=generators)
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))

@@ -23,8 +23,10 @@ from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.launch import gpus
 from asyncrl.launch.environment import child_environment
+from asyncrl.launch.placement import misplaced, placement_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE
+from asyncrl.weights.base import choose_transport
 from tests.support.compose import DEPLOY, compose, env_file, mounts, used_variables, words
 from tests.support.pages import commands
 
@@ -132,7 +134,8 @@ def test_store_and_learner_agree(tmp_path):
     assert gib(SERVICES["store"]["deploy"]["resources"]["limits"]["memory"]) > gib(settings["maxmemory"])
     assert settings["dir"] in [volume.split(":")[1] for volume in SERVICES["store"]["volumes"]]
     assert config.control.bind.startswith("tcp://127.0.0.1:")
-    grace_s = learner_spec(config, run_directory(tmp_path), "redis://x").grace_s
+    placement = placement_of(config, 0)
+    grace_s = learner_spec(config, run_directory(tmp_path), "redis://x", placement).grace_s
     for name in ("learner", "box"):
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > grace_s + LEAVE_S
 
@@ -153,28 +156,32 @@ def test_every_gpu_has_one_owner(row, monkeypatch):
     }
     if row["COMPOSE_PROFILES"] == "box":
         config = config_of(services["box"]["command"])
-        assert config.weights.transport == "slot" and config.learner.ranks == config.generator.count == 1
+        placement = placement_of(config, int(row["GPUs"]))
+        assert placement.transport == "slot" and len(placement.generators) == 1
         return
     config = config_of(services["learner"]["command"])
     dealt = []
-    for service, ranks, count in (
-        ("learner", config.learner.ranks, 0),
-        ("generators", 0, config.generator.count),
-    ):
+    for service in ("learner", "generators"):
         assert services[service]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
         monkeypatch.setenv(
             "CUDA_VISIBLE_DEVICES", str(services[service]["environment"]["CUDA_VISIBLE_DEVICES"])
         )
-        there = gpus.count_gpus()
-        if ranks:
-            dealt.append(gpus.visible_devices(gpus.learner_gpus(there, ranks)))
-        width = config.generator.tensor_parallel
-        dealt += [
-            gpus.visible_devices(gpus.generator_gpus(there, i, ranks=0, width=width)) for i in range(count)
-        ]
+        has_learner = service == "learner"
+        placement = placement_of(
+            config,
+            gpus.count_gpus(),
+            generators=0 if has_learner else config.generator.count,
+            has_learner=has_learner,
+        )
+        for seat in (*placement.ranks, *placement.generators):
+            assert not seat.is_shared
+            dealt.append(gpus.visible_devices(seat.gpus))
+        assert not list(misplaced(config, gpus.count_gpus(), generators=False)) or not has_learner
     names = [name for part in dealt for name in part.split(",")]
     assert sorted(names) == [str(index) for index in range(int(row["GPUs"]))]
-    assert config.weights.transport == "auto"
+    # Another container does not see the learner's processes, so no slot: with an address, auto is nccl.
+    one_host = config.control.bind is None
+    assert choose_transport(config.weights.transport, device="cuda", one_host=one_host) == "nccl"
     assert str(config.generator.count) == words(services["generators"])[2]
 
 
@@ -346,7 +353,7 @@ def test_what_the_containers_set_reaches_the_processes(tmp_path, monkeypatch):
     config = config_of(SERVICES["learner"]["command"])
     for name in {*of_image, *(name for service in OURS.values() for name in service["environment"])}:
         monkeypatch.setenv(name, "0")
-    learner = learner_spec(config, run_directory(tmp_path), "redis://x").env
+    learner = learner_spec(config, run_directory(tmp_path), "redis://x", placement_of(config, 0)).env
     assert {*of_image, *SERVICES["learner"]["environment"]} <= learner.keys()
     generator = child_environment(config, tmp_path, threads=1, gpus=[])
     assert {*of_image, *SERVICES["generators"]["environment"]} - generator.keys() == {SECRET_FILE_VARIABLE}, (

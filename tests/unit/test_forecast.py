@@ -13,8 +13,10 @@ from rich.console import Console
 from asyncrl.cli.screens import plan_table
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.machine import Machine, read_shape
+from asyncrl.preflight import forecast as plans
 from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
-from asyncrl.preflight.machine import Machine, read_shape
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, VersionSpan
@@ -118,7 +120,8 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     plan, n = planned(config), STORIES.parameters
     assert plan["weights"] == plan["learner weights"] == plan["gradients"] == 4 * n
     assert plan["optimizer"] == 8 * n
-    kept = 6 * 4 * (4 * 288 + 4 * 576 + 4 * 768)
+    norm = 3 * 4 * 288  # in float32: input, normalised input, output
+    kept = 6 * (2 * norm + 4 * (5 * 576 + 4 * 768) + 64) + norm
     assert plan["activations"] == 1000 * kept + 100 * 32000 * 3 * 4
     assert plan["one rank"] == 16 * n + plan["activations"]
     assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
@@ -156,7 +159,8 @@ def test_reference_and_critic_are_counted_where_there_are_any():
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_all():
     config = config_of(learner={"tokens_per_microbatch": 1000, "gradient_checkpointing": True, "logprob_chunk_tokens": 100},
                        sampling={"max_prompt_tokens": 9, "max_response_tokens": 9})  # fmt: skip
-    kept = 4 * (4 * 288 + 4 * 576 + 4 * 768) + 6 * 4 * 288
+    norm = 3 * 4 * 288
+    kept = 2 * norm + 4 * (5 * 576 + 4 * 768) + 64 + norm + 6 * 4 * 288
     assert planned(config)["activations"] == 1000 * kept + 100 * 32000 * 12
 
 
@@ -200,8 +204,13 @@ def test_gpus_are_those_that_the_run_would_use(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-8gpu.yaml"))
     plan = planned(config, QWEN, GPU)
-    assert [plan[f"GPU {i}"] for i in range(8)] == [plan["one rank"]] * 2 + [int(0.85 * 80 * GIB)] * 6
-    assert plan["KV cache"] == int(0.85 * 80 * GIB) - 2 * QWEN.parameters
+    ranks, allowed = config.learner.ranks, int(0.85 * 80 * GIB)
+    others = plan["one rank"] - plan["published versions"]
+    expected = [plan["one rank"], *[others] * (ranks - 1), *[allowed] * (8 - ranks)]
+    assert [plan[f"GPU {i}"] for i in range(8)] == expected
+    assert plan["published versions"] == 2 * plan["weights"]
+    sampler = config.generator.max_running * QWEN.vocabulary * 3 * 4
+    assert plan["KV cache"] == allowed - 2 * QWEN.parameters - 2 * GIB - sampler
     assert plan["KV of a sequence"] == 2 * 24 * 128 * 2 * config.sampling.max_tokens
     assert not [warning for warning in plan.warnings if "GPU" in warning or "memory" in warning]
 
@@ -211,14 +220,10 @@ def test_one_gpu_for_all_is_added_up(monkeypatch):
     config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-1gpu.yaml"))
     one = replace(GPU, gpu_bytes=(80 * GIB,))
     plan = planned(config, QWEN, one)
-    assert (
-        plan["GPU 0"]
-        == plan["one rank"] + int(config.generator.gpu_memory_utilization * 80 * GIB) * config.generator.count
-    )
-    assert any(
-        warning.startswith("GPU 0: ")
-        for warning in planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).warnings
-    )
+    share, spare = config.generator.gpu_memory_utilization or 0.4, int(0.02 * 80 * GIB)
+    assert plan["GPU 0"] == plan["one rank"] + int(share * 80 * GIB) + spare
+    (misfit,) = planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).misfits
+    assert misfit.startswith("GPU 0: ") and "lower learner.tokens_per_microbatch" in misfit
 
 
 @pytest.mark.parametrize(
@@ -247,3 +252,36 @@ def test_every_number_says_how_it_is_formed_and_the_table_fits(monkeypatch):
     console.print(plan_table(plan))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+
+
+def test_a_cache_that_the_user_has_set_is_added_to_what_the_engine_needs():
+    config = config_of(model={"dtype": "bfloat16"}, generator={"count": 1, "kv_cache_gib": 75.0})
+    one = replace(GPU, gpu_bytes=(80 * GIB,))
+    plan, plain = planned(config, machine=one), planned(config_of(model={"dtype": "bfloat16"}), machine=one)
+    assert plan["KV cache"] == 75 * GIB
+    assert plan["GPU 0"] - plain["GPU 0"] == 75 * GIB - plain["KV cache"]
+    assert plan.misfits and not plain.misfits
+
+
+def test_a_learner_alone_is_judged_without_generators():
+    config = config_of(model={"dtype": "bfloat16"}, generator={"count": 6})
+    machine = replace(GPU, gpu_bytes=(10 * GIB,))
+    alone = forecast(config, STORIES, machine, rows=None, generators=False)
+    assert not alone.misfits and alone["GPU 0"] == alone["one rank"]
+    assert alone["groups being sampled"] == 6 * (256 // 8)
+
+
+def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
+    config = config_of(model={"dtype": "bfloat16"})
+    monkeypatch.setattr(plans, "read_shape", lambda model: QWEN)
+    for size_gib, fits in ((80, True), (24, False)):
+        machine = replace(GPU, gpu_bytes=(size_gib * GIB,))
+        monkeypatch.setattr(plans, "this_machine", lambda machine=machine: machine)
+        if fits:
+            plans.require_fit(config, generators=True)
+        else:
+            with pytest.raises(ConfigError, match=r"GPU 0: .* set learner.gradient_checkpointing: true"):
+                plans.require_fit(config, generators=True)
+    monkeypatch.setattr(plans, "this_machine", lambda: CPU)
+    monkeypatch.setattr(plans, "read_shape", lambda model: pytest.fail("no model is read without a GPU"))
+    plans.require_fit(config, generators=True)

@@ -1,27 +1,11 @@
-"""GPUs are dealt without overlap while they last, and shared when they do not."""
+"""Only the GPUs that this process was given are dealt, by the names that it knows them by."""
 
 import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.launch.environment import child_environment
-from asyncrl.launch.gpus import count_gpus, generator_gpus, learner_gpus
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "generators", "width", "learner", "expected"),
-    [
-        (8, 2, 6, 1, [0, 1], [[2], [3], [4], [5], [6], [7]]),
-        (8, 4, 2, 2, [0, 1, 2, 3], [[4, 5], [6, 7]]),
-        (2, 1, 1, 1, [0], [[1]]),
-        (1, 1, 2, 1, [0], [[0], [0]]),
-        (4, 2, 4, 1, [0, 1], [[2], [3], [2], [3]]),
-        (0, 1, 2, 1, [], [[], []]),
-        (4, 0, 2, 2, [], [[0, 1], [2, 3]]),
-    ],
-)
-def test_deal(gpus, ranks, generators, width, learner, expected):
-    assert learner_gpus(gpus, ranks) == learner
-    assert [generator_gpus(gpus, index, ranks=ranks, width=width) for index in range(generators)] == expected
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.placement import place
 
 
 @pytest.mark.parametrize(
@@ -41,5 +25,6 @@ def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, lea
     def given(gpus):
         return child_environment(config, tmp_path, threads=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"]
 
-    assert given(learner_gpus(count_gpus(), 1)) == learner
-    assert [given(generator_gpus(count_gpus(), index, ranks=1, width=1)) for index in range(2)] == generators
+    placement = place(count_gpus(), ranks=1, generators=2)
+    assert given(placement.learner_gpus) == learner
+    assert [given(seat.gpus) for seat in placement.generators] == generators

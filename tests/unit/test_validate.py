@@ -107,7 +107,7 @@ MISTAKES = [
         "  count: 2",
         "  count: two",
         "generator.count",
-        "found 'two'; allowed is a whole number >= 1; correct the value",
+        "found 'two'; allowed is a whole number >= 1 or null; correct the value",
     ),
     (
         "  wandb: off",

@@ -3,7 +3,13 @@
 import os
 from typing import Any, Literal
 
-from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import (
+    CPU_KV_CACHE_GIB,
+    GeneratorConfig,
+    ModelConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
 from asyncrl.engine.base import OWNER_ENV
 from asyncrl.weights.base import receivable
 
@@ -50,12 +56,15 @@ def engine_args(
     if device == "cpu":
         return arguments | {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": int(generator.kv_cache_gib * 2**30),
+            "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30),
         }
-    return arguments | {
-        "enforce_eager": generator.enforce_eager,
-        "gpu_memory_utilization": generator.gpu_memory_utilization,
-    }
+    arguments["enforce_eager"] = generator.enforce_eager
+    if generator.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+    if generator.kv_cache_gib is not None:
+        # vLLM then does not measure the GPU's free memory, which other processes change meanwhile.
+        arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * 2**30)
+    return arguments
 
 
 def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES
 
 # Steps between DeepSpeed's own progress lines: it prints none.
 NEVER = 1 << 62
@@ -30,6 +31,13 @@ def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
     device = torch.device(wanted, local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Keep this process to a share of its GPU's memory, of which CUDA itself takes `CONTEXT_BYTES`."""
+    if device.type == "cuda" and share < 1:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share - CONTEXT_BYTES / total_bytes), device)
 
 
 def join_deepspeed(local_rank: int) -> None:

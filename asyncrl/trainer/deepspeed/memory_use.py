@@ -1,4 +1,4 @@
-"""The memory that one rank of the learner needs, computed from parameter counts before anything is loaded.
+"""The memory that a rank of the learner and a generator need, computed before anything is loaded.
 
 N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with
 any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the
@@ -8,13 +8,18 @@ accumulated gradients, 3 also the weights.
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 
 FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
 # Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
+# Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
+CONTEXT_BYTES = 1 << 30
+# What a generator's engine needs besides weights and KV cache: context, CUDA graphs, activations; and its
+# sampler per running sequence, in copies of the logits.
+ENGINE_BYTES, SAMPLER_COPIES = 2 << 30, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +64,45 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Estimate, within a factor of two, the bytes of one full packed micro-batch and the logits of a chunk.
+    """Bytes that a full packed micro-batch keeps for the backward pass, and the logits of a chunk.
 
-    A layer keeps about 4 hidden states (both norms in and out), queries, keys, values and the attention's
-    output, and 4 states of the gated MLP.
+    The last norm keeps as much as those of the layers.
     """
-    size, tokens = DTYPE_BYTES[model.dtype], learner.tokens_per_microbatch
-    layer = size * (4 * shape.hidden + 2 * shape.query + 2 * shape.kv + 4 * shape.intermediate)
+    tokens, layer = learner.tokens_per_microbatch, kept_bytes_per_token(shape, model)
     kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
-    return tokens * kept + logits
+    return tokens * (kept + _norm_bytes(shape, model)) + logits
+
+
+def kept_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
+    """Bytes per token that one layer of Llama's kind keeps for the backward pass, in torch without fusion.
+
+    Two norms. Queries, keys, values and the attention's output, which is stored once more when heads are
+    joined. Of the MLP: gate, its activation, up, and their product. Attention keeps a float32 for each head;
+    16 bytes stand for these and for the norms' scales.
+    """
+    size = DTYPE_BYTES[model.dtype]
+    attention, mlp = 3 * shape.query + 2 * shape.kv, 4 * shape.intermediate
+    return 2 * _norm_bytes(shape, model) + size * (attention + mlp) + 16 * FP32
+
+
+def _norm_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    """An RMSNorm keeps its input in float32, and in the model's dtype the normalised input and the output."""
+    return shape.hidden * (FP32 + 2 * DTYPE_BYTES[model.dtype])
+
+
+def slots_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    """Two published versions, on rank 0's GPU."""
+    return 2 * weights_bytes(shape, model)
+
+
+def generator_kv_bytes(
+    shape: ModelShape, model: ModelConfig, generator: GeneratorConfig, *, allowed_bytes: int
+) -> int:
+    """What is left of a GPU's `allowed_bytes` for a generator's KV cache; negative if too little."""
+    weights = -(-weights_bytes(shape, model) // generator.tensor_parallel)
+    sampler = generator.max_running * shape.vocabulary * SAMPLER_COPIES * FP32
+    return allowed_bytes - weights - ENGINE_BYTES - sampler
 
 
 def kept_at_peak(

@@ -8,7 +8,7 @@ import psutil
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, visible_devices
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
 MIB = 1 << 20
@@ -28,14 +28,16 @@ def this_machine() -> Machine:
     memory_bytes, count = psutil.virtual_memory().available, count_gpus()
     if not count:
         return Machine(memory_bytes=memory_bytes, gpu_bytes=())
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    # By name, because it does not heed CUDA_VISIBLE_DEVICES.
+    command = ["nvidia-smi", "-i", visible_devices(range(count))]
+    command += ["--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         text = f"found {count} GPUs, but nvidia-smi does not show their memory ({error})"
         raise DataError(f"{text}; run `asyncrl doctor`") from error
     gpu_bytes = tuple(int(line) * MIB for line in said.split())
-    return Machine(memory_bytes=memory_bytes, gpu_bytes=gpu_bytes[:count])
+    return Machine(memory_bytes=memory_bytes, gpu_bytes=gpu_bytes)
 
 
 def read_shape(model: ModelConfig) -> ModelShape:

@@ -1,0 +1,185 @@
+"""Who gets which GPUs, and how much of their memory: a pure function of the machine and the config.
+
+Learner ranks come first, one GPU each, then generators. A generator gets GPUs without a rank while there are
+enough for its tensor parallelism; else it shares the learner's.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.base import Mistake
+from asyncrl.config.schema import Config
+from asyncrl.weights.base import choose_transport
+
+CPU_GENERATORS = 2
+# Shares of a GPU's memory that its generators divide: without and with the learner on that GPU.
+GENERATORS_SHARE, BESIDE_LEARNER_SHARE = 0.85, 0.4
+# What stays free on a GPU that is shared with the learner: vLLM starts only if its whole share is free.
+MARGIN = 0.02
+# Least share of a GPU with which a learner is worth a try.
+LEAST_LEARNER_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of one rank or generator."""
+
+    host: int = 0
+    gpus: tuple[int, ...] = ()  # of that host; none on a CPU
+    share: float = 1.0  # of the memory of each of these GPUs
+    is_shared: bool = False  # with another process of the run, on any of them
+
+    def meets(self, other: "Seat") -> bool:
+        """Return whether both have a GPU in common."""
+        return self.host == other.host and not set(self.gpus).isdisjoint(other.gpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The seats of all ranks and generators, and the transport that `auto` means between them."""
+
+    ranks: tuple[Seat, ...]
+    generators: tuple[Seat, ...]
+    transport: str
+
+    @property
+    def learner_gpus(self) -> tuple[int, ...]:
+        """The GPUs of all ranks, in the order of ranks."""
+        return tuple(gpu for seat in self.ranks for gpu in seat.gpus)
+
+    @property
+    def learner_share(self) -> float:
+        """The share that every rank keeps to."""
+        return min((seat.share for seat in self.ranks), default=1.0)
+
+    def beside_learner(self) -> tuple[Seat, ...]:
+        """The generators that share a GPU with the learner."""
+        return tuple(seat for seat in self.generators if any(map(seat.meets, self.ranks)))
+
+
+def place(
+    gpus: int,
+    *,
+    hosts: int = 1,
+    ranks: int,
+    generators: int | None = None,
+    tensor_parallel: int = 1,
+    share: float | None = None,
+) -> Placement:
+    """Seat the ranks on the first host, and the generators on all; without `gpus`, all use CPUs.
+
+    `generators` None means as many as there are GPUs for, `share` None an equal part of what they may use. It
+    also seats what does not fit; `misplaced` says so.
+    """
+    device: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
+    transport = choose_transport("auto", device=device, one_host=hosts == 1)
+    if not gpus:
+        count = CPU_GENERATORS if generators is None else generators
+        return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count, transport=transport)
+    learners = {(0, rank) for rank in range(min(ranks, gpus))}
+    groups = _groups(gpus, hosts, len(learners), tensor_parallel)
+    count = len(groups) if generators is None else generators
+    chosen = [groups[index % len(groups)] for index in range(count)]
+    tenants = Counter(gpu for group in chosen for gpu in group)
+    seats = tuple(_generator_seat(group, tenants, learners, share) for group in chosen)
+    rank_seats = tuple(_rank_seat(rank, seats) for rank in range(len(learners)))
+    return Placement(ranks=rank_seats, generators=seats, transport=transport)
+
+
+def _groups(gpus: int, hosts: int, learners: int, width: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return groups of `width` GPUs of one host, without the learner's if there are any such groups."""
+
+    def split(host: int, free: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+        for start in range(0, len(free) - width + 1, width):
+            yield tuple((host, gpu) for gpu in free[start : start + width])
+
+    free = [range(learners if host == 0 else 0, gpus) for host in range(hosts)]
+    apart = [group for host in range(hosts) for group in split(host, free[host])]
+    together = list(split(0, [*free[0], *range(learners)]))
+    return apart or together or [tuple((0, gpu) for gpu in range(gpus))]
+
+
+def _rank_seat(rank: int, generators: Sequence[Seat]) -> Seat:
+    taken = [seat.share for seat in generators if seat.meets(Seat(gpus=(rank,)))]
+    share = max(0.0, 1 - MARGIN - sum(taken)) if taken else 1.0
+    return Seat(gpus=(rank,), share=share, is_shared=bool(taken))
+
+
+def _generator_seat(
+    group: Sequence[tuple[int, int]],
+    tenants: Counter[tuple[int, int]],
+    learners: set[tuple[int, int]],
+    share: float | None,
+) -> Seat:
+    generators, beside = max(tenants[gpu] for gpu in group), not learners.isdisjoint(group)
+    default = (BESIDE_LEARNER_SHARE if beside else GENERATORS_SHARE) / generators
+    return Seat(
+        host=group[0][0],
+        gpus=tuple(gpu for _, gpu in group),
+        share=default if share is None else share,
+        is_shared=beside or generators > 1,
+    )
+
+
+def placement_of(
+    config: Config, gpus: int, *, generators: int | None = None, has_learner: bool = True
+) -> Placement:
+    """Seat the part of a run on this host, which has `gpus` GPUs.
+
+    `generators` replaces the config's number. Without `has_learner` the ranks are on another host.
+    """
+    return place(
+        gpus if config.learner.device != "cpu" else 0,
+        ranks=config.learner.ranks if has_learner else 0,
+        generators=config.generator.count if generators is None else generators,
+        tensor_parallel=config.generator.tensor_parallel,
+        share=config.generator.gpu_memory_utilization,
+    )
+
+
+def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator[Mistake]:
+    """Find what this host's GPUs rule out; without `generators`, these are on other hosts."""
+    if config.learner.device == "cpu" or not gpus:
+        if config.weights.transport == "nccl" and config.learner.device != "cuda":
+            text = "found nccl, which needs GPUs, for a run on CPUs; leave it auto"
+            yield Mistake(("weights.transport", "learner.device"), text)
+        return
+    shown = f"this machine shows {gpus} GPU{'s' * (gpus > 1)} (see CUDA_VISIBLE_DEVICES)"
+    if (ranks := config.learner.ranks) > gpus:
+        yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {shown}; allowed is one rank per GPU")
+    if not generators:
+        return
+    if (width := config.generator.tensor_parallel) > gpus:
+        text = f"found {width} GPUs per generator, but {shown}; set {gpus} or less, with a smaller model"
+        yield Mistake(("generator.tensor_parallel",), text)
+        return
+    placement = placement_of(config, gpus)
+    yield from _shares_too_large(config, placement)
+    beside = placement.beside_learner()
+    if config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
+        text = (
+            "found nccl, which refuses two processes on one GPU, but generators share a GPU with the learner "
+            f"({shown}); leave it auto, which is {placement.transport} here"
+        )
+        yield Mistake(("weights.transport",), text)
+
+
+def _shares_too_large(config: Config, placement: Placement) -> Iterator[Mistake]:
+    share = config.generator.gpu_memory_utilization
+    if share is None:
+        return
+    tenants = Counter(gpu for seat in placement.generators for gpu in seat.gpus)
+    for gpu, count in sorted(tenants.items()):
+        has_learner = gpu in placement.learner_gpus
+        allowed = 1 - MARGIN - LEAST_LEARNER_SHARE if has_learner else 1.0
+        if count * share > allowed:
+            beside = " beside the learner" if has_learner else ""
+            yield Mistake(
+                ("generator.gpu_memory_utilization", "generator.count", "learner.ranks"),
+                f"found {share:g} for each of {count} generators on GPU {gpu}{beside}, {count * share:.0%} "
+                f"in all; allowed is at most {int(100 * allowed / count) / 100:g}; leave it null, which "
+                "divides the GPU, or lower generator.count",
+            )
+            return

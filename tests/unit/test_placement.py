@@ -1,0 +1,151 @@
+"""Who gets which GPUs: a table, invariants over all small machines, and what a machine rules out."""
+
+import itertools
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.launch.placement import MARGIN, misplaced, place, placement_of
+
+README = {
+    "run": {"name": "my-task"},
+    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct", "chat_template": True},
+    "data": {"train": "train.jsonl", "eval": "test.jsonl", "prompt_field": "question"},
+    "reward": {"functions": [{"function": "task.py:reward"}]},
+}
+"""README's task.yaml."""
+
+
+def config_of(**sections: dict) -> Config:
+    return Config.model_validate(README | sections)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "ranks", "width", "generators", "transport"),
+    [
+        (0, 1, 1, 1, [(), ()], "slot"),
+        (0, 2, 1, 1, [(), ()], "gloo"),
+        (1, 1, 1, 1, [(0,)], "slot"),
+        (2, 1, 1, 1, [(1,)], "slot"),
+        (2, 1, 2, 1, [(0,), (1,)], "slot"),
+        (2, 1, 1, 2, [(1, 0)], "slot"),
+        (4, 1, 2, 1, [(2,), (3,)], "slot"),
+        (4, 1, 2, 2, [(2, 3)], "slot"),
+        (4, 1, 1, 2, [(1, 2)], "slot"),
+        (8, 1, 4, 1, [(4,), (5,), (6,), (7,)], "slot"),
+        (8, 1, 4, 2, [(4, 5), (6, 7)], "slot"),
+        (8, 1, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
+        (8, 1, 0, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
+        (8, 2, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "nccl"),
+        (8, 2, 4, 1, [*((gpu,) for gpu in range(4, 8)), *((gpu,) for gpu in range(8))], "nccl"),
+    ],
+)
+def test_defaults(gpus, hosts, ranks, width, generators, transport):
+    placement = place(gpus, hosts=hosts, ranks=ranks, tensor_parallel=width)
+    assert placement.transport == transport
+    assert [seat.gpus for seat in placement.generators] == generators
+    assert [seat.gpus for seat in placement.ranks] == [(rank,) if gpus else () for rank in range(ranks)]
+    if (gpus, hosts, ranks) == (8, 2, 8):
+        assert {seat.host for seat in placement.generators} == {1}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "count", "expected", "shares"),
+    [
+        (1, 1, 2, [(0,), (0,)], [0.2, 0.2]),
+        (4, 2, 4, [(2,), (3,), (2,), (3,)], [0.425] * 4),
+        (4, 2, 3, [(2,), (3,), (2,)], [0.425, 0.85, 0.425]),
+        (8, 4, 2, [(4,), (5,)], [0.85, 0.85]),
+        (4, 2, 0, [], []),
+    ],
+)
+def test_more_or_fewer_generators_than_gpus(gpus, ranks, count, expected, shares):
+    seats = place(gpus, ranks=ranks, generators=count).generators
+    assert [seat.gpus for seat in seats] == expected
+    assert [seat.share for seat in seats] == pytest.approx(shares)
+
+
+def test_no_gpu_is_given_out_twice_over_and_none_is_shared_without_need():
+    """For every machine and run of this size, with the default shares."""
+    axes = (1, 2, 4, 8), (1, 2), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4)
+    for gpus, hosts, ranks, count, width in itertools.product(*axes):
+        if max(ranks, width) > gpus:
+            continue
+        placement = place(gpus, hosts=hosts, ranks=ranks, generators=count, tensor_parallel=width)
+        seats = [*placement.ranks, *placement.generators]
+        assert len(placement.generators) == (count or len(placement.generators)) > 0
+        for seat in placement.generators:
+            assert len(set(seat.gpus)) == width and max(seat.gpus) < gpus and seat.host < hosts
+        for host, gpu in itertools.product(range(hosts), range(gpus)):
+            there = [seat for seat in seats if seat.host == host and gpu in seat.gpus]
+            assert sum(seat.share for seat in there) <= 1 + 1e-9
+            if len(there) > 1:
+                assert all(seat.is_shared for seat in there)
+            elif there and there[0].gpus == (gpu,):
+                assert not there[0].is_shared
+        if placement.beside_learner():
+            assert hosts == 1 and gpus - ranks < width
+        if count is None and ranks < gpus and width == 1:
+            assert not any(seat.is_shared for seat in seats)
+
+
+def test_the_readme_s_config_runs_on_one_gpu_without_a_further_key():
+    config = config_of()
+    placement = placement_of(config, 1)
+    (rank,), (generator,) = placement.ranks, placement.generators
+    assert rank.gpus == generator.gpus == (0,) and rank.is_shared and generator.is_shared
+    assert rank.share + generator.share + MARGIN == pytest.approx(1) and generator.share == 0.4
+    assert placement.transport == "slot" and not list(misplaced(config, 1))
+    assert [len(placement_of(config, gpus).generators) for gpus in (0, 1, 2, 4, 8)] == [2, 1, 1, 3, 7]
+
+
+def test_explicit_shares_are_kept_and_the_learner_gets_the_rest():
+    config = config_of(generator={"count": 2, "gpu_memory_utilization": 0.25})
+    placement = placement_of(config, 1)
+    assert [seat.share for seat in placement.generators] == [0.25, 0.25]
+    assert placement.learner_share == pytest.approx(1 - MARGIN - 0.5)
+    assert placement_of(config, 4).learner_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "key", "said"),
+    [
+        ({"learner": {"ranks": 4}}, 2, "learner.ranks", "found 4 ranks, but this machine shows 2 GPUs"),
+        ({"generator": {"tensor_parallel": 4}}, 2, "generator.tensor_parallel", "set 2 or less"),
+        (
+            {"generator": {"count": 2, "gpu_memory_utilization": 0.85}}, 1,
+            "generator.gpu_memory_utilization", "0.85 for each of 2 generators on GPU 0 beside the learner, 170%",
+        ),
+        (
+            {"generator": {"count": 4, "gpu_memory_utilization": 0.85}, "learner": {"ranks": 2}}, 4,
+            "generator.gpu_memory_utilization", "allowed is at most 0.5; leave it null",
+        ),
+        ({"generator": {"gpu_memory_utilization": 0.95}}, 1, "generator.gpu_memory_utilization", "at most 0.88"),
+        ({"weights": {"transport": "nccl"}}, 1, "weights.transport", "leave it auto, which is slot here"),
+        ({"weights": {"transport": "nccl"}}, 0, "weights.transport", "found nccl, which needs GPUs"),
+        ({"weights": {"transport": "nccl"}, "learner": {"device": "cpu"}}, 8, "weights.transport", "on CPUs"),
+    ],
+)  # fmt: skip
+def test_what_a_machine_rules_out_is_named_with_the_way_out(sections, gpus, key, said):
+    (mistake,) = misplaced(config_of(**sections), gpus)
+    assert mistake.keys[0] == key and said in mistake.text
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus"),
+    [
+        ({"weights": {"transport": "nccl"}}, 2),
+        ({"weights": {"transport": "nccl"}, "learner": {"device": "cuda"}}, 0),  # `doubts` says that
+        ({"learner": {"ranks": 4}}, 0),
+        ({"generator": {"count": 2, "gpu_memory_utilization": 0.4}}, 1),
+        ({"generator": {"tensor_parallel": 2}}, 2),
+    ],
+)
+def test_what_fits_is_not_refused(sections, gpus):
+    assert not list(misplaced(config_of(**sections), gpus))
+
+
+def test_generators_on_other_hosts_are_not_judged_by_the_learner_s_gpus():
+    config = config_of(generator={"count": 6, "tensor_parallel": 4, "gpu_memory_utilization": 0.9})
+    assert list(misplaced(config, 1)) and not list(misplaced(config, 1, generators=False))
+    assert placement_of(config, 1, generators=0).learner_share == 1.0
