@@ -242,9 +242,9 @@ class GeneratorConfig(Part):
     """Sequences in flight per generator; tickets are leased to fill it."""
     gpu_memory_utilization: Share | None = None
     """Share of a GPU's memory that each generator may use. By default the generators of a GPU divide 0.85,
-    or 0.4 beside the learner."""
+    or 0.4 if the learner is on it too."""
     kv_cache_gib: Positive | None = None
-    """KV cache per generator. By default 1 on a CPU; on a GPU what its share leaves beside the weights."""
+    """KV cache per generator. By default 1 on a CPU; on a GPU what the weights leave of its share."""
     enforce_eager: bool = False
     """True disables CUDA graphs: the engine starts faster and samples slower."""
     threads: PositiveInt | None = None

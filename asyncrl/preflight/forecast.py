@@ -90,7 +90,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
 
 
 def require_fit(config: Config, *, generators: bool) -> None:
-    """Raise ConfigError if the GPUs of this machine are too small for the run, DataError if nobody can say.
+    """Raise ConfigError if the GPUs of this machine are too small, DataError if that cannot be computed.
 
     Without `generators`, these are on other hosts. Without GPUs nothing is asked and no model is read.
     """
@@ -239,8 +239,7 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
     if _needs(config, "values_T"):
         models["critic"] = sum(parts.values())
     if on_gpu:
-        if config.control.bind is None:
-            models[SLOTS] = slots_bytes(shape, config.model)
+        models[SLOTS] = slots_bytes(shape, config.model)
         models["CUDA"] = CONTEXT_BYTES
     return models
 
@@ -257,7 +256,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "activations": "tokens_per_microbatch x what layers keep for backward, and the logits of one chunk",
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
-        SLOTS: "weights x 2, which generators of this host read; on the first rank only",
+        SLOTS: "weights x 2, from which generators get them; on the first rank only",
         "CUDA": "context, workspaces, buffers of NCCL",
     }
     for name, value in rank.items():
@@ -290,8 +289,9 @@ def _host_lines(
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
     if not _on_gpu(config, machine):
-        host += ranks * rank + count * (2 * weights + kv_bytes)
-        formed += ", ranks, generators with one staged copy each"
+        # Generators of this host read the published copies in place.
+        host += ranks * rank + count * (weights + kv_bytes)
+        formed += ", ranks, generators"
     formed += f"; {data_size(machine.memory_bytes)} available"
     yield _size("this host", "host memory", host, formed)
 

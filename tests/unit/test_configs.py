@@ -7,8 +7,12 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
+from asyncrl.launch.machine import Machine
+from asyncrl.launch.placement import misplaced, placement_of
+from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
+from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -25,10 +29,26 @@ SHARED = {
     ],
 }
 """What a reader makes or fetches, where it lies next to this repository."""
+ON_GPUS = sorted((ROOT / "configs").glob("*gpu.yaml"))
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(
+        parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151_936
+    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": ModelShape(
+        parameters=1_543_714_304, layers=28, hidden=1536, intermediate=8960, query=1536, kv=256, vocabulary=151_936
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": ModelShape(
+        parameters=8_030_261_248, layers=32, hidden=4096, intermediate=14336, query=4096, kv=1024, vocabulary=128_256
+    ),
+}  # fmt: skip
 MINIMAL = (
     "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: "
     "gsm8k}]}\n"
 )
+
+
+def gpus_of(path: Path) -> int:
+    return int(re.search(r"(\d+)gpu$", path.stem)[1])
 
 
 def test_there_are_configs():
@@ -103,6 +123,41 @@ def test_configs_of_present_models_fit_their_files(path, monkeypatch):
     if not Path(config.model.path).exists():
         pytest.skip(f"needs {config.model.path}")
     validated_config(path, SHARED[path.stem])
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_every_gpu_config_fits_the_gpus_that_its_header_names(path):
+    config, header = load_config(path), path.read_text().partition("\n\n")[0]
+    size_bytes, gpus = int(re.search(r"(\d+) GB", header)[1]) * 10**9, gpus_of(path)
+    machine = Machine(memory_bytes=500 << 30, gpu_bytes=(size_bytes,) * gpus)
+    plan = forecast(config, SHAPES[config.model.path], machine, rows=7473)
+    assert not plan.warnings and not list(misplaced(config, gpus))
+    placement = placement_of(config, gpus)
+    assert {gpu for seat in (*placement.ranks, *placement.generators) for gpu in seat.gpus} == {*range(gpus)}
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_expected_times_follow_from_their_assumptions_and_the_config(path):
+    """docs/gpu.md against the formula that it states, and the header of the config against docs/gpu.md."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    cells = re.search(rf"^\| `{re.escape(path.name)}` \|(.*)\|$", page, re.MULTILINE)[1].split("|")
+    learn, sample, *numbers = (cell.strip() for cell in cells)
+    learner_rate, generator_rate, learning_s, sampling_s, step_s = map(float, numbers)
+    prompt, response = (int(re.search(rf"(\d+) {kind} tokens", page)[1]) for kind in ("prompt", "response"))
+    config, placement = load_config(path), placement_of(load_config(path), gpus_of(path))
+    is_shared = bool(placement.beside_learner())
+    assert (int(learn), sample) == (
+        len(placement.ranks), "shared" if is_shared else str(len(placement.generators))
+    )  # fmt: skip
+    answers = config.batch.sequences
+    expected_s = (
+        answers * (prompt + response) / (learner_rate * len(placement.ranks)),
+        answers * response / (generator_rate * len(placement.generators)),
+    )
+    assert (learning_s, sampling_s) == pytest.approx(expected_s, abs=0.06)
+    together_s = sum(expected_s) if is_shared else max(expected_s)
+    assert step_s == pytest.approx(together_s + 0.3, abs=0.06)
+    assert f"Computed, not measured (docs/gpu.md): {numbers[-1]} s a step" in path.read_text()
 
 
 def _write(path: Path, text: str) -> Path:

@@ -127,7 +127,7 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
     assert plan["full sequences in KV"] == GIB // 2 // (2 * 6 * 576 * 4 * 200)
     libraries = int(0.8 * GIB) + 2 * int(1.6 * GIB)
-    assert plan["host memory"] == libraries + 2 * 4 * n + plan["one rank"] + 2 * (2 * 4 * n + GIB // 2)
+    assert plan["host memory"] == libraries + 2 * 4 * n + plan["one rank"] + 2 * (4 * n + GIB // 2)
     assert plan["checkpoint"] == 16 * n and plan["disk"] == 48 * n
     assert not plan.warnings
 
