@@ -80,7 +80,7 @@ def _a_late_heartbeat_is_not_a_death(control: ControlConfig) -> Iterator[Mistake
 
 
 def _each_generator_has_a_port(telemetry: TelemetryConfig, generator: GeneratorConfig) -> Iterator[Mistake]:
-    first, count = telemetry.prometheus_port, generator.count or 1
+    first, count = telemetry.prometheus_port, generator.count or 2  # as many on a CPU
     if first and first + count > LAST_PORT:
         yield Mistake(
             ("telemetry.prometheus_port", "generator.count"),
