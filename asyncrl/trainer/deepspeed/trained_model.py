@@ -6,7 +6,7 @@ cut. DeepSpeed's mean over ranks is undone, and its division by accumulation ste
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,10 @@ from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Ranks
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.writes import Writes
+
+# Numbers of sharded parameters that are whole on every rank at the same time: about a layer of 8B parameters.
+# A gather for each parameter would spend its time on starting collectives.
+GATHERED_NUMBERS = 1 << 28
 
 
 class TrainedModel:
@@ -145,10 +149,29 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple
 
     Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards.
     """
-    for name, parameter in model.named_parameters():
-        beat()
+    for members in gathers(model.named_parameters()):
+        sharded = [parameter for _, parameter in members if hasattr(parameter, "ds_tensor")]
         gathered: AbstractContextManager[None] = nullcontext()
-        if hasattr(parameter, "ds_tensor"):
-            gathered = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None)
+        if sharded:
+            gathered = deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None)
         with gathered:
-            yield name, parameter
+            for member in members:
+                beat()
+                yield member
+
+
+def gathers(
+    parameters: Iterable[tuple[str, nn.Parameter]], limit: int = GATHERED_NUMBERS
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut parameters into runs of at most `limit` numbers, or of one parameter that is larger."""
+    members: list[tuple[str, nn.Parameter]] = []
+    numbers = 0
+    for name, parameter in parameters:
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        if members and numbers + size > limit:
+            yield members
+            members, numbers = [], 0
+        members.append((name, parameter))
+        numbers += size
+    if members:
+        yield members

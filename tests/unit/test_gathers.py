@@ -1,0 +1,26 @@
+"""How sharded parameters are cut into the lists that one collective gathers."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.trainer.deepspeed.trained_model import gathers
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 20))
+def test_runs_are_in_order_within_the_limit_and_as_long_as_it_allows(sizes: list[int], limit: int) -> None:
+    named = [(str(i), torch.nn.Parameter(torch.empty(size))) for i, size in enumerate(sizes)]
+    runs = list(gathers(named, limit))
+    assert [member for run in runs for member in run] == named
+    counts = [[parameter.numel() for _, parameter in run] for run in runs]
+    assert all(len(run) == 1 or sum(run) <= limit for run in counts)
+    for run, following in pairwise(counts):
+        assert sum(run) + following[0] > limit
+
+
+def test_a_shard_counts_as_the_whole_parameter() -> None:
+    sharded = torch.nn.Parameter(torch.empty(0))
+    sharded.ds_numel = 6  # type: ignore[attr-defined]
+    assert [len(run) for run in gathers([("a", sharded), ("b", sharded), ("c", sharded)], 12)] == [2, 1]
