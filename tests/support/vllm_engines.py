@@ -35,12 +35,12 @@ BUCKET_BYTES = 100_000
 
 
 @contextmanager
-def running_engine(model, *, deadline_s=120.0, max_response_tokens=256, **generator):
+def running_engine(model, *, dtype="float32", deadline_s=120.0, max_response_tokens=256, **generator):
     """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
     with asyncio.Runner() as runner:
         engine = runner.run(
             VLLMEngine.start(
-                ModelConfig(path=str(model), dtype="float32"),
+                ModelConfig(path=str(model), dtype=dtype),
                 GeneratorConfig(**{"max_running": 64, "kv_cache_gib": 0.25, "threads": 1} | generator),
                 SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens),
                 WeightsConfig(deadline_s=deadline_s),
@@ -146,7 +146,10 @@ def on_disk(directory, sums=None):
 def flat(model, leave_out=()):
     """(layout, buffer) of a model's parameters."""
     tensors = [(name, p.detach()) for name, p in model.named_parameters() if name not in leave_out]
-    specs = [TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in tensors]
+    specs = [
+        TensorSpec(name=name, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
+        for name, p in tensors
+    ]
     layout = Layout.plan(specs, BUCKET_BYTES)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     for index, (_, tensor) in enumerate(tensors):

@@ -1,0 +1,93 @@
+"""A bfloat16 engine: the probe accepts rounding, and what rounding hides from the probe, checksums see."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncrl.errors import TransferError
+from asyncrl.weights.agreement import Agreement
+from tests.support.vllm_engines import (
+    STORIES,
+    Sender,
+    apply,
+    disk_order,
+    load,
+    logprobs_of,
+    needs_stories,
+    running_engine,
+    scrambled,
+    slot_order,
+)
+
+pytestmark = [pytest.mark.integration, needs_stories]
+
+PROBE = (1, *range(300, 331))
+WRONG = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """(runner, engine, the same model by Hugging Face, their agreement)"""
+    with running_engine(STORIES, dtype="bfloat16") as (runner, engine):
+        model = load(STORIES).bfloat16()
+        agreement = Agreement(limit=1e-6, dtype="bfloat16")
+        _slot, first = slot_order(1, model)
+        agreement.begin(runner.run(engine.score(PROBE)), probed(first, model, model))
+        yield runner, engine, model, agreement
+
+
+def probed(order, initial, model):
+    """The order, with what a learner that holds `model` says about the probe."""
+    logprobs = {"initial_logprobs": initial, "probe_logprobs": model}
+    return replace(order, **{name: tuple(logprobs_of(each, PROBE)) for name, each in logprobs.items()})
+
+
+def test_the_output_layer_computes_in_float32(world):
+    _, engine, _, _ = world
+    assert engine._llm.vllm_config.model_config.head_dtype == torch.float32
+
+
+@pytest.mark.parametrize("transport", ["slot", "disk", "gloo"])
+def test_right_weights_pass_the_probe_and_wrong_ones_the_checksums_never(world, transport, tmp_path):
+    runner, engine, model, agreement = world
+    new = scrambled(model, 2)
+    _slot, truth = slot_order(2, new)
+    kept = []  # slots, which end with their last reference
+
+    def order(version, sent):
+        if transport == "disk":
+            return disk_order(version, sent, tmp_path)
+        if transport == "gloo":
+            return Sender(tmp_path).order(version, sent)
+        slot, made = slot_order(version, sent)
+        kept.append(slot)
+        return made
+
+    runner.run(apply(engine, order(1, model)))
+    for spoil in (one_element, a_shard, a_stale_layer):
+        sent = copy.deepcopy(new)
+        with torch.no_grad():
+            spoil(dict(sent.named_parameters())[WRONG], dict(model.named_parameters())[WRONG])
+        wrong = order(2, sent)
+        details = {**wrong.details, "checksums": truth.details["checksums"]}
+        with pytest.raises(TransferError, match=f"{WRONG}.*checksum"):
+            runner.run(apply(engine, replace(wrong, details=details)))
+        assert engine.weights.version == (-1 if transport == "disk" else 1)
+    right = probed(order(3, new), model, new)
+    runner.run(apply(engine, right))
+    measured = agreement.judge(runner.run(engine.score(PROBE)), right)
+    assert 0 < measured["floor_max"] < 1 and 0 < measured["probe_max"] < measured["probe_limit"]
+
+
+def one_element(wrong, old):
+    wrong.view(-1)[11] += 1.0
+
+
+def a_shard(wrong, old):
+    wrong[: len(wrong) // 2] = old[: len(old) // 2]
+
+
+def a_stale_layer(wrong, old):
+    wrong.copy_(old)
