@@ -146,6 +146,17 @@ def _store_holds_what_is_open(
         )
 
 
+def _the_optimizer_can_be_offloaded(learner: LearnerConfig) -> Iterator[Mistake]:
+    # DeepSpeed's stages 1 and 2 keep a gradient that is not finite in host memory for all later steps.
+    if learner.offload_optimizer and learner.zero_stage != 3:
+        found = f"learner.offload_optimizer is true, but learner.zero_stage is {learner.zero_stage}"
+        text = f"{found}; set it to 3, with one rank too, or drop offload_optimizer"
+        yield Mistake(("learner.offload_optimizer", "learner.zero_stage"), text)
+    if learner.offload_optimizer and learner.device == "cpu":
+        text = "learner.offload_optimizer is true, but on learner.device cpu all is in host memory; drop it"
+        yield Mistake(("learner.offload_optimizer", "learner.device"), text)
+
+
 def _rates_fall(learner: LearnerConfig, critic: CriticConfig, batch: BatchConfig) -> Iterator[Mistake]:
     """A final share needs a rate that falls, and a rate that falls needs steps after its warm-up."""
     for where, optimizer, batches in (
@@ -183,6 +194,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _one_store,
     _sequences_fit,
     _store_holds_what_is_open,
+    _the_optimizer_can_be_offloaded,
     _rates_fall,
     _shards_divide,
     vllm_takes_the_settings,

@@ -54,6 +54,7 @@ BOUND: dict[str, Bound] = {
     ),
     "learner.ranks": Bound(REFUSED, "the optimizer state is stored in one part for each rank"),
     "learner.zero_stage": Bound(REFUSED, "it decides how parameters and optimizer state are stored"),
+    "learner.offload_optimizer": Bound(REFUSED, "it decides how the optimizer state is stored"),
     "store.shards": Bound(REFUSED, "each shard counts its own ids, which would be others"),
 }
 

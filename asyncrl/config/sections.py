@@ -213,6 +213,9 @@ class LearnerConfig(Part):
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: ranks divide the optimizer state (1), also gradients (2), also parameters (3)."""
+    offload_optimizer: bool = False
+    """True keeps the optimizer state of a learner on GPUs in host memory and steps there, which is slower;
+    needs `zero_stage` 3, and no compiler."""
     tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed forward and backward pass."""
     logprob_chunk_tokens: PositiveInt = 1024

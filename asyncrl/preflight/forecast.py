@@ -27,6 +27,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     checkpoint_bytes,
     generator_kv_bytes,
     kv_bytes_per_token,
+    offloaded_bytes,
     slots_bytes,
     trained_bytes,
     weights_bytes,
@@ -287,7 +288,9 @@ def _host_lines(
     ranks, count = config.learner.ranks, len(placement.generators)
     weights = weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
+    host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
+    formed += ", parameters x 16 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):
         # Generators of this host read the published copies in place.
         host += ranks * rank + count * (weights + kv_bytes)

@@ -26,14 +26,21 @@ def learner() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "dtype"),
-    [(1, 0, "float32"), slow(2, 0, "float32"), (2, 2, "float32"), slow(2, 3, "bfloat16")],
+    ("ranks", "stage", "dtype", "offload"),
+    [
+        (1, 0, "float32", False),
+        slow(2, 0, "float32", False),
+        (2, 2, "float32", False),
+        slow(2, 3, "bfloat16", False),
+        slow(2, 3, "bfloat16", True),
+    ],
 )
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
-    learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str
+    learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str, offload: bool
 ) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype, "critic": True, "reference": True}
+    base["offload"] = offload
     saved = base | {"store": str(store)}
     first = learner.run(
         ranks,

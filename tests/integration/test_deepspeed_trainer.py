@@ -70,6 +70,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
         scenarios[-1] | {"name": f"checkpointing {setting}", "checkpointing": setting}
         for setting in (True, "selective")
     ]
+    scenarios.append(scenarios[0] | {"name": "offloaded", "stage": 3, "offload": True})
     norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
     for name, (gradients, report) in learner.run(ranks, model, scenarios, tmp_path).items():
         assert report["names"] == list(expected), name
@@ -94,13 +95,21 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
     scenarios = [
         {
             "run": "nonfinite",
-            "name": f"{bad} {stage} {dtype}",
+            "name": f"{bad} {stage} {dtype} {offload}",
             "stage": stage,
             "dtype": dtype,
+            "offload": offload,
             "bad": bad,
             "with_bad": bad != "never",
         }
-        for stage, dtype in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")]
+        for stage, dtype, offload in [
+            (0, "float32", False),
+            (1, "float32", False),
+            (2, "float32", False),
+            (3, "float32", False),
+            (2, "bfloat16", False),
+            (3, "bfloat16", True),
+        ]
         for bad in ("never", "nan", "inf", "gradient")
     ]
     results = learner.run(ranks, model, scenarios, tmp_path)
@@ -108,7 +117,7 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
         if not scenario["with_bad"]:
             continue
         states, reports = results[scenario["name"]]
-        clean, clean_reports = results[f"never {scenario['stage']} {scenario['dtype']}"]
+        clean, clean_reports = results[f"never {scenario['stage']} {scenario['dtype']} {scenario['offload']}"]
         assert [report["skipped"] for report in reports] == [0, 1, 0], scenario["name"]
         assert [report["finite"] for report in reports] == [True, False, True], scenario["name"]
         # The schedule does not count it either.

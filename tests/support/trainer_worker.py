@@ -87,6 +87,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         device="cpu",
         threads=1,
         zero_stage=scenario["stage"],
+        offload_optimizer=scenario.get("offload", False),
         logprob_chunk_tokens=8,
         gradient_checkpointing=scenario.get("checkpointing", False),
         optimizer=OptimizerConfig(**optimizer),

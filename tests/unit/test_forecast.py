@@ -147,6 +147,26 @@ def test_bytes_per_parameter_of_bfloat16_on_four_ranks(stage, weights, gradients
     assert per_parameter == [weights, gradients, optimizer]
 
 
+@pytest.mark.parametrize("critics", [0, 1])
+def test_an_offloaded_optimizer_moves_from_the_gpus_to_the_host(critics):
+    model, advantage = {"dtype": "bfloat16"}, {"advantage": "gae" if critics else "grpo"}
+    kept, offloaded = (
+        planned(
+            config_of(
+                model=model,
+                algorithm=advantage,
+                learner={"ranks": 2, "zero_stage": 3, "offload_optimizer": on},
+            ),
+            STORIES,
+            GPU,
+        )
+        for on in (False, True)
+    )
+    moved = 16 * STORIES.parameters * (1 + critics)
+    assert 2 * (kept["one rank"] - offloaded["one rank"]) == moved
+    assert offloaded["host memory"] - kept["host memory"] == moved
+
+
 def test_reference_and_critic_are_counted_where_there_are_any():
     n = STORIES.parameters
     base = planned(config_of())

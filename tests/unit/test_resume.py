@@ -102,6 +102,11 @@ CHANGES = {
     "algorithm.advantage": ["algorithm.advantage=gae"],
     "learner.ranks": ["learner.ranks=2"],
     "learner.zero_stage": ["learner.zero_stage=2"],
+    "learner.offload_optimizer": [
+        "learner.offload_optimizer=true",
+        "learner.zero_stage=3",
+        "learner.device=auto",
+    ],
     "store.shards": ["store.shards=4"],
 }
 

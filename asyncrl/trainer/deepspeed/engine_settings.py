@@ -48,13 +48,13 @@ def join_deepspeed(local_rank: int) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def engine_settings(*, dtype: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of a sharded model, without an optimizer."""
+def engine_settings(*, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration of a sharded model, without an optimizer, whose state may be offloaded."""
     return {
         # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": NEVER,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
         "bf16": {"enabled": dtype == "bfloat16"},
     }

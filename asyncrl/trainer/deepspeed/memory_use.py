@@ -52,15 +52,19 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     def share(size_bytes: int, from_stage: int) -> int:
         return -(-size_bytes // learner.ranks) if stage >= from_stage else size_bytes
 
-    gradients = share(parameters * FP32, 2)
+    gradients = 0 if learner.offload_optimizer else share(parameters * FP32, 2)
     if model.dtype == "bfloat16":
         gradients += share(parameters * DTYPE_BYTES["bfloat16"], 3)  # one backward pass, before accumulation
     master = parameters * FP32 if stage > 0 else 0
-    return {
-        "weights": share(weights_bytes(shape, model), 3),
-        "gradients": gradients,
-        "optimizer": share(parameters * MOMENTS_BYTES + master, 1),
-    }
+    optimizer = 0 if learner.offload_optimizer else share(parameters * MOMENTS_BYTES + master, 1)
+    return {"weights": share(weights_bytes(shape, model), 3), "gradients": gradients, "optimizer": optimizer}
+
+
+def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Bytes of host memory of all ranks for one trained model: the float32 gradients, master copy and moments
+    that `learner.offload_optimizer` keeps there instead of on the GPUs.
+    """
+    return shape.parameters * (2 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:

@@ -63,6 +63,7 @@ class DeepSpeedTrainer:
             PolicyModule(trained()),
             learner.optimizer,
             total_steps=(learner.steps - idle) * optimizer_steps,
+            offload=learner.offload_optimizer,
             ranks=self._ranks,
             **shared,
         )
@@ -71,15 +72,20 @@ class DeepSpeedTrainer:
         if critic is not None:
             # A value head takes the place of the output layer.
             values = ValueModule(trained().base_model)
-            total = learner.steps * optimizer_steps
             self._critic = TrainedModel(
-                values, critic.optimizer, total_steps=total, ranks=self._ranks, **shared
+                values,
+                critic.optimizer,
+                total_steps=learner.steps * optimizer_steps,
+                offload=learner.offload_optimizer,
+                ranks=self._ranks,
+                **shared,
             )
         self._export = partial(export_model, self._policy.engine.module.model, model)
         # A learner with another layout cannot load the checkpoints of this one.
         self._layout: dict[str, Any] = {
             "ranks": self.ranks,
             "zero_stage": shared["stage"],
+            "offload_optimizer": learner.offload_optimizer,
             "dtype": model.dtype,
             "critic": critic is not None,
         }
@@ -162,8 +168,8 @@ class DeepSpeedTrainer:
         if found != layout:
             raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
-                "learner.ranks, learner.zero_stage, model.dtype and algorithm, or start a new run with "
-                f"model.path={directory / 'hf'}"
+                "learner.ranks, learner.zero_stage, learner.offload_optimizer, model.dtype and algorithm, "
+                f"or start a new run with model.path={directory / 'hf'}"
             )
         self._policy.load(directory, POLICY)
         if self._critic is not None:
