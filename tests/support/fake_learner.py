@@ -142,7 +142,7 @@ class FakeTrainer:
     def broadcast(self, value):
         return self._meeting.gather(self.rank, value or b"")[0]
 
-    def step(self, microbatches, loss, *, entropy_gradient):
+    def step(self, microbatches, loss, *, entropy_gradient=True):
         self.events.append("step")
         self.trained = [token for one in microbatches for token in one.target_T.tolist()]
         return StepResult(metrics={**self.sums, "skipped_steps": 0.0}, grad_norm=1.0, lr=1e-6)

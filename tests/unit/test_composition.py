@@ -106,7 +106,7 @@ class SummingTrainer:
             for one in microbatches
         ]
 
-    def step(self, microbatches, loss, *, entropy_gradient):
+    def step(self, microbatches, loss, *, entropy_gradient=True):
         return self._step(microbatches, loss, self.model.logprobs, self.model.entropies)
 
     def critic_step(self, microbatches, loss):

@@ -12,7 +12,7 @@ from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.deepspeed.attention import SEGMENTS
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, activations_bytes, kept_bytes_per_token
 from asyncrl.trainer.deepspeed.policy import PolicyModule
-from tests.unit.test_placement import config_of
+from tests.support.task_config import config_of
 
 TOKENS, VOCABULARY = 256, 64
 SIZES = {

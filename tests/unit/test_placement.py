@@ -4,20 +4,8 @@ import itertools
 
 import pytest
 
-from asyncrl.config.schema import Config
 from asyncrl.launch.placement import MARGIN, misplaced, place, placement_of
-
-README = {
-    "run": {"name": "my-task"},
-    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct", "chat_template": True},
-    "data": {"train": "train.jsonl", "eval": "test.jsonl", "prompt_field": "question"},
-    "reward": {"functions": [{"function": "task.py:reward"}]},
-}
-"""README's task.yaml."""
-
-
-def config_of(**sections: dict) -> Config:
-    return Config.model_validate(README | sections)
+from tests.support.task_config import config_of
 
 
 @pytest.mark.parametrize(
