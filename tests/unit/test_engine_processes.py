@@ -120,6 +120,8 @@ def work(rank, directory):
     values = [Handle("queue") if rank == 0 else None]
     dist.broadcast_object_list(values, src=0)
     open(f"{directory}/{rank}", "w").write(values[0].name)
+    dist.barrier()
+    dist.destroy_process_group()  # Gloo's threads abort a process that ends under them
 if __name__ == "__main__":
     from asyncrl.config.sections import GeneratorConfig, WeightsConfig
     from asyncrl.engine.vllm.args import set_environment
