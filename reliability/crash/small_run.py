@@ -172,7 +172,7 @@ def main() -> int:
         f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
         "time.sleep(600)"
     )
-    up.learner_spec = lambda config, directory, url: spec(
+    up.learner_spec = lambda config, directory, url, placement: spec(
         "learner",
         ["-m", "reliability.crash.small_run", "learner", str(directory.config), url],
         directory,
