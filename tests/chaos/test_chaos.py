@@ -37,6 +37,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
     assert verdict.groups >= 8 * verdict.steps > 0
 
 
+@pytest.mark.slow
 def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(tmp_path: Path) -> None:
     """Each once. `python -m reliability.chaos --only hardening` mixes them with all other faults."""
     chosen = {**POISON, **DEADLY, **FILES, send_message: 1.0}

@@ -36,7 +36,7 @@ from asyncrl.types import Group
 from tests.support.command import ASYNCRL
 from tests.support.tiers import slow
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
 NAMES = [path.stem for path in PRESETS]

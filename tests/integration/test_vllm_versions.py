@@ -18,7 +18,7 @@ from tests.support.vllm_engines import (
     saying,
 )
 
-pytestmark = [pytest.mark.integration, needs_stories]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
 
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=250)
 FIRST_TOKEN = 100
