@@ -99,6 +99,7 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
         "dtype": "float32",
         "critic": True,
         "moved_reference": True,
+        "offload_optimizer": False,
     }
     for ranks, models, found in [(2, full, "'ranks': 1"), (1, {"reference": True}, "'critic': True")]:
         with pytest.raises(
