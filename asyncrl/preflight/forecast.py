@@ -95,6 +95,8 @@ def require_fit(config: Config, *, generators: bool) -> None:
 
     Without `generators`, these are on other hosts. Without GPUs nothing is asked and no model is read.
     """
+    if config.learner.device == "cpu":
+        return
     machine = this_machine()
     if _on_gpu(config, machine):
         shape = read_shape(config.model)
