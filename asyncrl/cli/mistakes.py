@@ -1,6 +1,5 @@
 """Turns the error of a command, a user's mistake or our fault, into a message and an exit status."""
 
-import difflib
 import re
 import sys
 import traceback
@@ -9,6 +8,7 @@ from typing import Any
 
 import typer
 
+from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
@@ -51,17 +51,12 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     known = [option for one in context.command.params for option in one.opts if option[0] == "-"]
     if name and name not in known:
         found = f"found no option `{name}`"
-        allowed = f"{', '.join([*known, '--help'])}{_meant(name, known) or _key(name)}"
+        allowed = f"{', '.join([*known, '--help'])}{did_you_mean(name.lower(), known) or _key(name)}"
     elif unknown := re.search(r"No such command '([^']*)'", found):
         commands = list(context.command.commands)
         found = f"found no command `{unknown[1]}`"
-        allowed = f"{', '.join(commands)}{_meant(unknown[1], commands)}"
+        allowed = f"{', '.join(commands)}{did_you_mean(unknown[1].lower(), commands)}"
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
-
-
-def _meant(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def _key(option: str) -> str:

@@ -8,7 +8,6 @@ is checked when it is loaded.
 
 import ast
 import builtins
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from asyncrl import algo, plugins
 from asyncrl.algo import ranges
 from asyncrl.config.base import Mistake
-from asyncrl.config.wording import describe
+from asyncrl.config.wording import describe, did_you_mean
 from asyncrl.errors import ConfigError
 
 KINDS = ("advantage", "policy_loss", "correction", "aggregation", "kl", "filter", "shaping")
@@ -223,6 +222,5 @@ def load(target: str) -> Callable[..., Any]:
 
 def _hint(word: str, known: Iterable[str]) -> str:
     known = list(known)
-    if close := difflib.get_close_matches(word.lower(), known, n=1):
-        return f"; did you mean `{close[0]}`?"
-    return f"; known are {', '.join(sorted(known))}." if known else "; it takes none."
+    otherwise = f"known are {', '.join(sorted(known))}." if known else "it takes none."
+    return did_you_mean(word.lower(), known, otherwise)

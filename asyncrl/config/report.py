@@ -11,7 +11,7 @@ from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.base import Keys, Mistakes
 from asyncrl.config.document import Node, Problem, placed
 from asyncrl.config.schema import Config
-from asyncrl.config.wording import Schema, describe, shown
+from asyncrl.config.wording import Schema, describe, did_you_mean, shown
 
 
 def panel(problems: Iterable[Problem | str], *, title: str) -> str:
@@ -53,8 +53,8 @@ def _allowed(keys: Keys, detail: Any) -> str:
     text = f"allowed is {describe(schema)}"
     found = detail["input"]
     choices = schema.get("enum", ()) if isinstance(found, str) else ()
-    if close := difflib.get_close_matches(str(found), [str(choice) for choice in choices], n=1):
-        return f"{text}; did you mean `{close[0]}`?"
+    if meant := did_you_mean(str(found), map(str, choices)):
+        return f"{text}{meant}"
     if detail["type"] == "string_type" and isinstance(found, (int, float)):
         return f'{text}; write it in quotes: "{found}"'
     if found is None:

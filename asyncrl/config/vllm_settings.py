@@ -1,7 +1,6 @@
 """Which arguments of vLLM's engine `generator.vllm` may have: all of vLLM's but the refused ones."""
 
 import ast
-import difflib
 import functools
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.sections import GeneratorConfig
+from asyncrl.config.wording import did_you_mean
 
 _WORKERS = "weights are sent to the generator.tensor_parallel workers of one engine on this host"
 _CACHE = "blocks of several generators, or of one before and after a restart, would be of different weights"
@@ -75,9 +75,8 @@ def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
             yield Mistake((key,), f"{key} is refused: {REFUSED[name]}")
         elif known is not None and name not in known:
             allowed = sorted(known - REFUSED.keys())
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else "docs.vllm.ai lists them (engine arguments)"
-            yield Mistake((key,), f"{key} is no argument of the installed vLLM; {hint}")
+            hint = did_you_mean(name, allowed, "docs.vllm.ai lists them (engine arguments)")
+            yield Mistake((key,), f"{key} is no argument of the installed vLLM{hint}")
 
 
 @functools.cache

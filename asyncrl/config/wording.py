@@ -1,6 +1,7 @@
-"""Puts values and schemas into words."""
+"""Puts values, schemas and suggestions into words."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -62,3 +63,10 @@ def shown(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+    """Return the end of a message: the known word that is most similar, or `otherwise` if none is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    advice = f"did you mean `{close[0]}`?" if close else otherwise
+    return f"; {advice}" if advice else ""

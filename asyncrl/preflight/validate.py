@@ -1,7 +1,6 @@
 """`asyncrl validate`: finds every mistake of a config that shows without a model or running user code."""
 
 import ast
-import difflib
 import inspect
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from asyncrl.config.document import Node
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, DataFiles, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.errors import DataError, RewardError
@@ -94,8 +94,7 @@ def _reward_form(name: str) -> Form | None:
     """Return the call form of a reward function, or None if only running it would tell. Raises Missing."""
     if ":" not in name:
         if name not in BUILTINS:
-            close = difflib.get_close_matches(name, BUILTINS, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else "; name your own as `path.py:function`"
+            hint = did_you_mean(name, BUILTINS, "name your own as `path.py:function`")
             raise Missing(f"found no built-in `{name}`; allowed are {', '.join(BUILTINS)}{hint}")
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = _definition(name)
@@ -148,11 +147,8 @@ def _definition(name: str) -> Definition | None:
         raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     if attribute not in found and not _is_bound(tree, attribute):
-        close = difflib.get_close_matches(attribute, found, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "correct the name"
-        raise Missing(
-            f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}; {hint}"
-        )
+        hint = did_you_mean(attribute, found, "correct the name")
+        raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
     return found.get(attribute)
 
 
@@ -217,10 +213,9 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                 found.setdefault(column, []).append(index)
         for column, indices in found.items():
             if len(indices) == len(rows):
-                close = difflib.get_close_matches(column, rows[0], n=1, cutoff=0.5)
-                hint = f"did you mean `{close[0]}`?" if close else "add it to the data or name another"
+                hint = did_you_mean(column, rows[0], "add it to the data or name another", cutoff=0.5)
                 has = f"{rows.source} lacks; it has {', '.join(rows[0])}"
-                yield Mistake((name,), f"wants column `{column}`, which {has}; {hint}")
+                yield Mistake((name,), f"wants column `{column}`, which {has}{hint}")
             else:
                 places = ", ".join(rows.place(index) for index in indices[:SHOWN])
                 more = ", ..." if len(indices) > SHOWN else ""
